@@ -1,0 +1,257 @@
+"""The autograd pairs of tensor and sequence parallelism, after arXiv 2205.05198.
+
+Conjugates stand next to each other. A different backward is a different function, never a flag. The process
+group is always a required argument, and inputs are never modified in place. Each backward is itself made of
+these functions, so that gradients of gradients are right too.
+
+A sequence dim that does not divide by the group is padded where it is scattered and trimmed where it is
+gathered: a shard holds ``ceil(s / tp)`` positions on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def shard_length(length: int, size: int) -> int:
+    """Positions in one shard of a sequence of ``length`` positions over ``size`` ranks, padding included."""
+    return -(-length // size)
+
+
+def _pad(x: Tensor, dim: int, length: int) -> Tensor:
+    """``x`` with zeros behind it along ``dim``, up to ``length``."""
+    missing = length - x.shape[dim]
+    if missing == 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of ``x`` over the group, in a new tensor. Not differentiable."""
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
+class PendingGather:
+    """An all-gather along ``dim`` under way; :meth:`wait` returns the whole tensor."""
+
+    def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None, async_op: bool) -> None:
+        self._size = dist.get_world_size(group)
+        self._dim, self._length = dim % x.ndim, length
+        self._shape = x.shape
+        self._out = x.new_empty(self._size * x.shape[0] if x.ndim else self._size, *x.shape[1:])
+        # Kept until the collective is done: the backend reads it meanwhile.
+        self._input = x.detach().contiguous()
+        self._work = dist.all_gather_single(self._out, self._input, group=group, async_op=async_op)
+
+    def wait(self) -> Tensor:
+        """The gathered tensor, trimmed to the true length."""
+        if self._work is not None:
+            self._work.wait()
+        out, dim = self._out, self._dim
+        if dim:
+            # The collective stacks ranks along dim 0; the sequence may lie elsewhere.
+            out = out.view(self._size, *self._shape).movedim(0, dim).flatten(dim, dim + 1)
+        if self._length is not None and self._length != out.shape[dim]:
+            out = out.narrow(dim, 0, self._length)
+        return out.contiguous()
+
+
+class PendingReduceScatter:
+    """A reduce-scatter along ``dim`` under way; :meth:`wait` returns this rank's shard of the sum."""
+
+    def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:
+        size = dist.get_world_size(group)
+        dim = dim % x.ndim
+        chunk = shard_length(x.shape[dim], size)
+        x = _pad(x.detach(), dim, chunk * size)
+        stacked = x.unflatten(dim, (size, chunk)).movedim(dim, 0) if dim else x
+        self._input = stacked.contiguous().view(-1, *(stacked.shape[2:] if dim else stacked.shape[1:]))
+        shape = list(x.shape)
+        shape[dim] = chunk
+        self._shape = shape
+        self._out = x.new_empty(self._input.shape[0] // size, *self._input.shape[1:])
+        self._work = dist.reduce_scatter_single(self._out, self._input, group=group, async_op=async_op)
+
+    def wait(self) -> Tensor:
+        """This rank's shard."""
+        if self._work is not None:
+            self._work.wait()
+        return self._out.view(self._shape)
+
+
+def all_gather(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
+    """All shards along ``dim``, trimmed to ``length``, in a new tensor. Not differentiable."""
+    return PendingGather(x, dim, group, length, async_op=False).wait()
+
+
+def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's shard along ``dim`` of the sum over the group, zero-padded. Not differentiable."""
+    return PendingReduceScatter(x, dim, group, async_op=False).wait()
+
+
+def split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's shard of a whole tensor along ``dim``, zero-padded. Not differentiable."""
+    size = dist.get_world_size(group)
+    chunk = shard_length(x.shape[dim], size)
+    start = min(dist.get_rank(group) * chunk, x.shape[dim])
+    stop = min(start + chunk, x.shape[dim])
+    piece = x.detach().narrow(dim, start, stop - start)
+    return _pad(piece, dim, chunk).clone(memory_format=torch.contiguous_format)
+
+
+def _fill_padding(piece: Tensor, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Replace the zero padding of a shard by copies of the last real position.
+
+    Padding passes through norms; a row of zeros may become NaN there, and NaN times a zero gradient is NaN.
+    """
+    chunk = piece.shape[dim]
+    real = max(0, min(chunk, x.shape[dim] - dist.get_rank(group) * chunk))
+    if real == chunk or x.shape[dim] == 0:
+        return piece
+    last = x.detach().narrow(dim, x.shape[dim] - 1, 1)
+    piece.narrow(dim, real, chunk - real).copy_(last.expand_as(piece.narrow(dim, real, chunk - real)))
+    return piece
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_from_tensor_parallel_region(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return copy_to_tensor_parallel_region(grad, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
+        return _fill_padding(split(x, dim, group), x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_replicated_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length), None, None
+
+
+class _GatherReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gather(x, dim, group, length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _SplitGrad.apply(grad, ctx.dim, ctx.group), None, None, None
+
+
+class _SplitGrad(torch.autograd.Function):
+    """A split whose padding is zero, as a gradient's must be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
+        return split(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_replicated_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gather(x, dim, group, length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
+        return reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length), None, None
+
+
+def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """f: a replicated activation enters the tensor-parallel region.
+
+    Forward: identity. Backward: all-reduce. Dim: none.
+    """
+    return _Copy.apply(x, group)  # type: ignore[no-any-return]
+
+
+def reduce_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """f̄: partial sums leave the tensor-parallel region; conjugate of :func:`copy_to_tensor_parallel_region`.
+
+    Forward: all-reduce. Backward: identity. Dim: none.
+    """
+    return _Reduce.apply(x, group)  # type: ignore[no-any-return]
+
+
+def scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """A replicated activation enters the sequence region: ``[b, s, h]`` → ``[b, ceil(s/tp), h]`` for ``dim=1``.
+
+    Forward: slice; padding repeats the last position. Backward: all-gather, trimmed. Dim: ``dim``.
+    """
+    return _Scatter.apply(x, dim, group)  # type: ignore[no-any-return]
+
+
+def gather_replicated_from_sequence_parallel_region(
+    x: Tensor, dim: int, group: ProcessGroup, length: int | None = None
+) -> Tensor:
+    """Shards leave for a *replicated* consumer; conjugate of :func:`scatter_to_sequence_parallel_region`.
+
+    Every rank computes the same with the result and so has the same, whole gradient: it is sliced, not summed.
+
+    Forward: all-gather, trimmed to ``length``. Backward: slice. Dim: ``dim``.
+    """
+    return _GatherReplicated.apply(x, dim, group, length)  # type: ignore[no-any-return]
+
+
+def gather_from_sequence_parallel_region(
+    x: Tensor, dim: int, group: ProcessGroup, length: int | None = None
+) -> Tensor:
+    """g: shards enter a *tensor-parallel* consumer: ``[b, s/tp, h]`` → ``[b, s, h]`` for ``dim=1``.
+
+    Every rank holds a part of the gradient of the result: the parts are summed.
+
+    Forward: all-gather, trimmed to ``length``. Backward: reduce-scatter. Dim: ``dim``.
+    """
+    return _Gather.apply(x, dim, group, length)  # type: ignore[no-any-return]
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """ḡ: partial sums enter the sequence region; conjugate of :func:`gather_from_sequence_parallel_region`.
+
+    Forward: reduce-scatter, zero-padded. Backward: all-gather, trimmed. Dim: ``dim``.
+    """
+    return _ReduceScatter.apply(x, dim, group)  # type: ignore[no-any-return]

@@ -1,0 +1,249 @@
+"""Keeps partial gradients in sync, and knows the true global norm.
+
+Norms and row biases see a part of the sequence on each rank, so each rank holds a part of their gradient. The parts
+are summed once per optimizer step, after accumulation and after the data-parallel reduction: a sum of what was
+summed before would count it tp times (GPT-NeoX #1257 tells the story of hooks that never fired).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.utils.hooks import RemovableHandle
+
+from lightning_seqpar.groups import ParallelGroups
+from lightning_seqpar.layout import ModelLayout, ParamLayout
+
+
+@dataclass
+class _Partial:
+    """One parameter whose gradient comes in parts.
+
+    Attributes:
+        fired: a part has arrived since the last sync.
+        synced: the gradient tensor that the last sync left behind, whole.
+        hook: the gradient hook; none while the parameter is frozen.
+    """
+
+    layout: ParamLayout
+    parameter: nn.Parameter
+    fired: bool = False
+    synced: Tensor | None = None
+    hook: RemovableHandle | None = None
+
+
+class GradSync:
+    """Sums the partial gradients of a parallelised model.
+
+    Args:
+        layout: the model's layouts; the parameters with ``sum_over`` are the list.
+        groups: the process groups.
+        doubtful: names whose class is only proved by the gradients themselves (see :meth:`flush`).
+
+    Every rank of the model-parallel group calls :meth:`flush` at the same points.
+    """
+
+    def __init__(self, layout: ModelLayout, groups: ParallelGroups, doubtful: Iterable[str] = ()) -> None:
+        self._layout, self._groups = layout, groups
+        self._doubtful = frozenset(doubtful)
+        self._partials = [_Partial(layout[name], layout.parameter(name)) for name in layout if layout[name].is_partial]
+        self.attach()
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters whose gradients are summed."""
+        return [partial.layout.name for partial in self._partials]
+
+    def attach(self) -> None:
+        """Hook every partial parameter that requires a gradient and has no hook yet (it may thaw later)."""
+        for partial in self._partials:
+            if partial.hook is None and partial.parameter.requires_grad:
+                partial.hook = partial.parameter.register_hook(self._arrival(partial))
+
+    def _arrival(self, partial: _Partial) -> Callable[[Tensor], None]:
+        size = self._groups.size(tuple(sorted(partial.layout.sum_over)))
+
+        def hook(grad: Tensor) -> None:
+            kept = partial.parameter.grad
+            if not partial.fired and kept is not None and kept is partial.synced:
+                # Not zeroed since the last sync: whole on every rank, and about to be summed again with the new part.
+                with torch.no_grad():
+                    kept.div_(size)
+            partial.fired = True
+
+        return hook
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for partial in self._partials:
+            if partial.hook is not None:
+                partial.hook.remove()
+                partial.hook = None
+
+    def flush(self, parameters: Iterable[Tensor], *, check: bool = False) -> None:
+        """Sum what has arrived for ``parameters`` (those of one optimizer) since the last flush; idempotent.
+
+        Ranks agree first on which hooks fired: where none did nothing happens, where some did zeros join in.
+
+        Args:
+            parameters: whose gradients are due; others keep collecting.
+            check: also compare the doubtful gradients across ranks before they are summed.
+
+        Raises:
+            RuntimeError: on every rank, if a gradient arrived past its hook or a parameter was replaced.
+        """
+        due_ids = {id(parameter) for parameter in parameters}
+        due = [partial for partial in self._partials if id(partial.parameter) in due_ids]
+        if not due:
+            return
+        fired = self._agree(due)
+        pending = [partial for partial, any_fired in zip(due, fired, strict=True) if any_fired]
+        for partial in pending:
+            if partial.parameter.grad is None:
+                partial.parameter.grad = torch.zeros_like(partial.parameter)
+        if check:
+            self._check_doubtful([p for p in pending if p.layout.name in self._doubtful])
+        for axes in sorted({tuple(sorted(p.layout.sum_over)) for p in pending}):
+            group = self._groups[axes if len(axes) > 1 else axes[0]]
+            members = [p for p in pending if tuple(sorted(p.layout.sum_over)) == axes]
+            _sum_coalesced([_grad(p.parameter) for p in members], group)
+        for partial in pending:
+            partial.fired, partial.synced = False, partial.parameter.grad
+
+    def _agree(self, due: Sequence[_Partial]) -> list[bool]:
+        """Which of ``due`` fired on any rank; one small reduction over every rank that holds the same parameters."""
+        backward_ran = any(partial.fired for partial in self._partials)
+        bits = []
+        for partial in due:
+            grad = partial.parameter.grad
+            missed = backward_ran and not partial.fired and grad is not None and grad is not partial.synced
+            bits += [partial.fired and grad is not None, missed]
+        device = due[0].parameter.device
+        told = torch.tensor(bits, dtype=torch.uint8, device=device)
+        # Over dp too: a replica that did not use a parameter still got the others' average for it.
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._groups["dp", "tp"])
+        agreed = told.tolist()
+        for partial, missed in zip(due, agreed[1::2], strict=True):
+            fired_somewhere = agreed[2 * due.index(partial)]
+            if missed and not fired_somewhere:
+                raise RuntimeError(
+                    f"{partial.layout.name}: a gradient arrived but the hook that marks it for the sum over tp did not "
+                    "fire on any rank; was its hook removed, or the gradient set by hand?"
+                )
+        return [bool(bit) for bit in agreed[0::2]]
+
+    def _check_doubtful(self, partials: Sequence[_Partial]) -> None:
+        if not partials:
+            return
+        lows, highs = _spread([_grad(p.parameter) for p in partials], self._groups)
+        for partial, low, high in zip(partials, lows, highs, strict=True):
+            if high > 0 and high - low <= _tolerance(partial.parameter.dtype) * high:
+                raise RuntimeError(
+                    f"{partial.layout.name}: the plan puts it between a gather and its row linear, where each rank has a "
+                    "part of its gradient, but the parts are equal: it lies behind the row linear, and the sum would count "
+                    "it tp times. Narrow the gather rule to the column linears themselves"
+                )
+
+
+def _grad(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _sum_coalesced(grads: Sequence[Tensor], group: Any) -> None:
+    """Sum each gradient over the group, in place, with one collective per dtype; 16-bit parts in float32."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        by_dtype.setdefault(grad.dtype, []).append(grad)
+    for dtype in sorted(by_dtype, key=str):
+        members = by_dtype[dtype]
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        flat = _flatten_dense_tensors([grad.to(wide) for grad in members])
+        dist.all_reduce(flat, group=group)
+        for grad, total in zip(members, _unflatten_dense_tensors(flat, members), strict=True):
+            grad.copy_(total)
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """How far equal computations may lie apart on two ranks: far below what a missing part would show."""
+    return 1e-9 if dtype == torch.float64 else 1e-4 if dtype == torch.float32 else 2e-2
+
+
+def _spread(tensors: Sequence[Tensor], groups: ParallelGroups) -> tuple[list[float], list[float]]:
+    """Smallest and largest norm of each tensor over tp."""
+    norms = torch.stack([tensor.detach().double().norm() for tensor in tensors])
+    both = torch.cat([norms, -norms])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups["tp"])
+    count = len(tensors)
+    return (-both[count:]).tolist(), both[:count].tolist()
+
+
+def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: ParallelGroups) -> None:
+    """Gradients of parameters that every rank holds whole must be equal across tp when the optimizer reads them.
+
+    Raises:
+        RuntimeError: on every rank, naming the parameter that differs most.
+    """
+    names, grads = [], []
+    for parameter in parameters:
+        found = layout.of(parameter)
+        if found is not None and not found.is_sharded:
+            names.append(found)
+            grads.append(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
+    if not grads:
+        return
+    lows, highs = _spread(grads, groups)
+    worst, at = 0.0, -1
+    for index, (low, high, grad) in enumerate(zip(lows, highs, grads, strict=True)):
+        gap = (high - low) / high if high > 0 else 0.0
+        if gap > _tolerance(grad.dtype) and gap > worst:
+            worst, at = gap, index
+    if at >= 0:
+        found = names[at]
+        raise RuntimeError(
+            f"{found.name}: every rank holds it whole, but the gradients that reach the optimizer differ across tp by "
+            f"{worst:.1e} (laid out as: {found.reason}). Either it also sees sequence shards or lies between a gather and "
+            "a row linear (change the plan), or gradients were clipped by torch.nn.utils.clip_grad_norm_, which knows "
+            "nothing of shards (use self.clip_gradients or Trainer(gradient_clip_val=...))"
+        )
+
+
+def global_grad_norm(
+    parameters: Iterable[Tensor], layout: ModelLayout, groups: ParallelGroups, norm_type: float = 2.0
+) -> Tensor:
+    """The norm of the whole model's gradient: shards from every tp rank, whole parameters once.
+
+    The gradients must be synced. Equal on all ranks; collective over tp. Returns a 0-dim tensor.
+    """
+    sharded: list[Tensor] = []
+    whole: list[Tensor] = []
+    device = groups_device = None
+    for parameter in parameters:
+        device = parameter.device
+        if parameter.grad is None:
+            continue
+        found = layout.of(parameter)
+        (sharded if found is not None and found.is_sharded else whole).append(parameter.grad)
+    groups_device = device if device is not None else torch.device("cpu")
+
+    def power(grads: list[Tensor]) -> Tensor:
+        if not grads:
+            return torch.zeros((), device=groups_device, dtype=torch.float32)
+        norms = torch.stack([n.to(torch.promote_types(n.dtype, torch.float32)) for n in torch._foreach_norm(grads, norm_type)])
+        return norms.max() if norm_type == float("inf") else (norms**norm_type).sum()
+
+    part, rest = power(sharded), power(whole)
+    total_dtype = torch.promote_types(part.dtype, rest.dtype)
+    part, rest = part.to(total_dtype), rest.to(total_dtype)
+    # Every rank has the same lists up to shards, so the dtype agrees too.
+    op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
+    dist.all_reduce(part, op=op, group=groups["tp"])
+    if norm_type == float("inf"):
+        return torch.maximum(part, rest)
+    return (part + rest) ** (1.0 / norm_type)

@@ -1,0 +1,112 @@
+"""What can't be done right is refused, with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.groups import ParallelGroups
+from lightning_seqpar.layers.linear import GatherLinear, ShardedLinear
+from lightning_seqpar.layout import ModelLayout
+
+ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.ASGD,
+)
+"""Optimizers whose update of an element depends on that element's gradient and state alone."""
+
+
+def refuse_unsupported(config: ParallelConfig) -> None:
+    """Refuse what the configuration knows and the strategy does not run yet."""
+    for field, idle in (
+        ("cp", config.cp == 1),
+        ("pp", config.pp == 1),
+        ("virtual_pp", config.virtual_pp is None),
+        ("data_parallel", config.data_parallel == "ddp"),
+        ("fsdp", not config.fsdp),
+        ("recompute", config.recompute == "none"),
+        ("compile", not config.compile),
+        ("checkpoint", config.checkpoint.format == "single" and not config.checkpoint.async_save),
+        ("fp8_groups", not config.fp8_groups),
+        ("gloo_twins", not config.gloo_twins),
+    ):
+        if not idle:
+            default = ParallelConfig.model_fields[field].get_default(call_default_factory=True)
+            raise ValueError(f"{field}={getattr(config, field)!r} does not run yet; use {field}={default!r}")
+
+
+def refuse_optimizers(optimizers: Sequence[Optimizer], tp: int) -> None:
+    """Only elementwise optimizers are right on shards.
+
+    Raises:
+        ValueError: naming the optimizer.
+    """
+    for optimizer in optimizers:
+        if tp > 1 and type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
+            allowed = ", ".join(kind.__name__ for kind in ELEMENTWISE_OPTIMIZERS)
+            raise ValueError(
+                f"{type(optimizer).__module__}.{type(optimizer).__name__} with tp={tp}: it is not known to update each "
+                f"element by itself, and shards would change its result; use one of torch.optim's {allowed}"
+            )
+
+
+def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
+    """The loss must be the same on all ranks of a replica.
+
+    Raises:
+        RuntimeError: on every rank of the replica, with the values.
+    """
+    told = loss.detach().double().sum().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    values = [torch.zeros_like(told) for _ in range(groups.size("tp"))]
+    dist.all_gather(values, told, group=groups["tp"])
+    numbers = [float(value) for value in values]
+    wide = {torch.float64: 1e-9, torch.float32: 1e-4}.get(loss.dtype, 5e-2)
+    if max(numbers) - min(numbers) > wide * max(1.0, *(abs(number) for number in numbers)):
+        raise RuntimeError(
+            f"the loss differs across the tensor-parallel ranks of one replica: {', '.join(f'{n:.9g}' for n in numbers)}. "
+            "They must see the same batch, and the loss must not read parameters (an L2 term sees shards) or draw "
+            "random numbers on its own; weight decay belongs into the optimizer"
+        )
+
+
+def sharded_readers(loss: Tensor, layout: ModelLayout) -> None:
+    """Only the parallel layers may read a sharded parameter; a loss that does (an L2 term) sees a part of it.
+
+    Raises:
+        RuntimeError: naming the parameter and the operation that reads it.
+    """
+    allowed = {f"{kind.__name__}Backward" for kind in (ShardedLinear, GatherLinear)}
+    seen: set[Any] = set()
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for child, _ in node.next_functions:
+            variable = getattr(child, "variable", None)
+            if variable is None:
+                todo.append(child)
+                continue
+            found = layout.of(variable)
+            if found is not None and found.shard is not None and found.shard.dim is not None and node.name() not in allowed:
+                raise RuntimeError(
+                    f"{found.name}: it is sharded, and {node.name()} in the loss reads it past its layer, so it would see a "
+                    "part of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the "
+                    "module out of the plan"
+                )

@@ -1,0 +1,200 @@
+"""Starts the ranks of this node and watches over them.
+
+The launcher alone knows which rank a dead process was: gloo says "connection reset by peer" and names nobody. So the
+main process waits on each child, and each child holds a pipe whose other end only the main process holds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers.subprocess_script import _HYDRA_AVAILABLE, _SubprocessScriptLauncher
+
+LIFELINE = "SEQPAR_LIFELINE_FD"
+DONE = b"done"
+GRACE = 10.0
+"""Seconds that the other ranks get to end by themselves (and print their own message) once one has died."""
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, in words: ``was killed by SIGKILL``, ``exited with code 1``."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def say(message: str) -> None:
+    """Print to standard error, at once."""
+    sys.stderr.write(f"lightning_seqpar: {message}\n")
+    sys.stderr.flush()
+
+
+class ChildWatch:
+    """Ends the whole run when one of its processes ends badly. Lives in the main process."""
+
+    def __init__(self, procs: list[subprocess.Popen[bytes]], first_rank: int, lifeline: int) -> None:
+        self._procs, self._first_rank, self._lifeline = procs, first_rank, lifeline
+        self._failed = threading.Event()
+        self._finished = threading.Event()
+        self._lock = threading.Lock()
+        self.failure: str | None = None
+
+    def start(self) -> None:
+        """Wait on every child in a thread of its own, and for the end of this process."""
+        for local_rank, proc in enumerate(self._procs, start=1):
+            name = f"watch-rank-{self._first_rank + local_rank}"
+            threading.Thread(target=self._wait, args=(local_rank, proc), name=name, daemon=True).start()
+        atexit.register(self._at_exit)
+
+    def fail(self, reason: str) -> None:
+        """The main process itself ends badly."""
+        with self._lock:
+            self.failure = self.failure or reason
+        self._failed.set()
+
+    def _wait(self, local_rank: int, proc: subprocess.Popen[bytes]) -> None:
+        code = proc.wait()
+        if code == 0:
+            return
+        with self._lock:
+            if self._failed.is_set():
+                return  # the run is ending already; the first failure is the one that counts
+            rank = self._first_rank + local_rank
+            self.failure = f"rank {rank} (pid {proc.pid}) {describe_exit(code)}"
+            self._failed.set()
+        where = "; its own message stands above" if code > 0 else ""
+        say(f"{self.failure}{where}; ending the other ranks")
+        self._end_children()
+        if not self._finished.wait(GRACE):
+            say(f"rank {self._first_rank} did not end by itself within {GRACE:.0f} s after {self.failure}; ending it")
+        sys.stdout.flush()
+        # A thread can't raise in the main thread, which may wait in a collective for the dead rank.
+        os._exit(code if 0 < code < 128 else 1)
+
+    def _end_children(self) -> None:
+        for proc in self._procs:
+            try:
+                proc.wait(timeout=GRACE / 2)
+            except subprocess.TimeoutExpired:
+                proc.kill()
+        for proc in self._procs:
+            proc.wait()
+
+    def _at_exit(self) -> None:
+        """The main process is leaving: wait for the children, or end them if the run failed."""
+        self._finished.set()
+        uncaught = getattr(sys, "last_value", None)
+        if uncaught is not None:
+            self.fail(f"rank {self._first_rank} raised {type(uncaught).__name__}")
+        if not self._failed.is_set():
+            os.write(self._lifeline, DONE * len(self._procs))
+            for proc in self._procs:
+                proc.wait()
+            return  # a child that ended badly ends us from its thread
+        self._end_children()
+        say(f"the run failed: {self.failure}")
+
+
+def follow_main_process(rank: int) -> bool:
+    """In a child: end this process if the main process dies without saying that it is done.
+
+    Returns whether this process is such a child.
+    """
+    descriptor = os.environ.pop(LIFELINE, None)
+    if descriptor is None:
+        return False
+
+    def wait() -> None:
+        if os.read(int(descriptor), len(DONE)) != DONE:
+            say(f"rank {rank} stops: the main process (local rank 0), which launched it, is gone")
+            os._exit(1)
+
+    threading.Thread(target=wait, name="follow-main-process", daemon=True).start()
+    return True
+
+
+class SeqParallelLauncher(_SubprocessScriptLauncher):
+    """Lightning's subprocess launcher with our own watch over the children."""
+
+    watch: ChildWatch | None = None
+
+    @property
+    def is_child(self) -> bool:
+        """Whether this process was started by the launcher in another one."""
+        return self._follows
+
+    _follows = False
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the other ranks of this node if nobody else does, then run ``function`` in this one."""
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            self._start_children()
+        elif follow_main_process(environment.global_rank()):
+            self._follows = True
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Lightning passes signals on with this; the watch ends the children instead, after their own message."""
+        if self.watch is not None:
+            self.watch.fail(f"the main process got {signal.Signals(signum).name}")
+        if signum == signal.SIGKILL:
+            super().kill(signum)
+
+    def take_sigterm(self) -> None:
+        """Make SIGTERM end the run, in processes of ours: Lightning's own handler waits in a broadcast for its peers."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._follows:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the main process sees it and names the rank
+        elif self.watch is not None:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, signum: int, frame: Any) -> None:
+        assert self.watch is not None
+        self.watch.fail(f"rank {self.cluster_environment.global_rank()} got SIGTERM")
+        raise SystemExit(128 + signum)
+
+    def _start_children(self) -> None:
+        """As Lightning starts them, but each child inherits the reading end of the lifeline."""
+        self._check_can_spawn_children()
+        environment = self.cluster_environment
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        os.environ["NODE_RANK"] = str(environment.node_rank())
+        os.environ["LOCAL_RANK"] = str(environment.local_rank())
+        os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
+        reading, writing = os.pipe()
+        self.procs = []
+        try:
+            for local_rank in range(1, self.num_processes):
+                command, folder = self._command(local_rank)
+                env = {**os.environ, "LOCAL_RANK": str(local_rank), LIFELINE: str(reading)}
+                self.procs.append(subprocess.Popen(command, env=env, cwd=folder, pass_fds=(reading,)))
+        finally:
+            os.close(reading)
+        self.watch = ChildWatch(self.procs, environment.node_rank() * self.num_processes, writing)
+        self.watch.start()
+
+    @staticmethod
+    def _command(local_rank: int) -> tuple[Sequence[str], str | None]:
+        if _HYDRA_AVAILABLE:
+            from hydra.core.hydra_config import HydraConfig
+
+            if HydraConfig.initialized():
+                return _hydra_subprocess_cmd(local_rank)
+        return _basic_subprocess_cmd(), None

@@ -1,0 +1,160 @@
+"""``nn.MultiheadAttention`` over local heads, with its own parameter names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_seqpar.collectives import reduce_from_tensor_parallel_region
+from lightning_seqpar.layers.linear import RowParallelLinear, sharded_linear, shrink
+from lightning_seqpar.layers.shard import Shard
+from lightning_seqpar.region import SequenceRegion
+
+
+class ParallelMultiheadAttention(nn.MultiheadAttention):
+    """Self-attention over this rank's heads, made in place from an ``nn.MultiheadAttention``.
+
+    The original calls its projections through raw weights, past every hook; this forward gathers its input itself.
+
+    ==================  =====================  =========================
+    tensor              global                 local
+    ==================  =====================  =========================
+    query               ``[b, s, h]``          ``[b, s/tp, h]``
+    in_proj_weight      ``[3h, h]``            ``[3h/tp, h]``, heads whole, ``[q|k|v]``
+    out_proj.weight     ``[h, h]``             ``[h, h/tp]``
+    output              ``[b, s, h]``          ``[b, s/tp, h]``
+    ==================  =====================  =========================
+
+    (``[s, b, h]`` where ``batch_first`` is false.) Masks keep their global shapes.
+    """
+
+    region: SequenceRegion
+    shard: Shard
+    full_name: str
+    global_heads: int
+
+    @classmethod
+    def adopt(cls, attention: nn.MultiheadAttention, region: SequenceRegion, name: str) -> ParallelMultiheadAttention:
+        """Turn ``attention`` into this class in place and cut its parameters by heads.
+
+        Raises:
+            ValueError: for heads that do not divide by tp, or features of the original that have no parallel form.
+        """
+        cls.check(attention, region, name)
+        heads, width = attention.num_heads, attention.embed_dim
+        shard = Shard.by_segments(0, [width] * 3, [heads] * 3, region.size, name)
+        attention.__class__ = cls
+        layer: Any = attention
+        layer.region, layer.shard, layer.full_name, layer.global_heads = region, shard, name, heads
+        shrink(layer.in_proj_weight, shard, region.rank)
+        if layer.in_proj_bias is not None:
+            shrink(layer.in_proj_bias, shard, region.rank)
+        RowParallelLinear.adopt(
+            layer.out_proj, Shard.by_segments(1, [width], [heads], region.size, name), region, f"{name}.out_proj"
+        )
+        layer.num_heads = heads // region.size
+        return layer  # type: ignore[no-any-return]
+
+    @staticmethod
+    def check(attention: nn.MultiheadAttention, region: SequenceRegion, name: str) -> None:
+        """Refuse what has no parallel form, before anything is changed."""
+        for wrong, what in (
+            (attention.in_proj_weight is None, "kdim or vdim different from embed_dim"),
+            (attention.bias_k is not None, "add_bias_kv=True"),
+            (attention.add_zero_attn, "add_zero_attn=True"),
+        ):
+            if wrong:
+                raise ValueError(f"{name}: nn.MultiheadAttention with {what} has no tensor-parallel form; leave it out")
+        expected = 1 if attention.batch_first else 0
+        if region.sp and region.dim != expected:
+            raise ValueError(
+                f"{name}: batch_first={attention.batch_first}, so the sequence is at dim {expected}, but the plan's "
+                f"blocks rule says dim {region.dim}; set 'dim: {expected}' there"
+            )
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``nn.MultiheadAttention.forward``, for self-attention on batched input."""
+        if key is not query or value is not query:
+            raise ValueError(f"{self.full_name}: query, key and value must be the same tensor under tensor parallelism")
+        if query.ndim != 3:
+            raise ValueError(f"{self.full_name}: batch the input; got shape {list(query.shape)}")
+        self.region.open_gather(query, self.full_name)
+        try:
+            return self._attend(query, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        finally:
+            self.region.close_gather()
+            self.region.finish(self.full_name)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        whole = self.region.gather(query, self.full_name)
+        packed = sharded_linear(whole, self.in_proj_weight, self.in_proj_bias, self.region)
+        if not self.batch_first:
+            packed = packed.transpose(0, 1)
+        b, s, _ = packed.shape
+        q, k, v = (part.view(b, s, self.num_heads, self.head_dim).transpose(1, 2) for part in packed.chunk(3, -1))
+        if is_causal and attn_mask is None:
+            raise ValueError(f"{self.full_name}: is_causal=True is a hint and needs attn_mask beside it")
+        causal_hint = is_causal and key_padding_mask is None and not need_weights
+        mask = None if causal_hint else self._merge(attn_mask, key_padding_mask, b, s, q.dtype)
+        weights = None
+        if need_weights:
+            out, weights = self._attend_with_weights(q, k, v, mask, average)
+        else:
+            # Dropout is 0: the strategy refuses anything else.
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal_hint)
+        out = out.transpose(1, 2).reshape(b, s, -1)
+        return self.out_proj(out if self.batch_first else out.transpose(0, 1)), weights
+
+    def _attend_with_weights(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, average: bool
+    ) -> tuple[Tensor, Tensor]:
+        scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
+        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+        if not average:
+            raise ValueError(f"{self.full_name}: average_attn_weights=False would need every rank's heads; average them")
+        mean = reduce_from_tensor_parallel_region(weights.sum(1), self.region.group) / self.global_heads
+        return weights @ v, mean
+
+    def _merge(
+        self, attn_mask: Tensor | None, padding: Tensor | None, b: int, s: int, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Both masks as one additive mask that broadcasts to ``[b, heads/tp, s, s]``."""
+        merged: Tensor | None = None
+        if attn_mask is not None:
+            merged = _additive(attn_mask, dtype)
+            if merged.ndim == 3:
+                heads = self.region.rank * self.num_heads
+                merged = merged.view(b, self.global_heads, s, s)[:, heads : heads + self.num_heads]
+            else:
+                merged = merged.view(1, 1, s, s)
+        if padding is not None:
+            column = _additive(padding, dtype).view(b, 1, 1, s)
+            merged = column if merged is None else merged + column
+        return merged
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+    return mask.to(dtype)

@@ -1,0 +1,230 @@
+"""Column- and row-parallel linears, after arXiv 2205.05198.
+
+They are made in place from the user's ``nn.Linear``: the module and its parameters stay the same objects, so
+that other references to them (lists, ties, hooks) stay good; only the data shrinks and the class changes.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_seqpar.collectives import PendingGather, PendingReduceScatter
+from lightning_seqpar.layers.shard import Shard
+from lightning_seqpar.region import GatheredInput, SequenceRegion
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _cast(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return x if x is None or dtype is None or not x.is_floating_point() else x.to(dtype)
+
+
+def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return (grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
+
+
+class ShardedLinear(torch.autograd.Function):
+    """``y = x Wᵀ + b`` that keeps the *shard* of a gathered input and gathers it again in the backward.
+
+    ============  ======================  =========================
+    tensor        given                   saved for backward
+    ============  ======================  =========================
+    x             ``[b, s, h]``           its shard ``[b, s/tp, h]``, if it was gathered; else itself
+    weight        ``[f/tp, h]``           itself
+    y             ``[b, s, f/tp]``        —
+    ============  ======================  =========================
+
+    ``dx = dy W`` (a partial sum over tp), ``dW = dyᵀ x``, ``db = Σ dy``. Frozen parameters cost no work.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: GatheredInput | None
+    ) -> Tensor:
+        dtype = _autocast_dtype(x)
+        needs_x = weight.requires_grad
+        if needs_x and gathered is not None:
+            gathered.add_user()
+        keep = (gathered.shard if gathered is not None else x) if needs_x else None
+        ctx.save_for_backward(keep, weight)
+        ctx.gathered, ctx.x_dtype, ctx.bias_dtype = gathered, x.dtype, bias.dtype if bias is not None else None
+        with torch.autocast(x.device.type, enabled=False):
+            compute = _cast(x, dtype)
+            assert compute is not None
+            return F.linear(compute, _cast(weight, dtype), _cast(bias, dtype))  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        kept, weight = ctx.saved_tensors
+        if kept is not None and ctx.gathered is not None:
+            ctx.gathered.start(kept)  # runs under the input-grad product
+        grad_x = (grad @ weight.to(grad.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
+        grad_w = None
+        if kept is not None:
+            x = ctx.gathered.take() if ctx.gathered is not None else kept
+            grad_w = _weight_grad(grad, x, weight)
+        grad_b = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_w, grad_b, None
+
+
+class GatherLinear(torch.autograd.Function):
+    """``y = gather(x) Wᵀ + b``: a column linear that is its own gather point.
+
+    ============  ======================  =========================
+    tensor        given                   saved for backward
+    ============  ======================  =========================
+    x             ``[b, s/tp, h]``        itself
+    weight        ``[f/tp, h]``           itself
+    y             ``[b, s, f/tp]``        —
+    ============  ======================  =========================
+
+    Backward: the re-gather runs under the input-grad product, the reduce-scatter under the weight-grad product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, group: Any, length: int
+    ) -> Tensor:
+        dtype = _autocast_dtype(x)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.dim, ctx.group, ctx.length, ctx.x_dtype = dim, group, length, x.dtype
+        ctx.bias_dtype = bias.dtype if bias is not None else None
+        with torch.autocast(x.device.type, enabled=False):
+            shard = _cast(x, dtype)
+            assert shard is not None
+            whole = PendingGather(shard, dim, group, length, async_op=False).wait()
+            return F.linear(whole, _cast(weight, dtype), _cast(bias, dtype))  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        shard, weight = ctx.saved_tensors
+        gathering = None
+        if shard is not None:
+            gathering = PendingGather(shard.to(grad.dtype), ctx.dim, ctx.group, ctx.length, async_op=True)
+        scattering = None
+        if ctx.needs_input_grad[0]:
+            partial = grad @ weight.to(grad.dtype)
+            scattering = PendingReduceScatter(partial, ctx.dim, ctx.group, async_op=True)
+        grad_w = _weight_grad(grad, gathering.wait(), weight) if gathering is not None else None
+        grad_b = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        grad_x = scattering.wait().to(ctx.x_dtype) if scattering is not None else None
+        return grad_x, grad_w, grad_b, None, None, None
+
+
+def sharded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: SequenceRegion) -> Tensor:
+    """``F.linear`` with a sharded weight on a whole input; saves the input's shard if it was gathered."""
+    handle = region.find_gathered(x) if torch.is_grad_enabled() else None
+    return ShardedLinear.apply(x, weight, bias, handle)  # type: ignore[no-any-return]
+
+
+def shrink(parameter: nn.Parameter, shard: Shard, rank: int) -> None:
+    """Cut a parameter down to this rank's part, in place: the object stays the same."""
+    with torch.no_grad():
+        parameter.data = shard.take(parameter.data, rank)
+    parameter.grad = None
+
+
+class _ParallelLinear(nn.Linear):
+    region: SequenceRegion
+    shard: Shard
+    full_name: str
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear, shard: Shard, region: SequenceRegion, name: str = "linear") -> Any:
+        """Turn ``linear`` into this class in place and cut its parameters."""
+        linear.__class__ = cls
+        layer: Any = linear
+        layer.region, layer.shard, layer.full_name = region, shard, name
+        layer._cut(region.rank)
+        return layer
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, shard: Shard, region: SequenceRegion, name: str = "linear") -> Any:
+        """A layer of this class with this rank's part of ``linear``, which stays as it is."""
+        return cls.adopt(copy.deepcopy(linear), shard, region, name)
+
+    def _cut(self, rank: int) -> None:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """Local shape, and which part of the whole it is."""
+        return f"{super().extra_repr()}, rank {self.region.rank} of tp={self.region.size}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear whose out-features are sharded over the tensor-parallel ranks.
+
+    ============  ====================  ======================  ======================
+    tensor        global                local                   saved for backward
+    ============  ====================  ======================  ======================
+    input         ``[b, s, h]``         ``[b, s, h]``           ``[b, s/tp, h]``
+    weight        ``[f, h]``            ``[f/tp, h]``           itself
+    bias          ``[f]``               ``[f/tp]``              —
+    output        ``[b, s, f]``         ``[b, s, f/tp]``        —
+    ============  ====================  ======================  ======================
+
+    The input is gathered around this layer, once for all that share it; with :attr:`gathers_input` this layer is
+    its own gather point and reads ``[b, s/tp, h]``. Sequence on ``region.dim``.
+    """
+
+    gathers_input: bool = False
+
+    def _cut(self, rank: int) -> None:
+        shrink(self.weight, self.shard, rank)
+        if self.bias is not None:
+            shrink(self.bias, self.shard, rank)
+        self.out_features = self.shard.local_length(rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[b, s, h]`` (or its shard, if this layer gathers) → ``[b, s, f/tp]``."""
+        region = self.region
+        if not self.gathers_input:
+            region.check_column_input(x, self.full_name)
+            return sharded_linear(x, self.weight, self.bias, region)
+        region.open_gather(x, self.full_name)
+        try:
+            if region.sp and region.regather:
+                length = region.length_for(x, self.full_name)
+                return GatherLinear.apply(x, self.weight, self.bias, region.dim, region.group, length)  # type: ignore[no-any-return]
+            return sharded_linear(region.gather(x, self.full_name), self.weight, self.bias, region)
+        finally:
+            region.close_gather()
+            region.finish(self.full_name)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear whose in-features are sharded over the tensor-parallel ranks.
+
+    ============  ====================  ======================  ======================
+    tensor        global                local                   saved for backward
+    ============  ====================  ======================  ======================
+    input         ``[b, s, f]``         ``[b, s, f/tp]``        itself
+    weight        ``[h, f]``            ``[h, f/tp]``           itself
+    bias          ``[h]``               ``[h]``                 —
+    output        ``[b, s, h]``         ``[b, s/tp, h]``        —
+    ============  ====================  ======================  ======================
+
+    The bias is added after the reduce-scatter, to shards: its gradient is partial and is summed over tp. Without
+    sequence parallelism the output is whole (all-reduced) and the bias gradient is too.
+    """
+
+    def _cut(self, rank: int) -> None:
+        shrink(self.weight, self.shard, rank)
+        self.in_features = self.shard.local_length(rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[b, s, f/tp]`` → ``[b, s/tp, h]``."""
+        partial = ShardedLinear.apply(x, self.weight, None, None)
+        out = self.region.reduce(partial, self.full_name)
+        return out if self.bias is None else out + self.bias.to(out.dtype)

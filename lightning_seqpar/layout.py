@@ -1,0 +1,97 @@
+"""Where every parameter's data and gradient live: the one truth that sync, norm, checkpoints and parity read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_seqpar.layers.shard import Shard
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """The layout of one parameter.
+
+    Attributes:
+        name: its name in the model, as before parallelisation.
+        global_shape: its whole shape.
+        shard: how it is dealt out over the axis ``tp``; none if every rank holds it whole.
+        sum_over: the *set* of axes over which its gradient comes in parts that must be summed.
+        reason: why, for messages and the plan's table.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    shard: Shard | None = None
+    sum_over: frozenset[str] = frozenset()
+    reason: str = "whole activations: identical gradients"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold different parts."""
+        return self.shard is not None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether its gradient must be summed over some axes."""
+        return bool(self.sum_over)
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has the whole shape: the parameter's own value, or a state of an optimizer."""
+        return tuple(tensor.shape) == self.global_shape
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """What tensor-parallel ``rank`` holds of a whole tensor.
+
+        Raises:
+            ValueError: if the tensor has another shape than the parameter.
+        """
+        if not self.fits(whole):
+            raise ValueError(
+                f"{self.name}: expected the whole shape {list(self.global_shape)}, got {list(whole.shape)}; "
+                "it belongs to another model or configuration"
+            )
+        return whole if self.shard is None else self.shard.take(whole, rank)
+
+
+class ModelLayout(Mapping[str, ParamLayout]):
+    """The layouts of a model's parameters, by name or by parameter."""
+
+    def __init__(self, model: nn.Module, layouts: Mapping[str, ParamLayout]) -> None:
+        self._layouts = dict(layouts)
+        self._parameters = {name: model.get_parameter(name) for name in self._layouts}
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+
+    def __getitem__(self, name: str) -> ParamLayout:
+        return self._layouts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layouts)
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def of(self, tensor: Tensor) -> ParamLayout | None:
+        """The layout of a parameter of the model; none for any other tensor."""
+        name = self._names.get(id(tensor))
+        return None if name is None else self._layouts[name]
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The parameter of that name."""
+        return self._parameters[name]
+
+    def replaced(self, model: nn.Module) -> list[str]:
+        """Names under which the model now holds another tensor than the one that was laid out."""
+        current = dict(model.named_parameters(remove_duplicate=False))
+        return [name for name, parameter in self._parameters.items() if current.get(name) is not parameter]
+
+    def local_numel(self) -> int:
+        """Parameters that this rank holds."""
+        return sum(parameter.numel() for parameter in self._parameters.values())
+
+    def global_numel(self) -> int:
+        """Parameters of the whole model."""
+        return sum(torch.Size(layout.global_shape).numel() for layout in self._layouts.values())

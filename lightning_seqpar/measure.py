@@ -1,0 +1,90 @@
+"""What a step keeps and what it sends: saved bytes and collectives, measured rather than estimated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+class SavedBytes:
+    """Counts the bytes that autograd keeps for the backward, each storage once, parameters not at all.
+
+    Use as a context manager around the forward; :attr:`total` is in bytes, on this rank.
+    """
+
+    def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
+        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in exclude}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._excluded:
+            # The storage is held so that its address can't be given out twice.
+            self._storages[storage.data_ptr()] = storage
+        return tensor
+
+    @property
+    def total(self) -> int:
+        """Bytes kept so far."""
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts this rank's collectives and the bytes of the tensors it gives to them.
+
+    Attributes:
+        calls: number of calls by operation, such as ``{"all_gather": 4}``.
+        bytes: bytes of the inputs by operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            name = func.name().split("::")[-1].strip("_").replace("_base", "").replace("_coalesced", "")
+            name = name.removesuffix("_").replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+            if name.startswith(("all_gather", "all_reduce", "reduce_scatter", "alltoall", "broadcast")):
+                # (output, input, ...) where they differ, (tensors, ...) where they are one.
+                given = args[1] if name.startswith(("all_gather", "reduce_scatter", "alltoall")) else args[0]
+                self.calls[name] += 1
+                self.bytes[name] += sum(tensor.nbytes for tensor in _tensors(given))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def total_calls(self) -> int:
+        """All calls."""
+        return sum(self.calls.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes."""
+        return sum(self.bytes.values())

@@ -1,0 +1,408 @@
+"""Sharding plans: data that says what happens to which module.
+
+A plan is a list of rules, each a pattern over module names and a style with its options. Later rules win. Plans
+are written by hand, shipped for families of models (``plans/*.yaml``) or, later, inferred; whatever made it, a
+plan can be printed, edited and fed back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import yaml
+from pydantic import Field, ValidationError, field_validator
+from torch import nn
+
+from lightning_seqpar.config import FrozenModel, PlanSpec, nearest
+
+Argument = int | str
+"""An argument of a call: its position or its name."""
+
+LATER_STYLES = ("vocab", "local_heads", "full_width", "copy")
+"""Styles of the vocabulary that do not run yet."""
+
+EXAMPLE = """\
+plan:
+  base: none
+  rules:
+  - {pattern: "layers.*", style: blocks, dim: 1}                   # the repeated blocks; dim of the sequence
+  - {pattern: "layers.*.{attn,mlp}", style: gather}                # whole sequence in, once for all columns
+  - {pattern: "layers.*.attn.{q,k,v}", style: column, units: n_head}
+  - {pattern: "layers.*.attn", style: set, divide: [n_head]}       # head counts that forward reads
+  - {pattern: "layers.*.mlp.up", style: column}
+  - {pattern: "layers.*.{attn.out,mlp.down}", style: row}
+  - {pattern: "norm", style: exit}                                 # the region ends behind it"""
+
+
+class Rule(FrozenModel):
+    """What a pattern's modules become. Subclasses are the styles."""
+
+    pattern: str
+    """Module name with ``*`` for one name or index and ``{a,b}`` for alternatives; ``""`` is the root."""
+    style: str
+
+    @field_validator("pattern")
+    @classmethod
+    def pattern_is_well_formed(cls, value: str) -> str:
+        if value and (".." in value or value.startswith(".") or value.endswith(".") or "**" in value):
+            raise ValueError(
+                f"pattern={value!r}: write names joined by single dots, '*' for one name, '{{a,b}}' for alternatives"
+            )
+        if value.count("{") != value.count("}"):
+            raise ValueError(f"pattern={value!r}: a brace is not closed; write alternatives as '{{a,b}}'")
+        return value
+
+    def dump(self) -> dict[str, Any]:
+        """The rule as plain data, defaults left out."""
+        data = self.model_dump(mode="json", exclude_defaults=True)
+        return {"pattern": self.pattern, "style": self.style, **data}
+
+
+class BlocksRule(Rule):
+    """The repeated blocks: their path is the sequence region."""
+
+    style: Literal["blocks"] = "blocks"
+    dim: Literal[0, 1] = 1
+    """Where the sequence is: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or flattened tokens."""
+
+
+class ScatterRule(Rule):
+    """Which argument of the blocks carries the activation into the region (default: the first)."""
+
+    style: Literal["scatter"] = "scatter"
+    arg: Argument = 0
+
+
+class ExitRule(Rule):
+    """The region ends at this module's output (default: at the last block's)."""
+
+    style: Literal["exit"] = "exit"
+
+
+class GatherRule(Rule):
+    """Arguments gathered along the sequence where this module is entered."""
+
+    style: Literal["gather"] = "gather"
+    args: tuple[Argument, ...] = (0,)
+
+    @field_validator("args")
+    @classmethod
+    def args_are_named_once(cls, value: tuple[Argument, ...]) -> tuple[Argument, ...]:
+        if not value or len(set(value)) != len(value):
+            raise ValueError(f"args={list(value)}: name each argument to gather once, by position or keyword")
+        return value
+
+
+class ColumnRule(Rule):
+    """Out-features sharded."""
+
+    style: Literal["column"] = "column"
+    segments: int | tuple[int | str, ...] = 1
+    """Parts of a fused projection: how many equal ones, their names, or their sizes."""
+    units: int | str | None = None
+    """Whole units (heads) in each part: a number, or an attribute of the module or the nearest one around it."""
+
+    @field_validator("segments")
+    @classmethod
+    def segments_are_of_one_kind(cls, value: int | tuple[int | str, ...]) -> int | tuple[int | str, ...]:
+        kinds = {type(part) for part in value} if isinstance(value, tuple) else set()
+        if value in (0, ()) or (isinstance(value, int) and value < 0) or len(kinds) > 1:
+            raise ValueError(
+                f"segments={value!r}: write a number of equal parts (3), their names ([q, k, v]) or their sizes"
+            )
+        return value
+
+
+class RowRule(Rule):
+    """In-features sharded."""
+
+    style: Literal["row"] = "row"
+    units: int | str | None = None
+    """As for a column."""
+
+
+class SetRule(Rule):
+    """Attributes of the module instance that change under tensor parallelism."""
+
+    style: Literal["set"] = "set"
+    divide: tuple[str, ...] = ()
+    """Attributes divided by tp, such as a head count."""
+    values: dict[str, Any] = Field(default_factory=dict)
+    """Attributes given a fixed value."""
+
+
+class ReplaceRule(Rule):
+    """A module whose forward bypasses its submodules, replaced by an equal one (``nn.MultiheadAttention``)."""
+
+    style: Literal["replace"] = "replace"
+
+
+_STYLES: dict[str, type[Rule]] = {
+    "blocks": BlocksRule,
+    "scatter": ScatterRule,
+    "exit": ExitRule,
+    "gather": GatherRule,
+    "column": ColumnRule,
+    "row": RowRule,
+    "set": SetRule,
+    "replace": ReplaceRule,
+}
+
+
+def parse_rule(data: Any) -> Rule:
+    """One rule from plain data.
+
+    Raises:
+        ValueError: for a missing or unknown style, or a wrong option; the message shows the rule.
+    """
+    if isinstance(data, Rule):
+        return data
+    if not isinstance(data, Mapping) or "style" not in data or "pattern" not in data:
+        raise ValueError(f"plan rule {data!r}: a rule is a mapping with at least 'pattern' and 'style'")
+    style = data["style"]
+    if style in LATER_STYLES:
+        raise ValueError(f"plan rule {dict(data)}: the style {style!r} does not run yet; leave those modules whole")
+    if style not in _STYLES:
+        raise ValueError(f"plan rule {dict(data)}: no style {style!r}; did you mean {nearest(str(style), list(_STYLES))}?")
+    try:
+        return _STYLES[style](**data)
+    except ValidationError as error:
+        causes = "; ".join(str(item["msg"]).removeprefix("Value error, ") for item in error.errors())
+        raise ValueError(f"plan rule {dict(data)}: {causes}") from None
+
+
+def match_pattern(pattern: str, name: str) -> bool:
+    """Whether a module's full name fits a pattern."""
+    return _compile(pattern).fullmatch(name) is not None
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    out, depth = "", 0
+    for char in pattern:
+        if char == "{":
+            out, depth = out + "(?:", depth + 1
+        elif char == "}":
+            out, depth = out + ")", depth - 1
+        elif char == "," and depth:
+            out += "|"
+        else:
+            out += "[^.]+" if char == "*" else re.escape(char)
+    return re.compile(out)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A rule and the module of a model that it holds for."""
+
+    name: str
+    rule: Rule
+    source: str
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Rules, and where they came from.
+
+    Attributes:
+        rules: in order; a later one wins.
+        prefix: module path that the patterns are relative to.
+        source: who wrote it, for the plan's table.
+    """
+
+    rules: tuple[Rule, ...]
+    prefix: str = ""
+    source: str = "plan"
+
+    @classmethod
+    def from_rules(cls, rules: Iterable[Any], *, prefix: str = "", source: str = "plan") -> ShardingPlan:
+        """From plain data or :class:`Rule` objects."""
+        return cls(tuple(parse_rule(rule) for rule in rules), prefix, source)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> ShardingPlan:
+        """From a YAML file with a list ``rules``.
+
+        Raises:
+            ValueError: if the file is missing or holds no list of rules.
+        """
+        file = Path(path)
+        if not file.is_file():
+            raise ValueError(f"plan {str(path)!r}: no such file; give a YAML file, a family ({', '.join(families())}) or 'auto'")
+        data = yaml.safe_load(file.read_text())
+        if not isinstance(data, Mapping) or not isinstance(data.get("rules"), list):
+            raise ValueError(f"plan {str(path)!r}: it must hold a list 'rules', for example\n{EXAMPLE}")
+        return cls.from_rules(data["rules"], source=str(path))
+
+    def to_yaml(self) -> str:
+        """The rules as YAML that :meth:`from_yaml` reads back; patterns carry the prefix."""
+        lines = [yaml.safe_dump({**rule.dump(), "pattern": self._full(rule.pattern)}, default_flow_style=True, sort_keys=False, width=1000).strip() for rule in self.rules]
+        return "rules:\n" + "".join(f"- {line}\n" for line in lines)
+
+    def _full(self, pattern: str) -> str:
+        return ".".join(part for part in (self.prefix, pattern) if part)
+
+    def match(self, model: nn.Module) -> list[Match]:
+        """Every rule with every module that it holds for, in the order of the rules and of the modules.
+
+        Raises:
+            ValueError: for a pattern that matches nothing; the message lists the nearest names.
+        """
+        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        found: list[Match] = []
+        for rule in self.rules:
+            pattern = self._full(rule.pattern)
+            compiled = _compile(pattern)
+            hits = [name for name in names if compiled.fullmatch(name)]
+            if not hits:
+                raise ValueError(
+                    f"plan pattern {pattern!r} (style {rule.style}) matches no module; near names: "
+                    f"{nearest(pattern, [name for name in names if name], 5)}"
+                )
+            found += [Match(name, rule, self.source) for name in hits]
+        return found
+
+
+# ---- families --------------------------------------------------------------------------------------------------
+
+
+class Family(FrozenModel):
+    """A shipped plan and the models that it was proved on."""
+
+    family: str
+    class_name: str
+    """Class of the module that the rules are relative to; with its package for a library's class."""
+    parts: dict[str, tuple[str, ...]]
+    """Every module of the family, by pattern, and the classes that it may have; any other module is foreign."""
+    when: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    """Attributes by pattern, and the values that the plan holds for."""
+    source: dict[str, str] = Field(default_factory=dict)
+    """Digest of the source of each class: a plan is only right for the code that it was written for."""
+    rules: tuple[dict[str, Any], ...]
+
+    FOLDER: ClassVar[str] = "plans"
+
+    def is_named_by(self, module: nn.Module) -> bool:
+        """Whether ``module`` has the family's class name."""
+        kind = type(module)
+        return self.class_name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+
+    def mismatch(self, root: nn.Module) -> str | None:
+        """Why the plan does not hold for ``root``; none if it does."""
+        for name, module in root.named_modules():
+            if name == "":
+                continue
+            allowed = [classes for pattern, classes in self.parts.items() if match_pattern(pattern, name)]
+            if not allowed:
+                return f"{name!r} ({type(module).__name__}) is not a part of this family"
+            if type(module).__name__ not in allowed[-1]:
+                return f"{name!r} is a {type(module).__name__}; the plan holds for {' or '.join(allowed[-1])}"
+        for pattern, values in self.when.items():
+            path, _, attribute = pattern.rpartition(".")
+            for name, module in root.named_modules():
+                if match_pattern(path, name) and getattr(module, attribute) not in values:
+                    return f"{name}.{attribute} is {getattr(module, attribute)!r}; the plan holds for {list(values)}"
+        return self._source_mismatch(root)
+
+    def _source_mismatch(self, root: nn.Module) -> str | None:
+        kinds = {type(module).__name__: type(module) for module in root.modules()}
+        for name, digest in sorted(self.source.items()):
+            if name in kinds and source_digest(kinds[name]) != digest:
+                return (
+                    f"the source of {name} differs from the one that the plan was proved on; if the rules still hold, "
+                    f"name the plan yourself: plan={self.family!r}"
+                )
+        return None
+
+    def plan(self, prefix: str) -> ShardingPlan:
+        """The family's plan for the module at ``prefix``."""
+        return ShardingPlan.from_rules(self.rules, prefix=prefix, source=f"family {self.family}")
+
+
+def source_digest(kind: type) -> str:
+    """Digest of a class's source; empty if the source can't be read."""
+    try:
+        return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
+    except (OSError, TypeError):
+        return ""
+
+
+def load_families() -> list[Family]:
+    """All shipped families, by name."""
+    folder = resources.files("lightning_seqpar") / Family.FOLDER
+    files = sorted((item for item in folder.iterdir() if item.name.endswith(".yaml")), key=lambda item: item.name)
+    return [Family(**yaml.safe_load(item.read_text())) for item in files]
+
+
+def families() -> list[str]:
+    """Names of the shipped families."""
+    return [family.family for family in load_families()]
+
+
+@dataclass
+class _Search:
+    plans: list[ShardingPlan] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+def _search_families(model: nn.Module, known: Sequence[Family], *, strict: bool) -> _Search:
+    search = _Search()
+    for name, module in model.named_modules():
+        named = [family for family in known if family.is_named_by(module)]
+        reasons = []
+        for family in named:
+            reason = family.mismatch(module) if strict else None
+            if reason is None:
+                search.plans.append(family.plan(name))
+                reasons = []
+                break
+            reasons.append(f"{name or type(model).__name__}: not {family.family}: {reason}")
+        search.refused += reasons
+    return search
+
+
+def resolve_plans(spec: str | PlanSpec, model: nn.Module) -> list[ShardingPlan]:
+    """The plans that a config's ``plan`` stands for on ``model``: the base's, then the user's own rules.
+
+    Raises:
+        ValueError: if ``auto`` finds nothing (the message says how to write a plan), or a name is unknown.
+    """
+    if isinstance(spec, str):
+        return _resolve_base(spec, model)
+    own = ShardingPlan.from_rules(spec.rules, source="your plan")
+    base = [] if spec.base == "none" else _resolve_base(spec.base, model)
+    return [*base, own]
+
+
+def _resolve_base(base: str, model: nn.Module) -> list[ShardingPlan]:
+    if base.endswith((".yaml", ".yml")):
+        return [ShardingPlan.from_yaml(base)]
+    known = load_families()
+    if base == "auto":
+        search = _search_families(model, known, strict=True)
+        if search.plans:
+            return search.plans
+        raise ValueError(_how_to_write_a_plan(model, known, search.refused))
+    chosen = [family for family in known if family.family == base]
+    if not chosen:
+        names = ["auto", "none", *(family.family for family in known)]
+        raise ValueError(f"plan={base!r} is no family; did you mean {nearest(base, names)}? (a file ends in .yaml)")
+    search = _search_families(model, chosen, strict=False)
+    if not search.plans:
+        raise ValueError(f"plan={base!r}: the model has no module of class {chosen[0].class_name}")
+    return search.plans
+
+
+def _how_to_write_a_plan(model: nn.Module, known: Sequence[Family], refused: Sequence[str]) -> str:
+    why = "".join(f"\n  - {line}" for line in refused)
+    return (
+        f"plan='auto': no shipped plan fits {type(model).__name__} (shipped: "
+        f"{', '.join(family.family for family in known)}).{why}\nWrite one, in the config or a YAML file, with the "
+        f"module names of your model:\n{EXAMPLE}"
+    )

@@ -1,0 +1,290 @@
+"""The sequence region: where activations are shards along the sequence, and how they enter and leave.
+
+Its state belongs to a call, not to a module: every call of the region's owner (the module that runs the blocks)
+opens a frame and closes it, whether it returns or raises, so that repeated, nested and aborted forwards are right.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_seqpar.collectives import (
+    PendingGather,
+    copy_to_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_replicated_from_sequence_parallel_region,
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    shard_length,
+)
+
+
+class GatheredInput:
+    """One gathered activation and the column linears that read it.
+
+    They save its shard, and the backward gathers it again: once, for all of them.
+    """
+
+    def __init__(self, region: SequenceRegion, shard: Tensor, length: int) -> None:
+        self.shard = shard
+        self._region, self._length = region, length
+        self._users = self._left = 0
+        self._pending: PendingGather | None = None
+        self._whole: Tensor | None = None
+
+    def add_user(self) -> None:
+        """A linear will need the whole activation in its backward."""
+        self._users += 1
+        self._left += 1
+
+    def start(self, shard: Tensor) -> None:
+        """Start to gather the (unpacked) shard, unless an earlier user did."""
+        if self._pending is None and self._whole is None:
+            self._pending = PendingGather(shard, self._region.dim, self._region.group, self._length, async_op=True)
+
+    def take(self) -> Tensor:
+        """The whole activation; let go when the last user has taken it."""
+        if self._pending is not None:
+            self._whole, self._pending = self._pending.wait(), None
+        assert self._whole is not None, "start() comes before take()"
+        whole = self._whole
+        self._left -= 1
+        if self._left == 0:
+            self._whole, self._left = None, self._users
+        return whole
+
+
+@dataclass
+class _Frame:
+    """What one call knows: the whole length of the sequence while shards flow, and the open gathers."""
+
+    length: int | None = None
+    ndim: int = 0
+    gathers: int = 0
+    task: int = -1  # the backward in which the call began, or -1
+    resumed_by: str | None = None  # the module whose recompute opened the frame
+    gathered: list[tuple[weakref.ref[Tensor], GatheredInput]] = field(default_factory=list)
+
+
+class SequenceRegion:
+    """The region of one stack of blocks.
+
+    Args:
+        group: the tensor-parallel process group.
+        dim: the tensor dim of the sequence: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or flattened tokens.
+        sp: whether activations between blocks are sharded; if not, they stay whole and the region only
+            stands for f and f̄.
+        name: how messages call it.
+        regather: gather column inputs again in the backward instead of keeping the gathered copy.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, dim: int = 1, *, sp: bool = True, name: str = "", regather: bool = True
+    ) -> None:
+        self.group, self.dim, self.sp, self.name, self.regather = group, dim, sp, name or "the model", regather
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._frames = [_Frame()]
+        # What each block's input was, by its shape: a recompute in the backward runs outside any frame.
+        self._seen: dict[tuple[str, tuple[int, ...]], tuple[bool, int] | None] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
+        copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.regather)
+        memo[id(self)] = copied
+        return copied
+
+    @property
+    def _frame(self) -> _Frame:
+        return self._frames[-1]
+
+    @property
+    def active(self) -> bool:
+        """Whether shards flow in the current call."""
+        return self._frame.length is not None
+
+    def open_frame(self) -> None:
+        """A call begins."""
+        self._frames.append(_Frame(task=torch._C._current_graph_task_id()))
+
+    def close_frame(self) -> None:
+        """A call ended, however it did."""
+        if len(self._frames) > 1:
+            self._frames.pop()
+
+    def reset(self) -> None:
+        """A new step: nothing of earlier calls is left."""
+        self._frames = [_Frame()]
+        self._seen = {}
+
+    @contextmanager
+    def call(self) -> Iterator[SequenceRegion]:
+        """A call of the owner, as a context."""
+        self.open_frame()
+        try:
+            yield self
+        finally:
+            self.close_frame()
+
+    # ---- blocks ----------------------------------------------------------------------------------------------
+
+    def enter(self, x: Tensor, block: str = "block") -> Tensor:
+        """The input of a block: scattered if it is the call's first, checked to be a shard otherwise."""
+        if not self.sp:
+            return x
+        self._check_layout(x, block)
+        self._resume(x, block)
+        frame = self._frame
+        key = (block, tuple(x.shape))
+        if frame.length is not None:
+            if x.ndim != frame.ndim or x.shape[self.dim] != self.shard_length:
+                raise ValueError(
+                    f"{block}: its input has shape {list(x.shape)}, but in the sequence region of {self.name} a shard "
+                    f"has {self.shard_length} of {frame.length} positions at dim {self.dim}; something between the "
+                    "blocks changes the sequence: leave those blocks out of the plan, or end the region before it"
+                )
+            self._remember(key, (True, frame.length))
+            return x
+        frame.length, frame.ndim = x.shape[self.dim], x.ndim
+        self._remember(key, (False, frame.length))
+        return scatter_to_sequence_parallel_region(x, self.dim, self.group)
+
+    def finish(self, module: str) -> None:
+        """A block or a gathering module ended: if it ran as a recompute, so does its frame."""
+        if self._frame.resumed_by == module:
+            self.close_frame()
+
+    def leave(self, x: Tensor, module: str = "block") -> Tensor:
+        """The region's output, whole again for replicated consumers."""
+        if not self.sp:
+            return x
+        self.check_shard(x, module)
+        frame = self._frame
+        length, frame.length = frame.length, None
+        return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)
+
+    def abort(self) -> None:
+        """A block raised: shards no longer flow."""
+        self._frame.length, self._frame.gathers, self._frame.gathered = None, 0, []
+
+    # ---- tensor-parallel parts -------------------------------------------------------------------------------
+
+    def gather(self, x: Tensor, module: str) -> Tensor:
+        """A shard on its way to column linears: gathered (g), or copied (f) where the sequence is not sharded."""
+        if not self.sp:
+            return copy_to_tensor_parallel_region(x, self.group)
+        length = self.length_for(x, module)
+        whole = gather_from_sequence_parallel_region(x, self.dim, self.group, length)
+        if self.regather and torch.is_grad_enabled():
+            handle = GatheredInput(self, x.detach(), length)
+            self._frame.gathered.append((weakref.ref(whole), handle))
+        return whole
+
+    def length_for(self, x: Tensor, module: str) -> int:
+        """The whole length of the sequence that the shard ``x`` is a part of."""
+        self.check_shard(x, module)
+        self._remember((module, tuple(x.shape)), (True, self._length))
+        return self._length
+
+    def open_gather(self, x: Tensor, module: str) -> None:
+        """A module whose arguments are gathered begins; ``x`` is the first of them."""
+        if self.sp:
+            self._resume(x, module)
+        self._frame.gathers += 1
+
+    def close_gather(self) -> None:
+        """It ended."""
+        frame = self._frame
+        frame.gathers = max(0, frame.gathers - 1)
+        if frame.gathers == 0:
+            frame.gathered = []
+
+    def find_gathered(self, x: Tensor) -> GatheredInput | None:
+        """The gather that ``x`` is the result of, if it is one."""
+        return next((handle for ref, handle in self._frame.gathered if ref() is x), None)
+
+    def check_column_input(self, x: Tensor, module: str) -> None:
+        """A column linear must read a whole sequence, gathered for it."""
+        if not self.sp:
+            return
+        frame = self._frame
+        if frame.gathers == 0:
+            raise ValueError(
+                f"{module}: this column-parallel linear runs where nothing was gathered for it, so it would see a part "
+                f"of the sequence only; add a rule {{pattern: {module}, style: gather}}, or one for the module around it"
+            )
+        if x.ndim == frame.ndim and frame.length is not None and x.shape[self.dim] != frame.length:
+            raise ValueError(
+                f"{module}: its input has {x.shape[self.dim]} positions at dim {self.dim}, the sequence {frame.length}; "
+                "this argument was not gathered: name it in the gather rule's args"
+            )
+
+    def reduce(self, x: Tensor, module: str) -> Tensor:
+        """Partial sums of a row linear: reduce-scattered (ḡ), or all-reduced (f̄) where the sequence is not sharded."""
+        if not self.sp:
+            return reduce_from_tensor_parallel_region(x, self.group)
+        frame = self._frame
+        if frame.length is None or x.ndim != frame.ndim or x.shape[self.dim] != frame.length:
+            expected = f"{frame.length} positions at dim {self.dim}" if self.active else "an open sequence region"
+            raise ValueError(
+                f"{module}: the output of this row-parallel linear has shape {list(x.shape)} and can't be scattered along "
+                f"the sequence ({expected} expected in {frame.ndim or 'its'} dims); give it the activation in the layout "
+                "of the block's input, or set sp=False"
+            )
+        return reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
+
+    def check_shard(self, x: Tensor, module: str) -> None:
+        """``x`` must be a shard of the call's sequence."""
+        if not self.active:
+            raise ValueError(
+                f"{module}: called outside the sequence region of {self.name}, where its input is whole; its gradient "
+                "could not be synced by one rule. Call it only between the region's blocks, or leave it out of the plan"
+            )
+        if x.ndim != self._frame.ndim or x.shape[self.dim] != self.shard_length:
+            raise ValueError(
+                f"{module}: its input has shape {list(x.shape)}; a shard of {self.name} has {self.shard_length} of "
+                f"{self._frame.length} positions at dim {self.dim}"
+            )
+
+    # ---- lengths ---------------------------------------------------------------------------------------------
+
+    @property
+    def _length(self) -> int:
+        assert self._frame.length is not None
+        return self._frame.length
+
+    @property
+    def shard_length(self) -> int:
+        """Positions in a shard of the current call."""
+        return shard_length(self._length, self.size)
+
+    def _check_layout(self, x: Tensor, block: str) -> None:
+        if self.dim >= x.ndim - 1:
+            raise ValueError(
+                f"{block}: its input has shape {list(x.shape)}, so dim {self.dim} holds features, not the sequence; "
+                "batch the input, or set 'dim' in the plan's blocks rule (1 for [b, s, h], 0 for [s, b, h])"
+            )
+
+    def _remember(self, key: tuple[str, tuple[int, ...]], fact: tuple[bool, int]) -> None:
+        self._seen[key] = fact if self._seen.get(key, fact) == fact else None
+
+    def _resume(self, x: Tensor, module: str) -> None:
+        """A recompute during the backward: open a frame with the length of the forward that it repeats."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or self._frame.task == task:
+            return
+        fact = self._seen.get((module, tuple(x.shape)), (False, 0))
+        if fact is None:
+            raise RuntimeError(
+                f"{module}: recomputed in the backward, but forwards of different lengths had inputs of shape "
+                f"{list(x.shape)}; pad the sequences to a multiple of tp={self.size}"
+            )
+        is_shard, length = fact
+        self._frames.append(_Frame(length if is_shard else None, x.ndim, task=task, resumed_by=module))

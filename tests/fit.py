@@ -1,0 +1,65 @@
+"""``Trainer.fit`` on one process and on several, recorded for the parity engine."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+import models
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.parity import ParityRecorder, Trace
+
+
+def quiet_trainer(**kwargs: Any) -> L.Trainer:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "precision": "64-true",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(**{**defaults, **kwargs})
+
+
+def fit(
+    model: str,
+    model_args: dict[str, Any],
+    *,
+    world: int = 1,
+    strategy: dict[str, Any] | None = None,
+    global_batch: int = 8,
+    steps: int = 10,
+    length: int = 10,
+    accumulate: int = 1,
+    clip: float | None = None,
+    clip_by: str = "norm",
+    precision: str = "64-true",
+    callbacks: list[Callback] | None = None,
+) -> Trace:
+    """Train ``models.<model>`` for ``steps`` optimizer steps and return the trace (whole tensors)."""
+    torch.manual_seed(0)
+    chosen = SeqParallelStrategy(**strategy) if strategy is not None else "auto"
+    dp = world // strategy.get("tp", 1) if strategy is not None else 1
+    module = getattr(models, model)(**model_args)
+    recorder = ParityRecorder()
+    trainer = quiet_trainer(
+        devices=world,
+        strategy=chosen,
+        max_steps=steps,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
+        gradient_clip_algorithm=clip_by if clip is not None else None,
+        precision=precision,
+        callbacks=[recorder, *(callbacks or [])],
+    )
+    loader = models.loader(global_batch // dp, length=length, count=global_batch * steps * accumulate)
+    trainer.fit(module, loader)
+    return recorder.trace
