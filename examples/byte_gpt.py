@@ -99,8 +99,5 @@ class ByteLM(L.LightningModule):
         self.log("loss", loss, prog_bar=True)
         return loss
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])

@@ -114,7 +114,9 @@ def load_full_optimizer_state(
             )
         found = layout.of(parameters[int(index)])
         local[index] = {
-            key: found.take(value, rank) if found is not None and isinstance(value, Tensor) and value.ndim > 0 else value
+            key: found.take(value, rank)
+            if found is not None and isinstance(value, Tensor) and value.ndim > 0
+            else value
             for key, value in entry.items()
         }
     optimizer.load_state_dict({**state, "state": local})

@@ -152,7 +152,11 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_replicated_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length), None, None
+        return (
+            gather_replicated_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length),
+            None,
+            None,
+        )
 
 
 class _GatherReplicated(torch.autograd.Function):
@@ -163,7 +167,7 @@ class _GatherReplicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _SplitGrad.apply(grad, ctx.dim, ctx.group), None, None, None
+        return _SplitGrad.apply(grad, ctx.dim, ctx.group), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _SplitGrad(torch.autograd.Function):
@@ -176,7 +180,11 @@ class _SplitGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_replicated_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length), None, None
+        return (
+            gather_replicated_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length),
+            None,
+            None,
+        )
 
 
 class _Gather(torch.autograd.Function):
@@ -206,7 +214,7 @@ def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Forward: identity. Backward: all-reduce. Dim: none.
     """
-    return _Copy.apply(x, group)  # type: ignore[no-any-return]
+    return _Copy.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def reduce_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -214,7 +222,7 @@ def reduce_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor
 
     Forward: all-reduce. Backward: identity. Dim: none.
     """
-    return _Reduce.apply(x, group)  # type: ignore[no-any-return]
+    return _Reduce.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -222,7 +230,7 @@ def scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup
 
     Forward: slice; padding repeats the last position. Backward: all-gather, trimmed. Dim: ``dim``.
     """
-    return _Scatter.apply(x, dim, group)  # type: ignore[no-any-return]
+    return _Scatter.apply(x, dim, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather_replicated_from_sequence_parallel_region(
@@ -234,19 +242,17 @@ def gather_replicated_from_sequence_parallel_region(
 
     Forward: all-gather, trimmed to ``length``. Backward: slice. Dim: ``dim``.
     """
-    return _GatherReplicated.apply(x, dim, group, length)  # type: ignore[no-any-return]
+    return _GatherReplicated.apply(x, dim, group, length)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def gather_from_sequence_parallel_region(
-    x: Tensor, dim: int, group: ProcessGroup, length: int | None = None
-) -> Tensor:
+def gather_from_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
     """g: shards enter a *tensor-parallel* consumer: ``[b, s/tp, h]`` → ``[b, s, h]`` for ``dim=1``.
 
     Every rank holds a part of the gradient of the result: the parts are summed.
 
     Forward: all-gather, trimmed to ``length``. Backward: reduce-scatter. Dim: ``dim``.
     """
-    return _Gather.apply(x, dim, group, length)  # type: ignore[no-any-return]
+    return _Gather.apply(x, dim, group, length)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -254,4 +260,4 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: Proce
 
     Forward: reduce-scatter, zero-padded. Backward: all-gather, trimmed. Dim: ``dim``.
     """
-    return _ReduceScatter.apply(x, dim, group)  # type: ignore[no-any-return]
+    return _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call, no-any-return]

@@ -235,7 +235,9 @@ def global_grad_norm(
     def power(grads: list[Tensor]) -> Tensor:
         if not grads:
             return torch.zeros((), device=groups_device, dtype=torch.float32)
-        norms = torch.stack([n.to(torch.promote_types(n.dtype, torch.float32)) for n in torch._foreach_norm(grads, norm_type)])
+        norms = torch.stack(
+            [n.to(torch.promote_types(n.dtype, torch.float32)) for n in torch._foreach_norm(grads, norm_type)]
+        )
         return norms.max() if norm_type == float("inf") else (norms**norm_type).sum()
 
     part, rest = power(sharded), power(whole)

@@ -104,7 +104,12 @@ def sharded_readers(loss: Tensor, layout: ModelLayout) -> None:
                 todo.append(child)
                 continue
             found = layout.of(variable)
-            if found is not None and found.shard is not None and found.shard.dim is not None and node.name() not in allowed:
+            if (
+                found is not None
+                and found.shard is not None
+                and found.shard.dim is not None
+                and node.name() not in allowed
+            ):
                 raise RuntimeError(
                     f"{found.name}: it is sharded, and {node.name()} in the loss reads it past its layer, so it would see a "
                     "part of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the "

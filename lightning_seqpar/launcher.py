@@ -15,9 +15,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _basic_subprocess_cmd,
+    _hydra_subprocess_cmd,
+)
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers.subprocess_script import _HYDRA_AVAILABLE, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _HYDRA_AVAILABLE,
+    _SubprocessScriptLauncher,
+)
 
 LIFELINE = "SEQPAR_LIFELINE_FD"
 DONE = b"done"

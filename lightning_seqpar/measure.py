@@ -8,6 +8,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,7 +64,7 @@ class Traffic(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
@@ -88,3 +90,41 @@ class Traffic(TorchDispatchMode):
     def total_bytes(self) -> int:
         """All bytes."""
         return sum(self.bytes.values())
+
+
+class StepMeter(Callback):
+    """Measures one training batch: bytes kept for the backward, collectives and bytes sent, on each rank.
+
+    Args:
+        batch: which batch (0-based); the default is one at which no run-time check is due.
+    """
+
+    def __init__(self, batch: int = 2) -> None:
+        self._batch = batch
+        self._saved: SavedBytes | None = None
+        self._traffic: Traffic | None = None
+        self.saved_bytes = 0
+        self.calls: dict[str, int] = {}
+        self.bytes: dict[str, int] = {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start to count."""
+        if batch_idx == self._batch:
+            self._traffic = Traffic()
+            self._traffic.__enter__()  # type: ignore[no-untyped-call]
+            self._saved = SavedBytes(exclude=pl_module.parameters())
+            self._saved.__enter__()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """The forward is over: what is kept now is kept for the backward."""
+        if self._saved is not None:
+            self._saved.__exit__(None, None, None)
+            self.saved_bytes, self._saved = self._saved.total, None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The step is over."""
+        if self._traffic is not None:
+            self._traffic.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.calls, self.bytes, self._traffic = dict(self._traffic.calls), dict(self._traffic.bytes), None

@@ -112,7 +112,12 @@ class _Swap:
     """One parallelisation: reads and checks everything first, then changes the model."""
 
     def __init__(
-        self, model: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, sp: bool, regather: bool
+        self,
+        model: nn.Module,
+        plans: Sequence[ShardingPlan],
+        groups: ParallelGroups,
+        sp: bool,
+        regather: bool,
     ) -> None:
         self.model, self.groups, self.sp = model, groups, sp
         self.size, self.rank = groups.size("tp"), groups.rank("tp")
@@ -124,7 +129,9 @@ class _Swap:
         self.sets = [match for match in matches if isinstance(match.rule, SetRule)]
         self.stacks = self._find_stacks()
         self.regions = {
-            stack.owner: SequenceRegion(groups["tp"], stack.dim, sp=sp, name=stack.owner or "the model", regather=regather)
+            stack.owner: SequenceRegion(
+                groups["tp"], stack.dim, sp=sp, name=stack.owner or "the model", regather=regather
+            )
             for stack in self.stacks
         }
         self.shards: dict[str, Shard] = {}
@@ -184,7 +191,9 @@ class _Swap:
         best = max(closeness(stack) for stack in stacks)
         nearest = [stack for stack in stacks if closeness(stack) == best]
         if len(nearest) > 1:
-            raise ValueError(f"plan: the exit {name!r} could end several regions; put each stack in a module of its own")
+            raise ValueError(
+                f"plan: the exit {name!r} could end several regions; put each stack in a module of its own"
+            )
         return nearest[0]
 
     def region_of(self, name: str) -> SequenceRegion:
@@ -247,11 +256,15 @@ class _Swap:
         if isinstance(rule.segments, tuple) and isinstance(rule.segments[0], int):
             sizes = [int(size) for size in rule.segments]
             if sum(sizes) != features:
-                raise ValueError(f"{name}: segments {sizes} sum to {sum(sizes)}, the linear has {features} out-features")
+                raise ValueError(
+                    f"{name}: segments {sizes} sum to {sum(sizes)}, the linear has {features} out-features"
+                )
             return sizes
         count = rule.segments if isinstance(rule.segments, int) else len(rule.segments)
         if features % count:
-            raise ValueError(f"{name}: {features} out-features do not divide into {count} equal segments; give their sizes")
+            raise ValueError(
+                f"{name}: {features} out-features do not divide into {count} equal segments; give their sizes"
+            )
         return [features // count] * count
 
     def _units(self, name: str, units: int | str | None, segments: Sequence[int]) -> list[int]:
@@ -273,7 +286,9 @@ class _Swap:
         assert isinstance(rule, SetRule)
         for attribute in (*rule.divide, *rule.values):
             if not hasattr(module, attribute):
-                raise ValueError(f"{match.name}: 'set' names {attribute!r}, which {type(module).__name__} does not have")
+                raise ValueError(
+                    f"{match.name}: 'set' names {attribute!r}, which {type(module).__name__} does not have"
+                )
         for attribute in rule.divide:
             value = getattr(module, attribute)
             if not isinstance(value, int) or value % self.size:
@@ -319,7 +334,10 @@ class _Swap:
             over = frozenset({"tp"}) if partial else frozenset()
             return ParamLayout(parameter, shape, shard, over, reason or "whole activations: identical gradients")
 
-        around = next((name for name, m in self.linear.items() if _inside(module, name) and isinstance(m.rule, ReplaceRule)), None)
+        around = next(
+            (name for name, m in self.linear.items() if _inside(module, name) and isinstance(m.rule, ReplaceRule)),
+            None,
+        )
         if around is not None:
             return self._attention_layout(parameter, around, leaf, layout), False
         match = self.linear.get(module)
@@ -337,7 +355,9 @@ class _Swap:
             return layout(partial=True, reason="between gather and row" if in_gather else "sees sequence shards"), False
         return layout(partial=in_gather, reason="between copy and row" if in_gather else ""), in_gather
 
-    def _attention_layout(self, parameter: str, name: str, leaf: str, layout: Callable[..., ParamLayout]) -> ParamLayout:
+    def _attention_layout(
+        self, parameter: str, name: str, leaf: str, layout: Callable[..., ParamLayout]
+    ) -> ParamLayout:
         module = self.modules[name]
         assert isinstance(module, nn.MultiheadAttention)
         width, heads = module.embed_dim, module.num_heads
@@ -363,18 +383,26 @@ class _Swap:
             self._set(match)
         choices = [(match.name, match.rule.style, match.source) for match in self.matches]
         record = ShardedModel(
-            self.model, ModelLayout(self.model, layouts), self.groups, list(self.regions.values()), self.sp, doubtful, choices
+            self.model,
+            ModelLayout(self.model, layouts),
+            self.groups,
+            list(self.regions.values()),
+            self.sp,
+            doubtful,
+            choices,
         )
         record.undo = undo
         record.hooks = [*self._hook_regions(), *self._hook_gathers(), *self._hook_shard_readers(layouts)]
-        record.hooks += [module.register_state_dict_pre_hook(_guard(record)) for module in self._holders(record)]  # type: ignore[no-untyped-call]
+        record.hooks += [module.register_state_dict_pre_hook(_guard(record)) for module in self._holders(record)]
         self.model.__dict__[_RECORD] = record
         return record
 
     def _snapshots(self) -> Iterator[Callable[[], None]]:
         """What takes each changed module back: its class and the attributes that we change, no others."""
         changed = {name: ["in_features", "out_features", "num_heads"] for name in self.linear}
-        changed |= {f"{name}.out_proj": ["in_features"] for name, m in self.linear.items() if isinstance(m.rule, ReplaceRule)}
+        changed |= {
+            f"{name}.out_proj": ["in_features"] for name, m in self.linear.items() if isinstance(m.rule, ReplaceRule)
+        }
         for match in self.sets:
             assert isinstance(match.rule, SetRule)
             changed.setdefault(match.name, []).extend([*match.rule.divide, *match.rule.values])
@@ -442,7 +470,9 @@ class _Swap:
             for stack in self.stacks:
                 if stack.covers(name) or any(_inside(name, out) for out in stack.exits):
                     if name not in stack.blocks:
-                        yield self.modules[name].register_forward_pre_hook(_require_shard(self.regions[stack.owner], name))
+                        yield self.modules[name].register_forward_pre_hook(
+                            _require_shard(self.regions[stack.owner], name)
+                        )
                     break
 
     def _holders(self, record: ShardedModel) -> list[nn.Module]:
@@ -496,7 +526,9 @@ def _enter(region: SequenceRegion, name: str, arg: Argument) -> Callable[..., An
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where, x = _argument(name, arg, args, kwargs)
         if not isinstance(x, Tensor) or x.is_nested:
-            raise ValueError(f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'")
+            raise ValueError(
+                f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'"
+            )
         return _replace(where, region.enter(x, name), args, kwargs)
 
     return hook
@@ -516,11 +548,15 @@ def _exit(region: SequenceRegion, name: str) -> Callable[..., Any]:
         if isinstance(out, Tensor):
             return region.leave(out, name)
         if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
-            raise ValueError(f"{name}: the region ends here, but its output is a {type(out).__name__}; end it elsewhere")
+            raise ValueError(
+                f"{name}: the region ends here, but its output is a {type(out).__name__}; end it elsewhere"
+            )
         shape = out[0].shape
         for other in out[1:]:
             if region.sp and isinstance(other, Tensor) and other.shape == shape:
-                raise ValueError(f"{name}: two of its outputs look like shards; end the region at a module with one output")
+                raise ValueError(
+                    f"{name}: two of its outputs look like shards; end the region at a module with one output"
+                )
         whole = [region.leave(out[0], name), *out[1:]]
         return type(out)(whole) if not hasattr(out, "_fields") else type(out)(*whole)
 
@@ -581,7 +617,12 @@ def _guard(record: ShardedModel) -> Callable[..., None]:
 
 
 def parallelize(
-    model: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, *, sp: bool = True, regather: bool = True
+    model: nn.Module,
+    plans: Sequence[ShardingPlan],
+    groups: ParallelGroups,
+    *,
+    sp: bool = True,
+    regather: bool = True,
 ) -> ShardedModel:
     """Shard ``model`` in place by ``plans`` over the axis ``tp``.
 

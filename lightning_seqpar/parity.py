@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +77,7 @@ def gather_weights(model: nn.Module) -> dict[str, Tensor]:
 def norm_of(grads: Mapping[str, Tensor | None]) -> float:
     """Global norm of whole gradients."""
     total = sum(float(grad.double().pow(2).sum()) for grad in grads.values() if grad is not None)
-    return total**0.5
+    return math.sqrt(total)
 
 
 @dataclass(frozen=True)

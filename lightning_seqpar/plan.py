@@ -170,7 +170,9 @@ def parse_rule(data: Any) -> Rule:
     if style in LATER_STYLES:
         raise ValueError(f"plan rule {dict(data)}: the style {style!r} does not run yet; leave those modules whole")
     if style not in _STYLES:
-        raise ValueError(f"plan rule {dict(data)}: no style {style!r}; did you mean {nearest(str(style), list(_STYLES))}?")
+        raise ValueError(
+            f"plan rule {dict(data)}: no style {style!r}; did you mean {nearest(str(style), list(_STYLES))}?"
+        )
     try:
         return _STYLES[style](**data)
     except ValidationError as error:
@@ -234,7 +236,9 @@ class ShardingPlan:
         """
         file = Path(path)
         if not file.is_file():
-            raise ValueError(f"plan {str(path)!r}: no such file; give a YAML file, a family ({', '.join(families())}) or 'auto'")
+            raise ValueError(
+                f"plan {str(path)!r}: no such file; give a YAML file, a family ({', '.join(families())}) or 'auto'"
+            )
         data = yaml.safe_load(file.read_text())
         if not isinstance(data, Mapping) or not isinstance(data.get("rules"), list):
             raise ValueError(f"plan {str(path)!r}: it must hold a list 'rules', for example\n{EXAMPLE}")
@@ -242,7 +246,15 @@ class ShardingPlan:
 
     def to_yaml(self) -> str:
         """The rules as YAML that :meth:`from_yaml` reads back; patterns carry the prefix."""
-        lines = [yaml.safe_dump({**rule.dump(), "pattern": self._full(rule.pattern)}, default_flow_style=True, sort_keys=False, width=1000).strip() for rule in self.rules]
+        lines = [
+            yaml.safe_dump(
+                {**rule.dump(), "pattern": self._full(rule.pattern)},
+                default_flow_style=True,
+                sort_keys=False,
+                width=1000,
+            ).strip()
+            for rule in self.rules
+        ]
         return "rules:\n" + "".join(f"- {line}\n" for line in lines)
 
     def _full(self, pattern: str) -> str:
@@ -355,7 +367,7 @@ def _search_families(model: nn.Module, known: Sequence[Family], *, strict: bool)
     search = _Search()
     for name, module in model.named_modules():
         named = [family for family in known if family.is_named_by(module)]
-        reasons = []
+        reasons: list[str] = []
         for family in named:
             reason = family.mismatch(module) if strict else None
             if reason is None:

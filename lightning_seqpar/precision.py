@@ -55,11 +55,9 @@ def with_global_clipping(plugin: Precision, owner: GradientOwner) -> Precision:
 
     The name stays too: checkpoints hold a plugin's state under it.
     """
-    if isinstance(plugin, _ShardedPrecision):
-        made = copy.copy(plugin)
-    else:
-        kind = type(plugin)
-        made = copy.copy(plugin)
+    made = copy.copy(plugin)
+    kind = type(plugin)
+    if not issubclass(kind, _ShardedPrecision):
         made.__class__ = type(kind.__name__, (_ShardedPrecision, kind), {"__qualname__": kind.__qualname__})
-    made._owner = weakref.ref(owner)  # type: ignore[attr-defined]
+    vars(made)["_owner"] = weakref.ref(owner)
     return made

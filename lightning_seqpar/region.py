@@ -90,7 +90,13 @@ class SequenceRegion:
     def __init__(
         self, group: ProcessGroup, dim: int = 1, *, sp: bool = True, name: str = "", regather: bool = True
     ) -> None:
-        self.group, self.dim, self.sp, self.name, self.regather = group, dim, sp, name or "the model", regather
+        self.group, self.dim, self.sp, self.name, self.regather = (
+            group,
+            dim,
+            sp,
+            name or "the model",
+            regather,
+        )
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._frames = [_Frame()]
         # What each block's input was, by its shape: a recompute in the backward runs outside any frame.

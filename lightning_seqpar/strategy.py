@@ -19,7 +19,6 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import BasePredictionWriter
@@ -29,9 +28,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
-from pydantic import ValidationError
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -155,7 +152,9 @@ class SeqParallelStrategy(ParallelStrategy):
     def groups(self) -> ParallelGroups:
         """The process groups."""
         if self._groups is None:
-            raise RuntimeError("the process groups are made in setup_environment; read them from a hook, not before fit")
+            raise RuntimeError(
+                "the process groups are made in setup_environment; read them from a hook, not before fit"
+            )
         return self._groups
 
     @property
@@ -188,12 +187,11 @@ class SeqParallelStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        vars(rank_zero_only)["rank"] = self.global_rank
 
     def setup_environment(self) -> None:
         """Connect the processes and make the topology's groups, once."""
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
         backend = self.config.process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
@@ -313,7 +311,9 @@ class SeqParallelStrategy(ParallelStrategy):
         found: list[Any] = [m for m in module.modules() if isinstance(m, Metric)]
         for holder in holders:
             for value in vars(holder).values():
-                items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+                items = (
+                    value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+                )
                 for item in items:
                     if isinstance(item, nn.Module):
                         found += [m for m in item.modules() if isinstance(m, Metric)]
@@ -337,7 +337,7 @@ class SeqParallelStrategy(ParallelStrategy):
         assert self._sync is not None
         self._sync.attach()
         self._forwards += 1
-        watch = RefuseDropout() if self._is_due(self._forwards) else nullcontext()
+        watch = RefuseDropout() if self._is_due(self._forwards) else nullcontext()  # type: ignore[no-untyped-call]
         with watch:
             return super().training_step(*args, **kwargs)
 
@@ -375,9 +375,7 @@ class SeqParallelStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The step, with the partial gradients summed right behind the user's closure."""
 
         def synced() -> Any:
@@ -610,7 +608,7 @@ class _Redirection(_ForwardRedirection):
 
 
 def _plain(optimizer: Any) -> Optimizer:
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer  # type: ignore[no-any-return]
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:
@@ -619,7 +617,9 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> ParallelConfig:
     """The config; keywords beside it must be at their defaults, as command lines pass every default along."""
-    keywords = {name: value for name, value in given.items() if value is not None or name in ("virtual_pp", "pp_split_rank")}
+    keywords = {
+        name: value for name, value in given.items() if value is not None or name in ("virtual_pp", "pp_split_rank")
+    }
     if config is None:
         return ParallelConfig(**keywords)
     for name, value in keywords.items():

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 
 class RankFailedError(AssertionError):
@@ -48,7 +49,11 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout
+            "gloo",
+            store=FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
         )
         result = fn(*args, **kwargs)
         dist.barrier()
@@ -83,7 +88,15 @@ def run_distributed(
         procs, receivers = [], []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            rest = (rank, world_size, str(Path(folder, "store")), env, timedelta(seconds=timeout), args, kwargs)
+            rest = (
+                rank,
+                world_size,
+                str(Path(folder, "store")),
+                env,
+                timedelta(seconds=timeout),
+                args,
+                kwargs,
+            )
             proc = context.Process(target=_rank_main, args=(sender, fn, *rest))
             proc.start()
             sender.close()

@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 for folder in (ROOT / "examples", ROOT / "tests"):
     sys.path.insert(0, str(folder))
 # Forked ranks find the same modules.
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "examples"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(ROOT / "examples"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+)
 
 
 @pytest.fixture(autouse=True)

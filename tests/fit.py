@@ -7,10 +7,10 @@ import warnings
 from typing import Any
 
 import lightning as L
+import models
 import torch
 from lightning.pytorch.callbacks import Callback
 
-import models
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.parity import ParityRecorder, Trace
 

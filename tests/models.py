@@ -21,7 +21,9 @@ def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
 class GPT(L.LightningModule):
     """The example's GPT with a loss."""
 
-    def __init__(self, tied: bool = True, optimizer: str = "adamw", seed: int = 0, n_head: int = 4, dim: int = 16) -> None:
+    def __init__(
+        self, tied: bool = True, optimizer: str = "adamw", seed: int = 0, n_head: int = 4, dim: int = 16
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.model = ByteGPT(dim=dim, n_head=n_head, n_layer=2, context=16, tied=tied, vocab=31)

@@ -53,7 +53,10 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         if layer.in_proj_bias is not None:
             shrink(layer.in_proj_bias, shard, region.rank)
         RowParallelLinear.adopt(
-            layer.out_proj, Shard.by_segments(1, [width], [heads], region.size, name), region, f"{name}.out_proj"
+            layer.out_proj,
+            Shard.by_segments(1, [width], [heads], region.size, name),
+            region,
+            f"{name}.out_proj",
         )
         layer.num_heads = heads // region.size
         return layer  # type: ignore[no-any-return]
@@ -75,7 +78,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
                 f"blocks rule says dim {region.dim}; set 'dim: {expected}' there"
             )
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor,
@@ -132,7 +135,9 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
         weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
         if not average:
-            raise ValueError(f"{self.full_name}: average_attn_weights=False would need every rank's heads; average them")
+            raise ValueError(
+                f"{self.full_name}: average_attn_weights=False would need every rank's heads; average them"
+            )
         mean = reduce_from_tensor_parallel_region(weights.sum(1), self.region.group) / self.global_heads
         return weights @ v, mean
 

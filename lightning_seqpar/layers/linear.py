@@ -47,16 +47,18 @@ class ShardedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: GatheredInput | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: GatheredInput | None) -> Tensor:
         dtype = _autocast_dtype(x)
         needs_x = weight.requires_grad
         if needs_x and gathered is not None:
             gathered.add_user()
         keep = (gathered.shard if gathered is not None else x) if needs_x else None
         ctx.save_for_backward(keep, weight)
-        ctx.gathered, ctx.x_dtype, ctx.bias_dtype = gathered, x.dtype, bias.dtype if bias is not None else None
+        ctx.gathered, ctx.x_dtype, ctx.bias_dtype = (
+            gathered,
+            x.dtype,
+            bias.dtype if bias is not None else None,
+        )
         with torch.autocast(x.device.type, enabled=False):
             compute = _cast(x, dtype)
             assert compute is not None
@@ -92,9 +94,7 @@ class GatherLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, group: Any, length: int
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, group: Any, length: int) -> Tensor:
         dtype = _autocast_dtype(x)
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.dim, ctx.group, ctx.length, ctx.x_dtype = dim, group, length, x.dtype
@@ -125,10 +125,10 @@ class GatherLinear(torch.autograd.Function):
 def sharded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: SequenceRegion) -> Tensor:
     """``F.linear`` with a sharded weight on a whole input; saves the input's shard if it was gathered."""
     handle = region.find_gathered(x) if torch.is_grad_enabled() else None
-    return ShardedLinear.apply(x, weight, bias, handle)  # type: ignore[no-any-return]
+    return ShardedLinear.apply(x, weight, bias, handle)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def shrink(parameter: nn.Parameter, shard: Shard, rank: int) -> None:
+def shrink(parameter: Tensor, shard: Shard, rank: int) -> None:
     """Cut a parameter down to this rank's part, in place: the object stays the same."""
     with torch.no_grad():
         parameter.data = shard.take(parameter.data, rank)
@@ -196,7 +196,7 @@ class ColumnParallelLinear(_ParallelLinear):
         try:
             if region.sp and region.regather:
                 length = region.length_for(x, self.full_name)
-                return GatherLinear.apply(x, self.weight, self.bias, region.dim, region.group, length)  # type: ignore[no-any-return]
+                return GatherLinear.apply(x, self.weight, self.bias, region.dim, region.group, length)  # type: ignore[no-untyped-call, no-any-return]
             return sharded_linear(region.gather(x, self.full_name), self.weight, self.bias, region)
         finally:
             region.close_gather()
@@ -225,6 +225,6 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, f/tp]`` → ``[b, s/tp, h]``."""
-        partial = ShardedLinear.apply(x, self.weight, None, None)
+        partial = ShardedLinear.apply(x, self.weight, None, None)  # type: ignore[no-untyped-call]
         out = self.region.reduce(partial, self.full_name)
         return out if self.bias is None else out + self.bias.to(out.dtype)

@@ -1,0 +1,51 @@
+# Two commands do it all on a fresh machine with Python 3.10 or newer: `make demo` and `make test`.
+PYTHON ?= python3
+# Installed before what depends on it, so that nothing pulls another build.
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DATA ?=
+ARGS ?=
+
+.PHONY: help install demo test check lint format types mutants convergence clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP)  ## make the environment
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[cli,dev]"
+	touch $(STAMP)
+
+demo: $(STAMP)  ## train on two processes and on one, compare (DATA=file-or-folder)
+	$(BIN)/python examples/demo.py $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+test: $(STAMP)  ## the test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## formatter and linter
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP)  ## strict types
+	$(BIN)/mypy
+
+format: $(STAMP)  ## format and fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: lint types test  ## everything that must be green
+
+mutants: $(STAMP)  ## break the source on purpose; show which test sees it
+	$(BIN)/python tests/mutants.py $(ARGS)
+
+convergence: $(STAMP)  ## 300 steps of the demo model in every form, drawn over each other
+	$(BIN)/python benchmarks/convergence.py $(ARGS)
+
+clean:  ## remove the environment and what runs left
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -1,0 +1,164 @@
+"""Each conjugate pair: values, gradients by finite differences in float64, and gradients of gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_seqpar import ParallelGroups, ProcessTopology
+from lightning_seqpar import collectives as C
+from lightning_seqpar.testing import RankFailedError, run_distributed
+
+
+def tp_group(tp: int):
+    world = dist.get_world_size()
+    return ParallelGroups(ProcessTopology(["dp", "tp"], [world // tp, tp]), dist.get_rank())
+
+
+def _whole(shape, seed, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def check_pairs(tp: int, dim: int, length: int) -> None:
+    """The global function of each pair, written on one process, has the same value and gradient."""
+    groups = tp_group(tp)
+    group, rank, dp = groups["tp"], groups.rank("tp"), groups.rank("dp")
+    shape = [3, 5, 2]
+    shape[dim] = length
+    chunk = C.shard_length(length, tp)
+    # One reference per replica: a collective on the wrong group would mix them.
+    parts = [_whole(shape, 10 * dp + r).requires_grad_() for r in range(tp)]
+    weight = _whole(shape, 100 + dp)
+
+    def cut(x, r):  # zero-padded shard r
+        pad = list(x.shape)
+        pad[dim] = chunk * tp - length
+        return torch.cat([x, x.new_zeros(pad)], dim).narrow(dim, r * chunk, chunk)
+
+    # f̄ (all-reduce): every rank's loss is the same replicated loss; the part's gradient is the loss's.
+    mine = parts[rank].detach().requires_grad_()
+    out = C.reduce_from_tensor_parallel_region(mine, group)
+    torch.testing.assert_close(out, sum(parts), rtol=1e-12, atol=1e-12)
+    (out * weight).sum().backward()
+    torch.testing.assert_close(mine.grad, weight)
+    # f (copy): rank r uses weight_r, the loss is the sum over ranks.
+    mine = parts[0].detach().requires_grad_()
+    (C.copy_to_tensor_parallel_region(mine, group) * parts[rank].detach()).sum().backward()
+    torch.testing.assert_close(mine.grad, sum(parts).detach())
+    # scatter: rank r uses its shard.
+    mine = parts[0].detach().requires_grad_()
+    shard = C.scatter_to_sequence_parallel_region(mine, dim, group)
+    real = max(0, min(chunk, length - rank * chunk))
+    torch.testing.assert_close(shard.narrow(dim, 0, real), cut(mine, rank).narrow(dim, 0, real))
+    assert shard.shape[dim] == chunk
+    if real < chunk:  # padding repeats the last position: it must survive a norm
+        last = mine.narrow(dim, length - 1, 1)
+        torch.testing.assert_close(shard.narrow(dim, chunk - 1, 1), last)
+    (shard * cut(weight, rank)).sum().backward()
+    torch.testing.assert_close(mine.grad, weight)
+    # gather for a replicated consumer: the gradient is sliced.
+    local = cut(parts[0], rank).detach().requires_grad_()
+    whole = C.gather_replicated_from_sequence_parallel_region(local, dim, group, length)
+    torch.testing.assert_close(whole, parts[0].detach())
+    (whole * weight).sum().backward()
+    torch.testing.assert_close(local.grad, cut(weight, rank))
+    # g: gather for a tensor-parallel consumer: the gradients of all ranks are summed.
+    local = cut(parts[0], rank).detach().requires_grad_()
+    whole = C.gather_from_sequence_parallel_region(local, dim, group, length)
+    torch.testing.assert_close(whole, parts[0].detach())
+    (whole * parts[rank].detach()).sum().backward()
+    torch.testing.assert_close(local.grad, cut(sum(parts), rank).detach())
+    # ḡ: reduce-scatter; the gradient is gathered.
+    mine = parts[rank].detach().requires_grad_()
+    shard = C.reduce_scatter_to_sequence_parallel_region(mine, dim, group)
+    torch.testing.assert_close(shard, cut(sum(parts), rank).detach(), rtol=1e-12, atol=1e-12)
+    (shard * cut(weight, rank)).sum().backward()
+    torch.testing.assert_close(mine.grad, weight)
+    check_double_backward(group, dim, parts[rank].detach(), length)
+
+
+def check_double_backward(group, dim: int, x: torch.Tensor, length: int) -> None:
+    """The gradient of a gradient, against finite differences along a direction (all ranks step together)."""
+
+    def first(y):
+        shard = C.reduce_scatter_to_sequence_parallel_region(y.tanh(), dim, group)
+        out = C.gather_from_sequence_parallel_region(shard.tanh(), dim, group, length)
+        return torch.autograd.grad(out.tanh().sum(), y, create_graph=True)[0]
+
+    def penalty(y):
+        return first(y).pow(2).sum()
+
+    direction = _whole(x.shape, 55)
+    mine = x.clone().requires_grad_()
+    told = torch.tensor([float((torch.autograd.grad(penalty(mine), mine)[0] * direction).sum())], dtype=torch.float64)
+    step = 1e-6
+    up, down = penalty((x + step * direction).requires_grad_()), penalty((x - step * direction).requires_grad_())
+    slope = ((up - down) / (2 * step)).detach().reshape(1)
+    for value in (told, slope):  # the penalty of every rank depends on every rank's part
+        dist.all_reduce(value, group=group)
+    torch.testing.assert_close(told, slope, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("length", [8, 5, 1])
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 4), (4, 2)])
+def test_pairs_are_conjugate(world, tp, length, dim):
+    run_distributed(check_pairs, world, tp, dim, length)
+
+
+def check_dtypes() -> None:
+    group = tp_group(2)["tp"]
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        x = _whole([2, 4, 3], dist.get_rank(), dtype)
+        both = [_whole([2, 4, 3], r, dtype) for r in range(2)]
+        before = x.clone()
+        whole = C.all_gather(C.split(x, 1, group), 1, group)
+        assert whole.dtype == dtype
+        assert whole.shape == x.shape
+        torch.testing.assert_close(C.all_reduce(x, group), both[0] + both[1])
+        torch.testing.assert_close(x, before, rtol=0, atol=0)  # never in place
+    integers = torch.arange(4) + dist.get_rank()
+    assert C.all_reduce(integers, group).tolist() == [1, 3, 5, 7]
+
+
+def test_any_dtype_and_never_in_place():
+    run_distributed(check_dtypes, 2)
+
+
+def sum_of_ranks() -> tuple[int, list[int], int, int]:
+    groups = ParallelGroups(ProcessTopology(["dp", "tp"], [2, 2]), dist.get_rank())
+    told = torch.tensor([dist.get_rank()])
+    dist.all_reduce(told, group=groups["tp"])
+    across = torch.tensor([dist.get_rank()])
+    dist.all_reduce(across, group=groups["dp"])
+    assert groups["dp", "tp"] is groups["tp", "dp"]
+    return int(told), groups.ranks("tp"), groups.rank("tp"), int(across)
+
+
+def test_real_groups_hold_the_right_ranks():
+    assert run_distributed(sum_of_ranks, 4) == [(1, [0, 1], 0, 2), (1, [0, 1], 1, 4), (5, [2, 3], 0, 2), (5, [2, 3], 1, 4)]
+
+
+def part_of_the_world() -> tuple[int, int]:
+    groups = ParallelGroups(ProcessTopology(["tp"], [2]), dist.get_rank(), rank_mapping=[2, 1])
+    shared = groups.rank("tp"), groups.size("tp")
+    if groups.rank("tp") >= 0:
+        dist.all_reduce(torch.ones(1), group=groups["tp"])
+        groups.destroy()
+    return shared
+
+
+def test_a_grid_over_a_part_of_the_world():
+    assert run_distributed(part_of_the_world, 3) == [(-1, -1), (1, 2), (0, 2)]
+
+
+def one_raises() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("on purpose")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_run_distributed_tells_which_rank_failed_and_does_not_hang():
+    with pytest.raises(RankFailedError, match=r"rank 1: ValueError: on purpose"):
+        run_distributed(one_raises, 2, timeout=20)
