@@ -26,6 +26,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 )
 
 LIFELINE = "SEQPAR_LIFELINE_FD"
+REPORTS = "SEQPAR_REPORTS_FD"
 DONE = b"done"
 GRACE = 10.0
 """Seconds that the other ranks get to end by themselves (and print their own message) once one has died."""
@@ -47,15 +48,24 @@ def say(message: str) -> None:
     sys.stderr.flush()
 
 
-class ChildWatch:
-    """Ends the whole run when one of its processes ends badly. Lives in the main process."""
+_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Timed out", "timed out", "Read error")
 
-    def __init__(self, procs: list[subprocess.Popen[bytes]], first_rank: int, lifeline: int) -> None:
-        self._procs, self._first_rank, self._lifeline = procs, first_rank, lifeline
-        self._failed = threading.Event()
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an exception says that another rank is gone, rather than what went wrong."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)
+
+
+class ChildWatch:
+    """Ends the whole run when one of its processes ends badly, and tells which. Lives in the main process."""
+
+    def __init__(self, procs: list[subprocess.Popen[bytes]], first_rank: int, lifeline: int, reports: int) -> None:
+        self._procs, self._first_rank, self._lifeline, self._reports = procs, first_rank, lifeline, reports
+        self._ending = threading.Event()
         self._finished = threading.Event()
         self._lock = threading.Lock()
-        self.failure: str | None = None
+        self._told: list[tuple[bool, str]] = []
+        self._concluded = False
 
     def start(self) -> None:
         """Wait on every child in a thread of its own, and for the end of this process."""
@@ -64,53 +74,86 @@ class ChildWatch:
             threading.Thread(target=self._wait, args=(local_rank, proc), name=name, daemon=True).start()
         atexit.register(self._at_exit)
 
-    def fail(self, reason: str) -> None:
-        """The main process itself ends badly."""
-        with self._lock:
-            self.failure = self.failure or reason
-        self._failed.set()
+    def fail(self, reason: str, *, symptom: bool = False) -> None:
+        """The main process ends badly; a ``symptom`` (a lost peer) yields to any other rank's reason."""
+        self._told.append((symptom, reason))
 
     def _wait(self, local_rank: int, proc: subprocess.Popen[bytes]) -> None:
         code = proc.wait()
-        if code == 0:
-            return
         with self._lock:
-            if self._failed.is_set():
-                return  # the run is ending already; the first failure is the one that counts
-            rank = self._first_rank + local_rank
-            self.failure = f"rank {rank} (pid {proc.pid}) {describe_exit(code)}"
-            self._failed.set()
-        where = "; its own message stands above" if code > 0 else ""
-        say(f"{self.failure}{where}; ending the other ranks")
-        self._end_children()
+            if code == 0 or self._ending.is_set():
+                return
+            self._ending.set()
+        say(f"rank {self._first_rank + local_rank} (pid {proc.pid}) {describe_exit(code)}; ending the other ranks")
+        self._conclude()
         if not self._finished.wait(GRACE):
-            say(f"rank {self._first_rank} did not end by itself within {GRACE:.0f} s after {self.failure}; ending it")
+            say(f"rank {self._first_rank} did not end by itself within {GRACE:.0f} s; ending it")
         sys.stdout.flush()
         # A thread can't raise in the main thread, which may wait in a collective for the dead rank.
         os._exit(code if 0 < code < 128 else 1)
 
-    def _end_children(self) -> None:
-        for proc in self._procs:
+    def _conclude(self) -> None:
+        """Let the children end, end those that do not, and say what happened."""
+        with self._lock:
+            self._ending.set()
+            if self._concluded:
+                return
+            self._concluded = True
+            ended = [self._let_end(proc) for proc in self._procs]
+            for local_rank, (proc, by_itself) in enumerate(zip(self._procs, ended, strict=True), start=1):
+                if by_itself and proc.returncode < 0:
+                    rank = self._first_rank + local_rank
+                    self._told.insert(0, (False, f"rank {rank} (pid {proc.pid}) {describe_exit(proc.returncode)}"))
+            os.set_blocking(self._reports, False)
             try:
-                proc.wait(timeout=GRACE / 2)
-            except subprocess.TimeoutExpired:
-                proc.kill()
-        for proc in self._procs:
+                lines = os.read(self._reports, 65536).decode(errors="replace").splitlines()
+            except BlockingIOError:
+                lines = []
+            self._told += [(line[0] == "s", line[2:]) for line in lines]
+            for local_rank, (proc, by_itself) in enumerate(zip(self._procs, ended, strict=True), start=1):
+                rank = self._first_rank + local_rank
+                if by_itself and proc.returncode > 0 and not any(f"rank {rank} " in told for _, told in self._told):
+                    self._told.append((True, f"rank {rank} (pid {proc.pid}) {describe_exit(proc.returncode)}"))
+            causes = [reason for symptom, reason in self._told if not symptom]
+            symptoms = [reason for symptom, reason in self._told if symptom]
+            say(f"the run failed: {(causes or symptoms or ['a rank ended early'])[0]}")
+
+    @staticmethod
+    def _let_end(proc: subprocess.Popen[bytes]) -> bool:
+        try:
+            proc.wait(timeout=GRACE / 2)
+        except subprocess.TimeoutExpired:
+            proc.kill()
             proc.wait()
+            return False
+        return True
 
     def _at_exit(self) -> None:
         """The main process is leaving: wait for the children, or end them if the run failed."""
         self._finished.set()
         uncaught = getattr(sys, "last_value", None)
-        if uncaught is not None:
-            self.fail(f"rank {self._first_rank} raised {type(uncaught).__name__}")
-        if not self._failed.is_set():
+        if uncaught is not None and not self._told:
+            told = f"rank {self._first_rank} raised {type(uncaught).__name__}: {uncaught}"
+            self.fail(told, symptom=is_lost_peer(uncaught))
+        if not self._told and not self._ending.is_set():
             os.write(self._lifeline, DONE * len(self._procs))
             for proc in self._procs:
                 proc.wait()
-            return  # a child that ended badly ends us from its thread
-        self._end_children()
-        say(f"the run failed: {self.failure}")
+            if not any(proc.returncode for proc in self._procs):
+                return
+        self._conclude()
+        if uncaught is None:
+            sys.stdout.flush()
+            os._exit(1)
+
+
+def report_exception(rank: int, error: BaseException) -> None:
+    """In a child: tell the main process what this rank raised."""
+    descriptor = os.environ.get(REPORTS)
+    if descriptor is not None:
+        kind = "s" if is_lost_peer(error) else "c"
+        text = " ".join(f"rank {rank} raised {type(error).__name__}: {error}".split())
+        os.write(int(descriptor), f"{kind} {text}"[:500].encode() + b"\n")
 
 
 def follow_main_process(rank: int) -> bool:
@@ -175,6 +218,14 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         self.watch.fail(f"rank {self.cluster_environment.global_rank()} got SIGTERM")
         raise SystemExit(128 + signum)
 
+    def tell(self, error: BaseException) -> None:
+        """This rank raised."""
+        rank = self.cluster_environment.global_rank()
+        if self._follows:
+            report_exception(rank, error)
+        elif self.watch is not None:
+            self.watch.fail(f"rank {rank} raised {type(error).__name__}: {error}", symptom=is_lost_peer(error))
+
     def _start_children(self) -> None:
         """As Lightning starts them, but each child inherits the reading end of the lifeline."""
         self._check_can_spawn_children()
@@ -185,15 +236,17 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         os.environ["LOCAL_RANK"] = str(environment.local_rank())
         os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
         reading, writing = os.pipe()
+        reports, telling = os.pipe()
         self.procs = []
         try:
             for local_rank in range(1, self.num_processes):
                 command, folder = self._command(local_rank)
-                env = {**os.environ, "LOCAL_RANK": str(local_rank), LIFELINE: str(reading)}
-                self.procs.append(subprocess.Popen(command, env=env, cwd=folder, pass_fds=(reading,)))
+                env = {**os.environ, "LOCAL_RANK": str(local_rank), LIFELINE: str(reading), REPORTS: str(telling)}
+                self.procs.append(subprocess.Popen(command, env=env, cwd=folder, pass_fds=(reading, telling)))
         finally:
             os.close(reading)
-        self.watch = ChildWatch(self.procs, environment.node_rank() * self.num_processes, writing)
+            os.close(telling)
+        self.watch = ChildWatch(self.procs, environment.node_rank() * self.num_processes, writing, reports)
         self.watch.start()
 
     @staticmethod

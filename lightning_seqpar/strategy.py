@@ -581,9 +581,8 @@ class SeqParallelStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the watch, so that the other ranks end too."""
         self._unmute_writers()
-        launcher = self.launcher
-        if isinstance(launcher, SeqParallelLauncher) and launcher.watch is not None:
-            launcher.watch.fail(f"rank {self.global_rank} raised {type(exception).__name__}: {exception}")
+        if isinstance(self.launcher, SeqParallelLauncher):
+            self.launcher.tell(exception)
 
     def teardown(self) -> None:
         """Unwrap the model; it stays sharded, and the groups live on: saving after ``fit`` works."""

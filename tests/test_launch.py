@@ -1,0 +1,136 @@
+"""Real processes: Lightning's launcher, torchrun, and runs that end badly."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.launch
+
+SCRIPT = '''
+import os, signal, sys, time
+import lightning as L
+import models
+from fit import quiet_trainer
+from lightning_seqpar import SeqParallelStrategy
+from lightning.pytorch.callbacks import Callback
+
+class Bad(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        what, rank = os.environ["BAD"].split(":")
+        if batch_idx == 2 and trainer.global_rank == int(rank):
+            if what == "raise":
+                raise ValueError("on purpose")
+            if what == "hang":
+                print("HANGS", os.getpid(), flush=True)
+                signal.pause()
+            if what == "after":
+                trainer.fit_loop.epoch_loop.max_steps = 0
+                self.raise_after = True
+            if what in ("KILL", "TERM"):
+                os.kill(os.getpid(), getattr(signal, "SIG" + what))
+
+if __name__ == "__main__":
+    world = int(os.environ.get("WORLD", "2"))
+    trainer = quiet_trainer(devices=world, strategy=SeqParallelStrategy(tp=2, timeout=60), max_steps=50, callbacks=[Bad()] if "BAD" in os.environ else [])
+    trainer.fit(models.GPT(), models.loader(4, count=400))
+    print("PID", os.getpid(), "RANK", trainer.global_rank, "STEPS", trainer.global_step, flush=True)
+    if os.environ.get("AFTER") and trainer.global_rank == int(os.environ["AFTER"]):
+        raise ValueError("after fit")
+'''
+
+
+@pytest.fixture
+def script(tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+
+    def run(*command: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:
+        keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")}
+        return subprocess.run(
+            [*(command or (sys.executable,)), str(file)],
+            env={**keep, "SEQPAR_TAG": tmp_path.name, **env},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    run.tag = tmp_path.name
+    yield run
+    # No orphan may be left: every process of this run carries the tag in its environment.
+    assert survivors(tmp_path.name) == []
+
+
+def survivors(tag: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            if f"SEQPAR_TAG={tag}".encode() in (folder / "environ").read_bytes() and state != "Z":
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_lightnings_own_launcher(script):
+    done = script()
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"RANK (\d) STEPS (\d+)", done.stdout)) == [("0", "50"), ("1", "50")]
+
+
+def test_torchrun(script):
+    done = script(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"RANK (\d) STEPS (\d+)", done.stdout)) == [("0", "50"), ("1", "50")]
+
+
+@pytest.mark.parametrize(
+    ("bad", "world", "says"),
+    [
+        ("raise:1", 2, r"the run failed: rank 1 raised ValueError: on purpose"),
+        ("raise:0", 2, r"the run failed: rank 0 raised ValueError: on purpose"),
+        ("KILL:1", 2, r"the run failed: rank 1 \(pid \d+\) was killed by SIGKILL"),
+        ("TERM:1", 2, r"the run failed: rank 1 \(pid \d+\) was killed by SIGTERM"),
+        ("TERM:0", 2, r"the run failed: rank 0 got SIGTERM"),
+        ("KILL:2", 4, r"the run failed: rank 2 \(pid \d+\) was killed by SIGKILL"),
+    ],
+)
+def test_a_bad_end_names_the_rank_and_leaves_nobody(script, bad, world, says):
+    done = script(BAD=bad, WORLD=str(world))
+    assert done.returncode != 0
+    assert re.search(says, done.stderr), done.stderr[-3000:]
+
+
+def test_the_main_process_killed(script):
+    done = script(BAD="KILL:0")
+    assert done.returncode == -signal.SIGKILL
+    assert "rank 1 stops: the main process (local rank 0), which launched it, is gone" in done.stderr
+
+
+def test_an_exception_after_fit_on_one_rank(script):
+    for rank in "01":
+        done = script(AFTER=rank)
+        assert done.returncode != 0, rank
+        assert f"rank {rank}" in done.stderr
+
+
+def test_torchrun_with_a_killed_rank(script):
+    done = script(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", BAD="KILL:1")
+    assert done.returncode != 0
+    assert "Signal 9" in done.stderr
+
+
+def test_a_wrong_world_is_told_before_any_process_starts(script):
+    done = script(WORLD="3")
+    assert done.returncode == 1
+    assert "world size 3 does not divide by tp 2 × cp 1 × pp 1 = 2; use 2 or 4 processes" in done.stderr
+    assert done.stderr.count("Traceback") == 1
