@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,18 @@ class Trace:
         return cls(**torch.load(path, weights_only=True))
 
 
-def gather_grads(model: nn.Module) -> dict[str, Tensor | None]:
-    """Whole gradients by parameter name, of a parallelised model (collective over tp) or a plain one."""
+def gather_grads(model: nn.Module, only: Collection[int] | None = None) -> dict[str, Tensor | None]:
+    """Whole gradients by parameter name, of a parallelised model (collective over tp) or a plain one.
+
+    Args:
+        model: the model.
+        only: ids of the parameters to gather; all by default. Gradients of others may not be synced yet.
+    """
     record = record_of(model)
     grads: dict[str, Tensor | None] = {}
     for name, parameter in model.named_parameters():
+        if only is not None and id(parameter) not in only:
+            continue
         if parameter.grad is None:
             grads[name] = None
         elif record is not None:
@@ -187,19 +194,24 @@ class ParityRecorder(Callback):
     def __init__(self, *, tensors: bool = True) -> None:
         self.trace = Trace()
         self._tensors = tensors
+        self._seen: set[int] = set()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Keep the first step's gradients."""
-        if self._tensors and not self.trace.grads:
-            self.trace.grads = gather_grads(pl_module)
-            self.trace.grad_norm = float(self._norm(trainer, pl_module))
+        """Keep the gradients of each optimizer's first step; the norm is the first optimizer's."""
+        if id(optimizer) in self._seen or not self._tensors:
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not self._seen:
+            self.trace.grad_norm = float(self._norm(pl_module, parameters))
+        self._seen.add(id(optimizer))
+        self.trace.grads.update(gather_grads(pl_module, {id(parameter) for parameter in parameters}))
 
     @staticmethod
-    def _norm(trainer: Trainer, pl_module: LightningModule) -> Tensor:
+    def _norm(pl_module: LightningModule, parameters: list[Tensor]) -> Tensor:
         record = record_of(pl_module)
         if record is not None:
-            return global_grad_norm(list(pl_module.parameters()), record.layout, record.groups)
-        return torch.nn.utils.get_total_norm([p.grad for p in pl_module.parameters() if p.grad is not None])
+            return global_grad_norm(parameters, record.layout, record.groups)
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -99,3 +99,228 @@ def tokens(count: int = 96, length: int = 10, vocab: int = 31, seed: int = 3) ->
 
 def loader(batch_size: int, *, shuffle: bool = False, **kwargs: Any) -> DataLoader[Any]:
     return DataLoader(tokens(**kwargs), batch_size=batch_size, shuffle=shuffle)
+
+
+class ManualTwo(L.LightningModule):
+    """Two GPTs, two optimizers, manual optimization; ``style`` picks what people do in between."""
+
+    def __init__(self, style: str = "toggle") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.style = style
+        self.first = ByteGPT(dim=16, n_head=4, n_layer=1, context=16, tied=True, vocab=31)
+        self.second = ByteGPT(dim=16, n_head=4, n_layer=1, context=16, tied=False, vocab=31)
+        perturb(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        one, two = self.optimizers()
+        target = tokens[:, 1:].flatten()
+
+        def losses() -> tuple[Tensor, Tensor]:
+            a, b = self.first(tokens[:, :-1]), self.second(tokens[:, :-1])
+            return F.cross_entropy(a.flatten(0, 1), target), F.cross_entropy((a + b).flatten(0, 1), target)
+
+        if self.style == "toggle":
+            for optimizer, which in ((one, 0), (two, 1)):
+                self.toggle_optimizer(optimizer)
+                loss = losses()[which]
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, 0.1, "norm")
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+        elif self.style == "leak":  # the second loss also fills the first model's gradients, which are used later
+            first, loss = losses()
+            two.zero_grad(set_to_none=False)
+            self.manual_backward(loss, retain_graph=True)
+            two.step()
+            self.manual_backward(first)
+            one.step()
+            one.zero_grad(set_to_none=False)
+        else:  # "keep": gradients are zeroed every third batch only, steps go on
+            loss = losses()[1]
+            self.manual_backward(loss)
+            self.clip_gradients(one, 0.5, "norm")
+            one.step()
+            two.optimizer.step()  # past Lightning
+            if batch_idx % 3 == 2:
+                one.zero_grad()
+                two.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(self.first.parameters(), 0.05), torch.optim.AdamW(self.second.parameters(), 1e-2)]
+
+
+class Scheduled(GPT):
+    def configure_optimizers(self) -> Any:
+        optimizer = optimizer_of("sgd", self)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Frozen(GPT):
+    """Half of the model is frozen and thaws at the fifth batch."""
+
+    def __init__(self, thaw: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.thaw = thaw
+        self._freeze(False)
+
+    def _freeze(self, on: bool) -> None:
+        block = self.model.blocks[0]
+        for part in (block.norm1, block.attn, block.mlp.up):
+            part.requires_grad_(on)
+        block.mlp.down.weight.requires_grad_(on)
+        self.model.tokens.requires_grad_(on)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.thaw and batch_idx == 4:
+            self._freeze(True)
+
+
+class Recomputed(GPT):
+    """Whole blocks under activation checkpointing."""
+
+    def __init__(self, reentrant: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.reentrant = reentrant
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        (tokens,) = batch
+        model, inputs = self.model, tokens[:, :-1]
+        x = model.tokens(inputs) + model.positions(torch.arange(inputs.shape[1]))
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        logits = model.head(model.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class CheckpointedBlock(nn.Module):
+    """A block whose halves recompute themselves."""
+
+    def __init__(self, dim: int, n_head: int, reentrant: bool) -> None:
+        super().__init__()
+        from byte_gpt import Block
+
+        inner = Block(dim, n_head)
+        self.norm1, self.attn, self.norm2, self.mlp = inner.norm1, inner.attn, inner.norm2, inner.mlp
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        x = x + checkpoint(self.attn, self.norm1(x), use_reentrant=self.reentrant)
+        return x + checkpoint(self.mlp, self.norm2(x), use_reentrant=self.reentrant)
+
+
+class InnerRecompute(GPT):
+    def __init__(self, reentrant: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.model.blocks = nn.ModuleList(CheckpointedBlock(16, 4, reentrant) for _ in range(2))
+        perturb(self)
+
+
+BLOCK_RULES: list[dict[str, Any]] = [
+    {"pattern": "{p}blocks.*", "style": "blocks"},
+    {"pattern": "{p}blocks.*.attn.qkv", "style": "column", "segments": ["q", "k", "v"], "units": "n_head"},
+    {"pattern": "{p}blocks.*.attn.proj", "style": "row", "units": "n_head"},
+    {"pattern": "{p}blocks.*.attn", "style": "set", "divide": ["n_head"]},
+    {"pattern": "{p}blocks.*.{attn,mlp}", "style": "gather"},
+    {"pattern": "{p}blocks.*.mlp.up", "style": "column"},
+    {"pattern": "{p}blocks.*.mlp.down", "style": "row"},
+]
+
+
+def rules(prefix: str = "model.", exit_at: str | None = "norm") -> list[dict[str, Any]]:
+    """The example's plan written by hand."""
+    out = [{**rule, "pattern": rule["pattern"].replace("{p}", prefix)} for rule in BLOCK_RULES]
+    return [*out, {"pattern": prefix + exit_at, "style": "exit"}] if exit_at else out
+
+
+def plan(prefix: str = "model.", exit_at: str | None = "norm", extra: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    return {"base": "none", "rules": [*rules(prefix, exit_at), *(extra or [])]}
+
+
+class Direct(L.LightningModule):
+    """The LightningModule itself runs the blocks, twice, with an aborted forward before: no module owns them."""
+
+    def __init__(self, twice: bool = True, abort: bool = True) -> None:
+        super().__init__()
+        from byte_gpt import Block
+
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(31, 16)
+        self.blocks = nn.ModuleList(Block(16, 4) for _ in range(2))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 31)
+        self.twice, self.abort = twice, abort
+        perturb(self)
+
+    def run(self, tokens: Tensor, stop: bool = False) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+            if stop:
+                raise KeyError("a user's exception between blocks")
+        return self.head(self.norm(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        if self.abort:
+            try:
+                self.blocks[0](torch.zeros(2, 3))
+            except (ValueError, RuntimeError, IndexError):
+                self.aborted = True
+        loss = F.cross_entropy(self.run(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        if self.twice:
+            short = tokens[:, :6]
+            loss = loss + F.cross_entropy(self.run(short[:, :-1]).flatten(0, 1), short[:, 1:].flatten())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimizer_of("adamw", self)
+
+
+class SharedBlock(GPT):
+    """One block runs several times: its parameters collect several parts per backward."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        first = self.model.blocks[0]
+        self.model.forward = lambda tokens: self._forward(tokens, first)
+
+    def _forward(self, tokens: Tensor, first: nn.Module) -> Tensor:
+        model = self.model
+        x = model.tokens(tokens) + model.positions(torch.arange(tokens.shape[1]))
+        for _ in range(3):
+            x = first(x)
+        return model.head(model.norm(model.blocks[1](x)))
+
+
+class AttentionNorm(GPT):
+    """Attention with a norm per head between qkv and proj (partial in both modes), and one behind proj."""
+
+    def __init__(self, behind: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        torch.manual_seed(5)
+        for block in self.model.blocks:
+            attn = block.attn
+            attn.head_norm = nn.LayerNorm(4)
+            attn.out_norm = nn.LayerNorm(16) if behind else nn.Identity()
+            attn.forward = self._attend(attn)
+        perturb(self)
+
+    @staticmethod
+    def _attend(attn: Any) -> Any:
+        def forward(x: Tensor) -> Tensor:
+            b, s, _ = x.shape
+            q, k, v = (t.view(b, s, attn.n_head, -1).transpose(1, 2) for t in attn.qkv(x).chunk(3, dim=-1))
+            y = F.scaled_dot_product_attention(attn.head_norm(q), attn.head_norm(k), v, is_causal=True)
+            return attn.out_norm(attn.proj(y.transpose(1, 2).reshape(b, s, -1)))
+
+        return forward
