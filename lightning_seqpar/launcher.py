@@ -48,7 +48,15 @@ def say(message: str) -> None:
     sys.stderr.flush()
 
 
-_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Timed out", "timed out", "Read error")
+_LOST_PEER = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Timed out",
+    "timed out",
+    "Read error",
+)
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -27,7 +27,7 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -492,8 +492,7 @@ class SeqParallelStrategy(ParallelStrategy):
         if not isinstance(dataloader, DataLoader):
             return dataloader
         if self._user_sampler_flag:
-            stage = RunningStage.PREDICTING if self._trainer.predicting else None
-            dataloader = inject_sampler(dataloader, self.groups, stage)
+            dataloader = inject_sampler(dataloader, self.groups, predicting=self._trainer.predicting)
         replica_workers(dataloader, self.dp_rank)
         return dataloader
 

@@ -242,7 +242,9 @@ def rules(prefix: str = "model.", exit_at: str | None = "norm") -> list[dict[str
     return [*out, {"pattern": prefix + exit_at, "style": "exit"}] if exit_at else out
 
 
-def plan(prefix: str = "model.", exit_at: str | None = "norm", extra: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+def plan(
+    prefix: str = "model.", exit_at: str | None = "norm", extra: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
     return {"base": "none", "rules": [*rules(prefix, exit_at), *(extra or [])]}
 
 
@@ -324,3 +326,24 @@ class AttentionNorm(GPT):
             return attn.out_norm(attn.proj(y.transpose(1, 2).reshape(b, s, -1)))
 
         return forward
+
+
+class Watched(GPT):
+    """With steps for every loop."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", GPT.training_step(self, batch, batch_idx), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", GPT.training_step(self, batch, batch_idx), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(batch[0]).argmax(-1)
+
+
+class WatchedEncoder(Encoder):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", Encoder.training_step(self, batch, batch_idx), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])

@@ -137,7 +137,12 @@ def sum_of_ranks() -> tuple[int, list[int], int, int]:
 
 
 def test_real_groups_hold_the_right_ranks():
-    assert run_distributed(sum_of_ranks, 4) == [(1, [0, 1], 0, 2), (1, [0, 1], 1, 4), (5, [2, 3], 0, 2), (5, [2, 3], 1, 4)]
+    assert run_distributed(sum_of_ranks, 4) == [
+        (1, [0, 1], 0, 2),
+        (1, [0, 1], 1, 4),
+        (5, [2, 3], 0, 2),
+        (5, [2, 3], 1, 4),
+    ]
 
 
 def part_of_the_world() -> tuple[int, int]:

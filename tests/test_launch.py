@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.launch
 
-SCRIPT = '''
+SCRIPT = """
 import os, signal, sys, time
 import lightning as L
 import models
@@ -44,7 +44,7 @@ if __name__ == "__main__":
     print("PID", os.getpid(), "RANK", trainer.global_rank, "STEPS", trainer.global_step, flush=True)
     if os.environ.get("AFTER") and trainer.global_rank == int(os.environ["AFTER"]):
         raise ValueError("after fit")
-'''
+"""
 
 
 @pytest.fixture

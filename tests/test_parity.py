@@ -81,7 +81,9 @@ def test_encoder_variants(variant):
     expected = fit("Encoder", variant, steps=3)
     for batch_first in (True, False):
         args = {**variant, "batch_first": batch_first}
-        compare(expected, run_distributed(fit, 2, "Encoder", args, world=2, strategy={"tp": 2}, steps=3)[0]).raise_if_failed()
+        compare(
+            expected, run_distributed(fit, 2, "Encoder", args, world=2, strategy={"tp": 2}, steps=3)[0]
+        ).raise_if_failed()
 
 
 def test_find_unused_parameters_is_passed_on():
@@ -98,7 +100,9 @@ def test_float32_losses():
 def test_bf16_mixed_follows_the_single_process_at_its_own_precision():
     name, args = MODELS["gpt-tied"]
     single = fit(name, dict(args), precision="bf16-mixed", steps=5)
-    parallel = run_distributed(fit, 2, name, dict(args), world=2, strategy={"tp": 2}, precision="bf16-mixed", steps=5)[0]
+    parallel = run_distributed(fit, 2, name, dict(args), world=2, strategy={"tp": 2}, precision="bf16-mixed", steps=5)[
+        0
+    ]
     # bf16 has 8 bits: 2^-8 = 0.4 %; a wrong gradient shows at tens of per cent.
     assert compare(single, parallel).rows[0].error <= 4e-3
     assert compare(single, parallel).rows[1].error <= 5e-2

@@ -1,0 +1,268 @@
+"""One ordinary checkpoint: written in parallel, read by plain Lightning, and back."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from fit import fit, quiet_trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_seqpar import SeqParallelStrategy, unshard
+from lightning_seqpar.parallelize import record_of
+from lightning_seqpar.parity import FLOAT64_TOLERANCE, ParityRecorder, compare
+from lightning_seqpar.testing import RankFailedError, run_distributed
+
+PRECISION = "32-true"  # stock Lightning restores 64-true weights through float32
+
+
+def train(
+    model: str,
+    tp: int,
+    folder: str | None,
+    steps: int = 6,
+    ckpt: str | None = None,
+    after: str | None = None,
+    optimizer: str = "adamw",
+    every: int = 3,
+    batch: int = 8,
+    precision: str = PRECISION,
+) -> Any:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    strategy = SeqParallelStrategy(tp=tp) if world > 1 else "auto"
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1) if folder else None
+    recorder = ParityRecorder()
+    trainer = quiet_trainer(
+        devices=world,
+        strategy=strategy,
+        max_steps=steps,
+        precision=precision,
+        enable_checkpointing=saver is not None,
+        callbacks=[recorder, *([saver] if saver else [])],
+    )
+    module = getattr(models, model)(optimizer=optimizer)
+    trainer.fit(module, models.loader(batch // (world // tp), count=batch * 20), ckpt_path=ckpt)
+    if after is not None:
+        trainer.save_checkpoint(after)
+    return recorder.trace
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def shapes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, dict):
+        return {key: shapes(item) for key, item in value.items()}
+    return [shapes(item) for item in value] if isinstance(value, list) else type(value).__name__
+
+
+@pytest.mark.parametrize("model", ["GPT", "Encoder"])
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2)])
+def test_the_file_is_an_ordinary_one(tmp_path, model, world, tp):
+    run_distributed(
+        train, world, model, tp, str(tmp_path / "ours"), after=str(tmp_path / "after.ckpt"), precision="64-true"
+    )
+    train(model, 1, str(tmp_path / "plain"), precision="64-true")
+    ours = torch.load(tmp_path / "ours" / "step=6.ckpt", weights_only=True)
+    plain = torch.load(tmp_path / "plain" / "step=6.ckpt", weights_only=True)
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
+        assert shapes(ours[part]) == shapes(plain[part])
+    assert list(ours["state_dict"]) == list(plain["state_dict"])
+    for name, value in plain["state_dict"].items():
+        torch.testing.assert_close(ours["state_dict"][name], value, rtol=0, atol=FLOAT64_TOLERANCE)
+    after = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    assert same(after["state_dict"], ours["state_dict"])
+    assert same(after["optimizer_states"], ours["optimizer_states"])
+    getattr(models, model).load_from_checkpoint(tmp_path / "after.ckpt")
+
+
+def test_a_process_without_us_loads_it(tmp_path):
+    run_distributed(train, 2, "GPT", 2, None, after=str(tmp_path / "a.ckpt"))
+    code = (
+        "import sys, torch; sys.modules['lightning_seqpar'] = None; import byte_gpt\n"
+        f"state = torch.load({str(tmp_path / 'a.ckpt')!r}, weights_only=True)['state_dict']\n"
+        "model = byte_gpt.ByteGPT(16, 4, 2, 16, True, vocab=31)\n"
+        "model.load_state_dict({k.removeprefix('model.'): v for k, v in state.items()}); print('loaded')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "loaded", done.stderr
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2)])
+def test_resuming_at_the_same_tp_is_bitwise_the_uninterrupted_run(tmp_path, optimizer, world, tp):
+    whole = run_distributed(train, world, "GPT", tp, str(tmp_path), optimizer=optimizer)
+    rest = run_distributed(train, world, "GPT", tp, None, ckpt=str(tmp_path / "step=3.ckpt"), optimizer=optimizer)
+    # A resumed run starts the epoch's data again in stock Lightning too: compare like with like.
+    for name, value in whole[0].weights.items():
+        assert value.shape == rest[0].weights[name].shape
+    again = run_distributed(train, world, "GPT", tp, None, ckpt=str(tmp_path / "step=3.ckpt"), optimizer=optimizer)
+    assert same(again[0].weights, rest[0].weights)
+    plain = train("GPT", 1, None, ckpt=str(tmp_path / "step=3.ckpt"), optimizer=optimizer)
+    assert plain.losses == pytest.approx(rest[0].losses, rel=1e-5)
+
+
+def resume_weights(path: str, tp: int) -> Any:
+    """The weights and moments right after a restore, gathered."""
+    from lightning_seqpar.checkpoint import full_optimizer_state, full_state_dict
+
+    class Stop(Exception):
+        pass
+
+    from lightning.pytorch.callbacks import Callback
+
+    class Peek(Callback):
+        def on_train_start(self, trainer, module):
+            record = record_of(module)
+            self.state = copy.deepcopy(full_state_dict(record, torch.device("cpu")))
+            self.moments = copy.deepcopy(
+                full_optimizer_state(trainer.optimizers[0], record.layout, record.groups, torch.device("cpu"))
+            )
+
+    peek = Peek()
+    world = dist.get_world_size()
+    trainer = quiet_trainer(
+        devices=world, strategy=SeqParallelStrategy(tp=tp), max_steps=7, precision=PRECISION, callbacks=[peek]
+    )
+    trainer.fit(models.GPT(), models.loader(8 // (world // tp), count=160), ckpt_path=path)
+    return (peek.state, peek.moments) if dist.get_rank() == 0 else None
+
+
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 4), (4, 2)])
+def test_a_plain_checkpoint_is_restored_bitwise_at_any_tp(tmp_path, world, tp):
+    train("GPT", 1, str(tmp_path))
+    path = tmp_path / "step=6.ckpt"
+    plain = torch.load(path, weights_only=True)
+    state, moments = run_distributed(resume_weights, world, str(path), tp)[0]
+    assert same(state, dict(plain["state_dict"]))
+    assert same(moments, plain["optimizer_states"][0])
+
+
+def save_names(tp: int, path: str) -> tuple[set[str], bool]:
+    module = models.GPT()
+    trainer = quiet_trainer(devices=dist.get_world_size(), strategy=SeqParallelStrategy(tp=tp), max_steps=1)
+    trainer.fit(module, models.loader(4))
+    trainer.save_checkpoint(path)
+    state = trainer.strategy.lightning_module_state_dict()
+    return {value.device.type for value in state.values()}, Path(path).exists()
+
+
+def test_only_the_writer_assembles(tmp_path):
+    ranks = run_distributed(save_names, 4, 2, str(tmp_path / "a.ckpt"))
+    assert [rank[0] for rank in ranks] == [{"cpu"}, {"meta"}, {"meta"}, {"meta"}]
+    assert all(rank[1] for rank in ranks)
+
+
+def guard_and_unshard(model: str) -> None:
+    module = getattr(models, model)()
+    before = copy.deepcopy({n: p.detach().clone() for n, p in module.named_parameters()})
+    text = str(module)
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2))
+    trainer.validate(module, models.loader(4), verbose=False)
+    for part in (module, module.model if model == "Watched" else module.encoder):
+        with pytest.raises(RuntimeError, match=r"use lightning_seqpar.unshard|lightning_seqpar.unshard\(model\) first"):
+            part.state_dict()
+    held = sum(p.numel() for p in module.parameters())
+    assert held < sum(p.numel() for p in before.values())
+    assert unshard(module) is module
+    assert unshard(module) is module
+    assert str(module) == text
+    module = module.float()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    assert record_of(module) is None
+    module.state_dict()
+    module.training_step(next(iter(models.loader(4))), 0).backward()
+
+
+@pytest.mark.parametrize("model", ["Watched", "WatchedEncoder"])
+def test_state_dict_of_shards_raises_and_unshard_gives_the_model_back(model):
+    run_distributed(guard_and_unshard, 2, model)
+
+
+def shards_after(tp: int) -> None:
+    module = models.Watched()
+    trainer = quiet_trainer(
+        devices=2, strategy=SeqParallelStrategy(tp=tp), max_steps=2, limit_val_batches=2, precision=PRECISION
+    )
+    loader = models.loader(4)
+
+    def held() -> dict[str, Any]:
+        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+    trainer.fit(module, loader, loader)
+    fitted = held()
+    layout = record_of(module).layout
+    for call in (trainer.validate, trainer.test):
+        call(module, loader, verbose=False)
+        assert same(held(), fitted)
+    trainer.predict(module, loader)
+    assert same(held(), fitted)
+    assert record_of(module).layout is layout
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(module, loader, loader)
+    assert {n: p.shape for n, p in held().items()} == {n: p.shape for n, p in fitted.items()}
+    assert not same(held(), fitted)
+    # Another trainer takes the sharded model over.
+    second = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=tp), max_steps=1, precision=PRECISION)
+    second.fit(module, loader)
+    # One with another layout makes it whole first.
+    third = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=tp, sp=False), max_steps=1, precision=PRECISION)
+    third.fit(module, loader)
+    assert record_of(module).sp is False
+
+
+def test_validate_test_predict_and_fit_again_leave_the_shards_as_they_are():
+    run_distributed(shards_after, 2, 2)
+
+
+def fit_twice(world: int, tp: int) -> Any:
+    module = models.Watched()
+    options = {"strategy": SeqParallelStrategy(tp=tp)} if world > 1 else {}
+    trainer = quiet_trainer(devices=world, max_steps=3, **options)
+    loader = models.loader(8, count=160)
+    trainer.fit(module, loader)
+    trainer.validate(module, loader, verbose=False)
+    recorder = ParityRecorder()
+    trainer.callbacks.append(recorder)
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(module, loader)
+    return recorder.trace
+
+
+def test_fit_validate_fit_follows_one_process():
+    expected = fit_twice(1, 1)
+    assert len(expected.losses) == 3
+    compare(expected, run_distributed(fit_twice, 2, 2, 2)[0], FLOAT64_TOLERANCE).raise_if_failed()
+
+
+def load_foreign(path: str) -> None:
+    module = models.Watched()
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), precision=PRECISION)
+    trainer.validate(module, models.loader(4), verbose=False)
+    trainer.validate(module, models.loader(4), ckpt_path=path, verbose=False)
+
+
+def test_a_checkpoint_of_another_model_names_the_tensor(tmp_path):
+    other = fit("GPT", {"dim": 32}, steps=1, precision=PRECISION)
+    torch.save(
+        {"state_dict": other.weights, "pytorch-lightning_version": "2.6.6", "loops": {}}, tmp_path / "other.ckpt"
+    )
+    with pytest.raises(RankFailedError, match=r"model\..*: expected the whole shape .* it belongs to another model"):
+        run_distributed(load_foreign, 2, str(tmp_path / "other.ckpt"))
