@@ -88,6 +88,11 @@ class ShardedModel:
         for region in self.regions:
             region.reset()
 
+    def check_closed(self) -> None:
+        """A step ended: every region must have been left."""
+        for region in self.regions:
+            region.check_closed()
+
     @contextmanager
     def allow_state_dict(self) -> Iterator[None]:
         """Let ``state_dict`` answer with local tensors, for those who know the layout."""
@@ -168,13 +173,14 @@ class _Swap:
                 )
         for match in self.matches:
             if isinstance(match.rule, ScatterRule):
-                self._stack_of_blocks(match).arg = match.rule.arg
+                self._stack_of_blocks(match, stacks).arg = match.rule.arg
             elif isinstance(match.rule, ExitRule):
                 self._nearest_stack(match.name, stacks).exits.append(match.name)
         return stacks
 
-    def _stack_of_blocks(self, match: Match) -> _Stack:
-        for stack in self.stacks:
+    @staticmethod
+    def _stack_of_blocks(match: Match, stacks: Sequence[_Stack]) -> _Stack:
+        for stack in stacks:
             if match.name in stack.blocks:
                 return stack
         raise ValueError(f"plan rule for {match.name!r}: 'scatter' names a block, and this is none")
@@ -446,7 +452,7 @@ class _Swap:
                 yield block.register_forward_pre_hook(_enter(region, name, stack.arg), with_kwargs=True)
                 yield block.register_forward_hook(_left_block(region, name), always_call=True)
             # The owner's frame closes last, behind an exit at the owner itself.
-            yield owner.register_forward_hook(lambda m, a, out, r=region: r.close_frame(), always_call=True)
+            yield owner.register_forward_hook(_close_call(region), always_call=True)
 
     def _hook_gathers(self) -> Iterator[RemovableHandle]:
         for name, match in self.gathers.items():
@@ -520,6 +526,13 @@ def _replace(
     if isinstance(where, int):
         return (*args[:where], value, *args[where + 1 :]), kwargs
     return args, {**kwargs, where: value}
+
+
+def _close_call(region: SequenceRegion) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        region.close_frame(aborted=out is None)  # no output: it raised
+
+    return hook
 
 
 def _enter(region: SequenceRegion, name: str, arg: Argument) -> Callable[..., Any]:

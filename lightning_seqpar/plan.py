@@ -323,11 +323,11 @@ class Family(FrozenModel):
         return self._source_mismatch(root)
 
     def _source_mismatch(self, root: nn.Module) -> str | None:
-        kinds = {type(module).__name__: type(module) for module in root.modules()}
-        for name, digest in sorted(self.source.items()):
-            if name in kinds and source_digest(kinds[name]) != digest:
+        for kind in dict.fromkeys(type(module) for module in root.modules()):
+            digest = self.source.get(kind.__name__)
+            if digest is not None and source_digest(kind) != digest:
                 return (
-                    f"the source of {name} differs from the one that the plan was proved on; if the rules still hold, "
+                    f"the source of {kind.__name__} differs from the one that the plan was proved on; if the rules still hold, "
                     f"name the plan yourself: plan={self.family!r}"
                 )
         return None

@@ -120,10 +120,25 @@ class SequenceRegion:
         """A call begins."""
         self._frames.append(_Frame(task=torch._C._current_graph_task_id()))
 
-    def close_frame(self) -> None:
-        """A call ended, however it did."""
-        if len(self._frames) > 1:
-            self._frames.pop()
+    def close_frame(self, *, aborted: bool = False) -> None:
+        """A call ended; one that returned must have left the region."""
+        frame = self._frames.pop() if len(self._frames) > 1 else self._frame
+        if frame.length is not None and frame.resumed_by is None and not aborted:
+            frame.length = None
+            self._raise_open()
+
+    def check_closed(self) -> None:
+        """A step ended: shards must not flow any more."""
+        if self.active:
+            self.reset()
+            self._raise_open()
+
+    def _raise_open(self) -> None:
+        raise ValueError(
+            f"the forward entered the sequence region of {self.name} but ended before the region did, so its result is "
+            "made of shards; run every block and the module of the plan's exit rule, or end the region where the "
+            "forward ends (style: exit)"
+        )
 
     def reset(self) -> None:
         """A new step: nothing of earlier calls is left."""
@@ -136,8 +151,10 @@ class SequenceRegion:
         self.open_frame()
         try:
             yield self
-        finally:
-            self.close_frame()
+        except BaseException:
+            self.close_frame(aborted=True)
+            raise
+        self.close_frame()
 
     # ---- blocks ----------------------------------------------------------------------------------------------
 
@@ -165,7 +182,7 @@ class SequenceRegion:
     def finish(self, module: str) -> None:
         """A block or a gathering module ended: if it ran as a recompute, so does its frame."""
         if self._frame.resumed_by == module:
-            self.close_frame()
+            self._frames.pop()
 
     def leave(self, x: Tensor, module: str = "block") -> Tensor:
         """The region's output, whole again for replicated consumers."""

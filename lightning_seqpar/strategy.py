@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -51,8 +50,6 @@ from lightning_seqpar.precision import with_global_clipping
 from lightning_seqpar.random import DROPOUT_FIX, RefuseDropout, find_dropout, share_streams
 from lightning_seqpar.sampler import inject_sampler, replica_workers
 from lightning_seqpar.topology import ProcessTopology
-
-log = logging.getLogger(__name__)
 
 
 class SeqParallelStrategy(ParallelStrategy):
@@ -323,38 +320,42 @@ class SeqParallelStrategy(ParallelStrategy):
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
-    def _begin_step(self) -> ShardedModel | None:
+    @contextmanager
+    def _step(self) -> Iterator[ShardedModel | None]:
+        """A step of the user's: nothing of an earlier call is left when it begins, nor of its own when it ends."""
         record = record_of(self.lightning_module) if self.lightning_module is not None else None
-        if record is not None:
-            record.reset_calls()
-        return record
+        if record is None:
+            yield None
+            return
+        record.reset_calls()
+        yield record
+        record.check_closed()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step; the first ones are watched for random draws that tensor parallelism can't do."""
-        record = self._begin_step()
-        if record is None:
-            return super().training_step(*args, **kwargs)
-        assert self._sync is not None
-        self._sync.attach()
-        self._forwards += 1
-        watch = RefuseDropout() if self._is_due(self._forwards) else nullcontext()  # type: ignore[no-untyped-call]
-        with watch:
-            return super().training_step(*args, **kwargs)
+        with self._step() as record:
+            if record is None:
+                return super().training_step(*args, **kwargs)
+            assert self._sync is not None
+            self._sync.attach()
+            self._forwards += 1
+            with RefuseDropout() if self._is_due(self._forwards) else nullcontext():
+                return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
-        self._begin_step()
-        return super().validation_step(*args, **kwargs)
+        with self._step():
+            return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
-        self._begin_step()
-        return super().test_step(*args, **kwargs)
+        with self._step():
+            return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
-        self._begin_step()
-        return super().predict_step(*args, **kwargs)
+        with self._step():
+            return super().predict_step(*args, **kwargs)
 
     def _is_due(self, step: int) -> bool:
         """Whether a check runs at this step: 1, 2, 4, 8, ... and every ``check_every``."""

@@ -1,0 +1,352 @@
+"""What can't be done right is refused with a sentence, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import models
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from byte_gpt import ByteGPT
+from fit import quiet_trainer
+from torch import Tensor, nn
+
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.guards import ELEMENTWISE_OPTIMIZERS
+from lightning_seqpar.parallelize import record_of
+from lightning_seqpar.parity import ParityRecorder
+from lightning_seqpar.testing import RankFailedError, run_distributed
+
+
+class Dropout(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+
+
+class FunctionalDropout(models.GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.dropout(super().training_step(batch, batch_idx).repeat(9), 0.5).mean()
+
+
+class AttentionDropout(models.GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        q = torch.ones(1, 1, 4, 8, dtype=torch.double)
+        return super().training_step(batch, batch_idx) + F.scaled_dot_product_attention(q, q, q, dropout_p=0.2).mean()
+
+
+class L2(models.GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 1e-3 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+class QuietL2(models.GPT):
+    """Touches one sharded weight with a sum that happens to be no part of the loss's value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = self.model.blocks[0].mlp.up.weight
+        return super().training_step(batch, batch_idx) + (weight - weight.detach()).sum()
+
+
+class OtherBatch(models.GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0].roll(dist.get_rank(), 1),), batch_idx)
+
+
+class UserClip(models.GPT):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+
+
+class SharedInside(models.GPT):
+    """A norm from outside the blocks is used between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model = self.model
+        model.extra = nn.LayerNorm(16)
+        model.forward = self._forward
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        model = self.model
+        x = model.extra(model.tokens(tokens) + model.positions(torch.arange(tokens.shape[1])))
+        for block in model.blocks:
+            x = model.extra(block(x))
+        return model.head(model.norm(x))
+
+
+class CalledOutside(SharedInside):
+    """A block's norm is used on whole activations."""
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        model = self.model
+        x = model.blocks[0].norm1(model.tokens(tokens))
+        for block in model.blocks:
+            x = block(x)
+        return model.head(model.norm(x))
+
+
+class ReplacesParameter(models.GPT):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            norm = self.model.blocks[0].norm1
+            norm.weight = nn.Parameter(norm.weight.detach().clone())
+
+
+class LosesHook(models.GPT):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            for partial in self.trainer.strategy._sync._partials[:1]:
+                partial.hook.remove()
+
+
+class Momentum(torch.optim.SGD):
+    """A user's own optimizer: nobody knows what its step does."""
+
+
+class OddOptimizer(models.GPT):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters()) if self.optimizer == "lbfgs" else Momentum(self.parameters(), 0.1)
+
+
+class Broken(models.GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        model, tokens = self.model, batch[0]
+        x = model.tokens(tokens)
+        x = model.blocks[0](x)
+        x = model.blocks[1](torch.cat([x, x], 1))
+        return model.head(model.norm(x)).sum()
+
+
+class Unclosed(models.GPT):
+    """Skips the module at which the region ends."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        model, tokens = self.model, batch[0]
+        return F.cross_entropy(model.head(model.blocks[0](model.tokens(tokens)))[:, -1], tokens[:, -1])
+
+
+class BatchNormed(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[0].bn = nn.BatchNorm1d(16)
+
+
+class Tied(models.GPT):
+    """A norm inside the blocks is the norm at the end, outside (the exit is the last block)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.norm.weight = self.model.blocks[0].norm1.weight
+
+
+class QuantLinear(nn.Linear):
+    pass
+
+
+class Quantised(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[0].mlp.up = QuantLinear(16, 64)
+
+
+def train(module: str, strategy: dict[str, Any], **kwargs: Any) -> None:
+    L.seed_everything(1, verbose=False)
+    options = {"max_steps": 4, **kwargs}
+    trainer = quiet_trainer(
+        devices=dist.get_world_size(), strategy=SeqParallelStrategy(**{"tp": 2, **strategy}), **options
+    )
+    made = globals()[module]() if module in globals() else getattr(models, module)()
+    if module == "OddOptimizer" and strategy.get("check_every"):
+        made.optimizer = "lbfgs"
+    trainer.fit(made, models.loader(4, count=64))
+
+
+NAMED = {"plan": "byte_gpt"}
+CASES = {
+    "dropout module": ("Dropout", NAMED, r"dropout in drop \(p=0.1\) with tp=2: set its p to 0"),
+    "dropout function": ("FunctionalDropout", {}, r"the forward drops out .*; set its p to 0"),
+    "dropout in sdpa": ("AttentionDropout", {}, r"drops out .*; set its p to 0"),
+    "L2 in the loss": ("L2", {}, r"the loss differs across the tensor-parallel ranks|reads it past its layer"),
+    "a weight in the loss": (
+        "QuietL2",
+        {},
+        r"mlp.up.weight: it is sharded, and \w+ in the loss reads it past its layer",
+    ),
+    "another batch": ("OtherBatch", {}, r"the loss differs across the tensor-parallel ranks of one replica: \d"),
+    "torch's own clipping": (
+        "UserClip",
+        {},
+        r"every rank holds it whole, but .* clipped by torch.nn.utils.clip_grad_norm_",
+    ),
+    "outside norm used inside": (
+        "SharedInside",
+        {"plan": models.plan()},
+        r"model.extra.\w+: every rank holds it whole, but",
+    ),
+    "block norm used outside": (
+        "CalledOutside",
+        {"plan": models.plan()},
+        r"norm1: called outside the sequence region of model",
+    ),
+    "parameter replaced": ("ReplacesParameter", {}, r"norm1.weight: the model holds another parameter than the one"),
+    "hook lost": ("LosesHook", {}, r"blocks.0.norm1.weight: a gradient arrived but the hook .* did not fire"),
+    "unknown optimizer": (
+        "OddOptimizer",
+        {},
+        r"test_guards.Momentum with tp=2: it is not known to update each element by itself",
+    ),
+    "LBFGS": ("OddOptimizer", {"check_every": 1}, r"LBFGS with tp=2"),
+    "sequence changes": (
+        "Broken",
+        {},
+        r"model.blocks.1: its input has shape .* a shard has 5 of 10 positions at dim 1",
+    ),
+    "region never left": ("Unclosed", {}, r"entered the sequence region of model but ended before the region did"),
+    "batch norm": ("BatchNormed", {"plan": models.plan()}, r"model.blocks.0.bn: a BatchNorm1d mixes positions"),
+    "tied across the region": (
+        "Tied",
+        {"plan": models.plan(exit_at=None)},
+        r"are one tied parameter, used both inside and outside",
+    ),
+    "linear subclass": (
+        "Quantised",
+        {"plan": models.plan()},
+        r"mlp.up: style 'column' takes an nn.Linear, and this is .*QuantLinear",
+    ),
+    "no such family": ("GPT", {"plan": "bytegpt"}, r"plan='bytegpt' is no family; did you mean 'byte_gpt'"),
+    "family of another model": (
+        "GPT",
+        {"plan": "torch_encoder_batch_first"},
+        r"the model has no module of class torch.nn",
+    ),
+    "auto finds nothing": ("Direct", {}, r"no shipped plan fits Direct .*Write one, in the config or a YAML file"),
+    "changed source": ("SharedBlockless", {}, r"'extra' \(LayerNorm\) is not a part of this family"),
+}
+
+
+class SharedBlockless(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.extra = nn.LayerNorm(16)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused(case):
+    module, strategy, says = CASES[case]
+    with pytest.raises(RankFailedError) as told:
+        run_distributed(train, 2, module, strategy, timeout=30)
+    message = str(told.value)
+    assert message.startswith("2 of 2 ranks failed"), message[:400]
+    assert len(__import__("re").findall(says, message, __import__("re").S)) >= 1, message[:1500]
+
+
+def test_dropout_of_zero_and_evaluation_are_fine():
+    run_distributed(evaluate_with_dropout, 2)
+
+
+def evaluate_with_dropout() -> None:
+    class Model(models.Watched):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.1)
+
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, plan="byte_gpt"))
+    trainer.validate(Model(), models.loader(4), verbose=False)
+
+
+def test_a_head_count_that_does_not_divide_names_the_tp_that_works():
+    with pytest.raises(
+        RankFailedError, match=r"attn.qkv: 2 units \(heads or features\) do not divide by tp=4; use tp of 1, 2"
+    ):
+        run_distributed(two_heads, 4)
+
+
+def two_heads() -> None:
+    trainer = quiet_trainer(devices=4, strategy=SeqParallelStrategy(tp=4), max_steps=1)
+    trainer.fit(models.GPT(n_head=2), models.loader(4))
+
+
+def test_every_optimizer_of_the_list_is_elementwise():
+    """A step on the halves of a tensor is the halves of a step on it."""
+    for kind in ELEMENTWISE_OPTIMIZERS:
+        torch.manual_seed(0)
+        whole = torch.randn(6, dtype=torch.double)
+        parts = [nn.Parameter(whole.clone()), nn.Parameter(whole[:3].clone()), nn.Parameter(whole[3:].clone())]
+        optimizers = [kind([part], lr=0.1) for part in parts]
+        for _ in range(4):
+            grad = torch.randn(6, dtype=torch.double)
+            for part, piece in zip(parts, (grad, grad[:3], grad[3:]), strict=True):
+                part.grad = piece.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert torch.equal(parts[0], torch.cat(parts[1:])), kind
+
+
+class SeesShards(models.GPT):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
+        return super().configure_optimizers()
+
+
+def shapes_in_configure_optimizers() -> tuple[int, ...]:
+    module = SeesShards()
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    trainer.fit(module, models.loader(4))
+    held = {id(p) for g in trainer.optimizers[0].param_groups for p in g["params"]} if trainer.optimizers else set()
+    del held
+    assert record_of(module) is not None
+    return module.shapes["model.blocks.0.attn.qkv.weight"]
+
+
+def test_the_optimizer_is_made_of_the_sharded_parameters():
+    assert run_distributed(shapes_in_configure_optimizers, 2) == [(24, 16)] * 2
+
+
+def start_apart() -> tuple[bool, bool]:
+    """Every rank builds the model from a seed of its own."""
+    torch.manual_seed(dist.get_rank())
+    module = models.GPT(seed=100 + dist.get_rank())
+    module.register_buffer("seen", torch.tensor(float(dist.get_rank())))
+    recorder = ParityRecorder()
+    trainer = quiet_trainer(devices=4, strategy=SeqParallelStrategy(tp=2), max_steps=2, callbacks=[recorder])
+    trainer.fit(module, models.loader(2, count=64))
+    weights = [None] * 4
+    dist.all_gather_object(weights, recorder.trace.weights)
+    return all(torch.equal(w[n], weights[0][n]) for w in weights for n in weights[0]), float(module.seen) == 0.0
+
+
+def test_replicas_that_start_apart_are_made_equal_from_the_first_rank():
+    assert run_distributed(start_apart, 4) == [(True, True)] * 4
+
+
+def inner_norm_matches() -> None:
+    from lightning_seqpar import grad_norm
+
+    told: list[float] = []
+
+    class Model(models.GPT):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            told.append(float(grad_norm(self)))
+            told.append(float(grad_norm(self, float("inf"))))
+            told.append(float(grad_norm(self, 1.0)))
+
+    recorder = ParityRecorder()
+    world = dist.get_world_size()
+    trainer = quiet_trainer(devices=world, strategy=SeqParallelStrategy(tp=2), max_steps=1, callbacks=[recorder])
+    trainer.fit(Model(), models.loader(8 // (world // 2)))
+    grads = [g for g in recorder.trace.grads.values() if g is not None]
+    expected = [torch.nn.utils.get_total_norm(grads, norm).item() for norm in (2.0, float("inf"), 1.0)]
+    assert told == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_grad_norm_is_the_norm_of_the_gathered_gradient(world):
+    run_distributed(inner_norm_matches, world)
+
+
+def test_byte_gpt_is_what_the_tests_think():
+    assert ByteGPT(16, 4, 2, 16, True).head.weight is not None

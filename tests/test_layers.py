@@ -1,0 +1,201 @@
+"""The layers alone, against the dense linear they were made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_seqpar import ParallelGroups, ProcessTopology
+from lightning_seqpar.layers import ColumnParallelLinear, RowParallelLinear, Shard
+from lightning_seqpar.measure import SavedBytes, Traffic
+from lightning_seqpar.parallelize import whole_tensor
+from lightning_seqpar.layout import ParamLayout
+from lightning_seqpar.region import SequenceRegion
+from lightning_seqpar.testing import run_distributed
+
+
+def build(
+    tp: int, *, dim: int, sp: bool, regather: bool, own_gather: bool, dtype: torch.dtype, bias: bool = True
+) -> Any:
+    groups = ParallelGroups(ProcessTopology(["dp", "tp"], [dist.get_world_size() // tp, tp]), dist.get_rank())
+    region = SequenceRegion(groups["tp"], dim, sp=sp, regather=regather)
+    torch.manual_seed(groups.rank("dp"))
+    dense = nn.Sequential(nn.Linear(6, 24, bias=bias), nn.GELU(), nn.Linear(24, 6, bias=bias)).to(dtype)
+    column = ColumnParallelLinear.from_linear(
+        dense[0], Shard.by_segments(0, [12, 12], [4, 4], tp, "column"), region, "column"
+    )
+    row = RowParallelLinear.from_linear(dense[2], Shard(1, 24, column.shard.ranges), region, "row")
+    column.gathers_input = own_gather
+    return groups, region, dense, column, row
+
+
+def run(region: SequenceRegion, column: Any, row: Any, x: torch.Tensor) -> torch.Tensor:
+    with region.call():
+        shard = region.enter(x)
+        if column.gathers_input:
+            hidden = column(shard)
+        else:
+            region.open_gather(shard, "mlp")
+            hidden = column(region.gather(shard, "mlp"))
+            region.close_gather()
+        return region.leave(row(nn.functional.gelu(hidden)))
+
+
+def check_layers(
+    tp: int, dim: int, length: int, sp: bool, regather: bool, own_gather: bool, dtype: torch.dtype, batch: int
+) -> None:
+    groups, region, dense, column, row = build(
+        tp, dim=dim, sp=sp, regather=regather, own_gather=own_gather, dtype=dtype
+    )
+    shape = [batch, length, 6] if dim == 1 else [length, batch, 6]
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    weight = torch.randn(shape, dtype=dtype)
+    expected, out = dense(x), run(region, column, row, y)
+    (expected * weight).sum().backward()
+    (out * weight).sum().backward()
+    limit = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
+    close = {"rtol": limit, "atol": limit}
+    torch.testing.assert_close(out, expected, **close)
+    torch.testing.assert_close(y.grad, x.grad, **close)
+    rank = groups.rank("tp")
+    torch.testing.assert_close(column.weight.grad, column.shard.take(dense[0].weight.grad, rank), **close)
+    torch.testing.assert_close(column.bias.grad, column.shard.take(dense[0].bias.grad, rank), **close)
+    torch.testing.assert_close(row.weight.grad, row.shard.take(dense[2].weight.grad, rank), **close)
+    bias = row.bias.grad.clone()
+    if sp:  # added to shards: the parts sum to the whole
+        dist.all_reduce(bias, group=groups["tp"])
+    torch.testing.assert_close(bias, dense[2].bias.grad, **close)
+    # The original is untouched, and its parts make it again.
+    assert dense[0].weight.shape == (24, 6)
+    layout = ParamLayout("w", (24, 6), Shard(0, 24, column.shard.ranges))
+    assert torch.equal(whole_tensor(column.weight, layout, groups), dense[0].weight)
+
+
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("own_gather", [True, False])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_column_and_row_against_dense(world, tp, sp, own_gather, dim):
+    run_distributed(check_all_lengths, world, tp, dim, sp, own_gather)
+
+
+def check_all_lengths(tp: int, dim: int, sp: bool, own_gather: bool) -> None:
+    for length, batch in ((8, 2), (5, 3), (1, 1)):
+        for regather in (True, False):
+            check_layers(tp, dim, length, sp, regather, own_gather, torch.float64, batch)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_layers(tp, dim, 4, sp, True, own_gather, dtype, 2)
+
+
+def check_frozen(own_gather: bool) -> None:
+    _, region, _, column, row = build(2, dim=1, sp=True, regather=True, own_gather=own_gather, dtype=torch.float64)
+    x = torch.randn(2, 8, 6, dtype=torch.float64, requires_grad=True)
+    with Traffic() as trained:
+        run(region, column, row, x).sum().backward()
+    column.requires_grad_(False)
+    with SavedBytes(exclude=[*column.parameters(), *row.parameters()]) as saved, Traffic() as frozen:
+        run(region, column, row, x).sum().backward()
+    # A frozen weight needs no input: no re-gather in the backward, and the shard is not kept.
+    assert trained.calls["all_gather"] - frozen.calls["all_gather"] == 1
+    assert column.weight.grad is not None  # of the first backward, untouched by the second
+    assert saved.total > 0
+    x2 = x.detach()
+    with SavedBytes() as nothing, torch.no_grad(), Traffic() as quiet:
+        run(region, column, row, x2)
+    assert nothing.total == 0
+    assert quiet.calls == {"all_gather": 2, "reduce_scatter": 1}
+
+
+@pytest.mark.parametrize("own_gather", [True, False])
+def test_frozen_weights_and_no_grad_cost_nothing(own_gather):
+    run_distributed(check_frozen, 2, own_gather)
+
+
+def check_saved_bytes() -> None:
+    sizes = {}
+    for regather in (True, False):
+        for own_gather in (True, False):
+            _, region, _, column, row = build(
+                2, dim=1, sp=True, regather=regather, own_gather=own_gather, dtype=torch.float64
+            )
+            x = torch.randn(2, 8, 6, dtype=torch.float64, requires_grad=True)
+            with SavedBytes(exclude=[*column.parameters(), *row.parameters()]) as saved:
+                run(region, column, row, x)
+            sizes[regather, own_gather] = saved.total
+    shard, hidden = 2 * 4 * 6 * 8, 2 * 8 * 12 * 8
+    # The shard (or the gathered input), gelu's input and its output.
+    assert sizes == {
+        (True, True): shard + 2 * hidden,
+        (True, False): shard + 2 * hidden,
+        (False, True): 2 * shard + 2 * hidden,
+        (False, False): 2 * shard + 2 * hidden,
+    }
+
+
+def test_what_is_kept_is_the_shard():
+    run_distributed(check_saved_bytes, 2)
+
+
+def check_double_backward() -> None:
+    _, region, _, column, row = build(2, dim=1, sp=True, regather=True, own_gather=False, dtype=torch.float64)
+    x = torch.randn(2, 8, 6, dtype=torch.float64, requires_grad=True)
+    grad = torch.autograd.grad(run(region, column, row, x).sum(), x, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.pow(2).sum().backward()
+
+
+def test_a_gradient_of_a_gradient_through_a_layer_is_refused():
+    run_distributed(check_double_backward, 2)
+
+
+def check_guards() -> None:
+    _, region, _, column, row = build(2, dim=1, sp=True, regather=True, own_gather=False, dtype=torch.float32)
+    x = torch.randn(2, 8, 6)
+    with (
+        pytest.raises(ValueError, match="column: this column-parallel linear runs where nothing was gathered"),
+        region.call(),
+    ):
+        column(region.enter(x))
+    with pytest.raises(ValueError, match="this argument was not gathered"), region.call():
+        shard = region.enter(x)
+        region.open_gather(shard, "mlp")
+        column(shard)
+    with (
+        pytest.raises(ValueError, match=r"row: the output of this row-parallel linear has shape \[16, 6\]"),
+        region.call(),
+    ):
+        region.enter(x)
+        row(torch.randn(16, 12))
+    with pytest.raises(ValueError, match="dim 1 holds features, not the sequence"), region.call():
+        region.enter(torch.randn(8, 6))
+    with pytest.raises(ValueError, match="ended before the region did"), region.call():
+        region.enter(x)
+    with pytest.raises(ValueError, match="called outside the sequence region"):
+        region.leave(x, "norm")
+
+
+def test_a_layer_in_the_wrong_place_says_so():
+    run_distributed(check_guards, 2)
+
+
+def test_shards_of_fused_segments():
+    shard = Shard.by_segments(0, [4, 4, 2], [2, 2, 2], 2, "qkv")
+    assert shard.ranges == (((0, 2), (4, 6), (8, 9)), ((2, 4), (6, 8), (9, 10)))
+    whole = torch.arange(10.0)
+    parts = [shard.take(whole, rank) for rank in range(2)]
+    assert parts[0].tolist() == [0, 1, 4, 5, 8]
+    assert torch.equal(shard.assemble(parts), whole)
+    assert shard.local_length(1) == 5
+    with pytest.raises(
+        ValueError, match=r"qkv: 6 units \(heads or features\) do not divide by tp=4; use tp of 1, 2, 3, 6"
+    ):
+        Shard.by_segments(0, [12], [6], 4, "qkv")
+    with pytest.raises(ValueError, match="a segment of 10 features can't be made of 4 units"):
+        Shard.by_segments(0, [10], [4], 2, "qkv")
+    with pytest.raises(ValueError, match="expected 10 at dim 0"):
+        shard.take(torch.ones(3), 0)
