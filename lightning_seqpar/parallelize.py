@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.collectives import all_gather
 from lightning_seqpar.groups import ParallelGroups
-from lightning_seqpar.layers import ColumnParallelLinear, ParallelMultiheadAttention, RowParallelLinear, Shard
+from lightning_seqpar.layers import ColumnParallelLinear, ParallelMultiheadAttention, RowParallelLinear, Shard, set_data
 from lightning_seqpar.layout import ModelLayout, ParamLayout
 from lightning_seqpar.plan import (
     Argument,
@@ -671,8 +671,7 @@ def unshard(model: nn.Module) -> nn.Module:
         for name, layout in record.layout.items():
             if layout.is_sharded:
                 parameter = record.layout.parameter(name)
-                parameter.data = whole_tensor(parameter.data, layout, record.groups)
-                parameter.grad = None
+                set_data(parameter, whole_tensor(parameter.data, layout, record.groups))
     for hook in record.hooks:
         hook.remove()
     for restore in record.undo:

@@ -53,6 +53,9 @@ DROPOUT_FIX = (
 class RefuseDropout(TorchDispatchMode):
     """Raises ``ValueError`` when a forward drops out through a function, where no module shows it."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     _NAMES = ("native_dropout", "bernoulli", "_fused_dropout", "rrelu_with_noise", "alpha_dropout")
 
     def __torch_dispatch__(

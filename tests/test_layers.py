@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.layers import ColumnParallelLinear, RowParallelLinear, Shard
+from lightning_seqpar.layout import ParamLayout
 from lightning_seqpar.measure import SavedBytes, Traffic
 from lightning_seqpar.parallelize import whole_tensor
-from lightning_seqpar.layout import ParamLayout
 from lightning_seqpar.region import SequenceRegion
 from lightning_seqpar.testing import run_distributed
 

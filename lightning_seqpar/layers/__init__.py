@@ -1,7 +1,7 @@
 """The tensor-parallel layers, each built by slicing an existing module."""
 
 from lightning_seqpar.layers.attention import ParallelMultiheadAttention
-from lightning_seqpar.layers.linear import ColumnParallelLinear, RowParallelLinear, sharded_linear
+from lightning_seqpar.layers.linear import ColumnParallelLinear, RowParallelLinear, set_data, sharded_linear
 from lightning_seqpar.layers.shard import Shard
 
 __all__ = [
@@ -9,5 +9,6 @@ __all__ = [
     "ParallelMultiheadAttention",
     "RowParallelLinear",
     "Shard",
+    "set_data",
     "sharded_linear",
 ]

@@ -130,9 +130,17 @@ def sharded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Seque
 
 def shrink(parameter: Tensor, shard: Shard, rank: int) -> None:
     """Cut a parameter down to this rank's part, in place: the object stays the same."""
-    with torch.no_grad():
-        parameter.data = shard.take(parameter.data, rank)
+    set_data(parameter, shard.take(parameter.data, rank))
+
+
+def set_data(parameter: Tensor, data: Tensor) -> None:
+    """Give a parameter other data, of another shape, and no gradient; the object stays the same."""
     parameter.grad = None
+    # A graph of an earlier forward may still hold the gradient accumulator, which remembers the old shape; a change
+    # of type makes autograd drop it.
+    other = torch.float32 if data.dtype == torch.float64 else torch.float64
+    parameter.data = torch.empty(0, dtype=other, device=data.device)
+    parameter.data = data
 
 
 class _ParallelLinear(nn.Linear):
