@@ -136,8 +136,8 @@ def test_replicas_deal_one_permutation_seeded_or_not(kind, seed):
     assert ranks[0]["train"] == ranks[1]["train"]
     assert ranks[2]["train"] == ranks[3]["train"]
     for epoch in (slice(0, 3), slice(3, 6)):
-        seen = sum(ranks[0]["train"][epoch] + ranks[2]["train"][epoch], [])
-        assert sorted(seen) == list(range(12))
+        batches = ranks[0]["train"][epoch] + ranks[2]["train"][epoch]
+        assert sorted(index for batch in batches for index in batch) == list(range(12))
     assert ranks[0]["train"][:3] != ranks[0]["train"][3:]
 
 

@@ -28,18 +28,14 @@ class Bad(Callback):
         if batch_idx == 2 and trainer.global_rank == int(rank):
             if what == "raise":
                 raise ValueError("on purpose")
-            if what == "hang":
-                print("HANGS", os.getpid(), flush=True)
-                signal.pause()
-            if what == "after":
-                trainer.fit_loop.epoch_loop.max_steps = 0
-                self.raise_after = True
             if what in ("KILL", "TERM"):
                 os.kill(os.getpid(), getattr(signal, "SIG" + what))
 
 if __name__ == "__main__":
     world = int(os.environ.get("WORLD", "2"))
-    trainer = quiet_trainer(devices=world, strategy=SeqParallelStrategy(tp=2, timeout=60), max_steps=50, callbacks=[Bad()] if "BAD" in os.environ else [])
+    strategy = SeqParallelStrategy(tp=2, timeout=60)
+    bad = [Bad()] if "BAD" in os.environ else []
+    trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=50, callbacks=bad)
     trainer.fit(models.GPT(), models.loader(4, count=400))
     print("PID", os.getpid(), "RANK", trainer.global_rank, "STEPS", trainer.global_step, flush=True)
     if os.environ.get("AFTER") and trainer.global_rank == int(os.environ["AFTER"]):

@@ -1,0 +1,254 @@
+"""Break the source on purpose, one fault at a time, and show which test sees it.
+
+    make mutants                 all of them, with a table at the end
+    make mutants ARGS=norm       those with 'norm' in their name
+
+Each fault is a replacement in a copy of the repository; the package itself has no switches. Exit code 1 if any fault
+survives.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAINING = "tests/test_parity.py tests/test_training.py tests/test_collectives.py tests/test_layers.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: in ``file``, ``old`` (which must stand there exactly once) becomes ``new``."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str = TRAINING
+
+
+MUTANTS = [
+    Mutant(
+        "norm sync left out",
+        "grad_sync.py",
+        "            _sum_coalesced([_grad(p.parameter) for p in members], group)\n",
+        "            del members, group\n",
+    ),
+    Mutant("average for sum", "grad_sync.py", "dist.all_reduce(flat, group=group)", "dist.all_reduce(flat, group=group); flat /= dist.get_world_size(group)"),
+    Mutant(
+        "sync on the world group",
+        "grad_sync.py",
+        'group = self._groups[axes if len(axes) > 1 else axes[0]]',
+        'group = self._groups["dp", "tp"]',
+    ),
+    Mutant(
+        "sync per micro-batch",
+        "grad_sync.py",
+        "partial.parameter.register_hook(self._arrival(partial))",
+        'partial.parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad, group=self._groups["tp"]))',
+    ),
+    Mutant(
+        "sync of a kept gradient counts it tp times",
+        "grad_sync.py",
+        "                    kept.div_(size)\n",
+        "                    pass\n",
+    ),
+    Mutant(
+        "row bias unsynced",
+        "parallelize.py",
+        '            return layout(partial=self.sp, reason="row bias: added to shards" if self.sp else ""), False\n',
+        "            return layout(), False\n",
+    ),
+    Mutant(
+        "heads' norm unsynced without sp",
+        "parallelize.py",
+        'return layout(partial=in_gather, reason="between copy and row" if in_gather else ""), in_gather',
+        "return layout(), False",
+    ),
+    Mutant(
+        "wrong conjugate for the gather",
+        "collectives.py",
+        "        return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), None, None, None\n",
+        "        return _SplitGrad.apply(grad, ctx.dim, ctx.group), None, None, None\n",
+    ),
+    Mutant(
+        "wrong conjugate for the exit",
+        "collectives.py",
+        "        return _SplitGrad.apply(grad, ctx.dim, ctx.group), None, None, None",
+        "        return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), None, None, None",
+    ),
+    Mutant(
+        "collective forgets its group",
+        "collectives.py",
+        "    dist.all_reduce(out, group=group)\n",
+        "    dist.all_reduce(out)\n",
+    ),
+    Mutant("gather not trimmed", "collectives.py", "if self._length is not None and", "if False and"),
+    Mutant(
+        "fused parts out of order",
+        "layers/shard.py",
+        "        return cls(dim, start, tuple(tuple(held) for held in ranges))",
+        "        return cls(dim, start, tuple(((r * start // size, (r + 1) * start // size),) for r in range(size)))",
+    ),
+    Mutant(
+        "own gather sums nothing",
+        "layers/linear.py",
+        "scattering = PendingReduceScatter(partial, ctx.dim, ctx.group, async_op=True)",
+        "scattering = PendingReduceScatter(partial / 2, ctx.dim, ctx.group, async_op=True)",
+    ),
+    Mutant(
+        "clip with local norms",
+        "precision.py",
+        "torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), total)",
+        "del total; torch.nn.utils.clip_grad_norm_(parameters, clip_val)",
+    ),
+    Mutant(
+        "whole parameters counted tp times in the norm",
+        "grad_sync.py",
+        "(sharded if found is not None and found.is_sharded else whole).append(parameter.grad)",
+        "sharded.append(parameter.grad)",
+        "tests/test_parity.py tests/test_guards.py",
+    ),
+    Mutant(
+        "sampler by global rank",
+        "sampler.py",
+        'self.num_replicas, self.rank = groups.size("dp"), groups.rank("dp")',
+        "self.num_replicas, self.rank = dist.get_world_size(), dist.get_rank()",
+        "tests/test_data.py",
+    ),
+    Mutant(
+        "ranks of a replica shuffle each for itself",
+        "sampler.py",
+        '            share_streams(self.groups["tp"], source, torch.device("cpu"))\n            self._share_generator(source)\n',
+        "",
+        "tests/test_data.py",
+    ),
+    Mutant(
+        "optimizer made before the swap",
+        "strategy.py",
+        "        record = self._parallelize(module)\n",
+        "        self.setup_optimizers(trainer) if fitting else None\n        record = self._parallelize(module)\n        self.setup_optimizers = lambda trainer: None\n",
+        "tests/test_guards.py",
+    ),
+    Mutant(
+        "DDP over the world group",
+        "strategy.py",
+        'process_group=self.groups["dp"], **options',
+        'process_group=self.groups["dp", "tp"], **options',
+    ),
+    Mutant(
+        "replicas start apart",
+        "strategy.py",
+        "        self._make_replicas_equal(module)\n",
+        "",
+        "tests/test_guards.py",
+    ),
+    Mutant(
+        "metrics over the world",
+        "strategy.py",
+        'self.groups["dp"] if group is None else group, reduce_op=reduce_op',
+        "self._world if group is None else group, reduce_op=reduce_op",
+        "tests/test_data.py",
+    ),
+    Mutant(
+        "torchmetrics over the world",
+        "strategy.py",
+        "            if metric.process_group is None:\n",
+        "            if False:\n",
+        "tests/test_data.py",
+    ),
+    Mutant(
+        "checkpoint of shards",
+        "strategy.py",
+        "        return full_state_dict(record, self.root_device)",
+        "        with record.allow_state_dict():\n            return super().lightning_module_state_dict()",
+        "tests/test_checkpoint.py",
+    ),
+    Mutant(
+        "moments of shards in the checkpoint",
+        "strategy.py",
+        "        return full_optimizer_state(_plain(optimizer), record.layout, record.groups, self.root_device)",
+        "        return super().optimizer_state(optimizer)",
+        "tests/test_checkpoint.py",
+    ),
+    Mutant("state_dict not guarded", "parallelize.py", "        if not record.reading:\n", "        if False:\n", "tests/test_checkpoint.py"),
+    Mutant(
+        "losses of a replica not compared",
+        "strategy.py",
+        "            check_loss(closure_loss, self.groups)\n",
+        "",
+        "tests/test_guards.py",
+    ),
+]  # fmt: skip
+
+
+def copy_repository(folder: Path) -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.splitlines():
+        if name.endswith((".py", ".yaml", ".toml")) and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
+def run(mutant: Mutant) -> tuple[bool, str]:
+    """Whether a test went red, and which."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        copy_repository(folder)
+        file = folder / "lightning_seqpar" / mutant.file
+        text = file.read_text()
+        if text.count(mutant.old) != 1:
+            return False, f"STALE: its text stands {text.count(mutant.old)} times in {mutant.file}"
+        file.write_text(text.replace(mutant.old, mutant.new))
+        env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        where = subprocess.run(
+            [sys.executable, "-c", "import lightning_seqpar as l; print(l.__file__)"],
+            cwd=folder, env=env, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert Path(where.stdout.strip()).is_relative_to(folder.resolve()), where.stdout
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            *mutant.tests.split(),
+        ]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+        seen = re.search(r"^FAILED (\S+)", done.stdout, re.M)
+        if done.returncode == 1 and seen:
+            return True, seen.group(1).removeprefix("tests/")
+        return (
+            False,
+            "SURVIVED" if done.returncode == 0 else f"pytest ended with {done.returncode}: {done.stdout[-300:]}",
+        )
+
+
+def main() -> int:
+    chosen = [mutant for mutant in MUTANTS if all(word in mutant.name for word in sys.argv[1:])]
+    rows = []
+    for mutant in chosen:
+        caught, where = run(mutant)
+        rows.append((mutant, caught, where))
+        print(f"{'caught' if caught else 'ALIVE ':<7} {mutant.name:<48} {where}", flush=True)
+    alive = sum(not caught for _, caught, _ in rows)
+    print("\n| fault | in | first test that sees it |\n|---|---|---|")
+    for mutant, _, where in rows:
+        print(f"| {mutant.name} | `{mutant.file}` | `{where}` |")
+    print(f"\n{len(rows) - alive} of {len(rows)} faults caught")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
