@@ -62,7 +62,11 @@ def train(name: str, tied: bool, steps: int, out: Path) -> Trace:
             sabotage(home)
         folder = out / f"{'tied' if tied else 'untied'}-{name.replace(', ', '-').replace(' ', '-')}"
         command = [sys.executable, "examples/train.py", "--out", str(folder.resolve()), *RUNS[name]]
-        command += [f"model.tied={str(tied).lower()}", f"trainer.limit_train_batches={steps}", "trainer.enable_progress_bar=false"]
+        command += [
+            f"model.tied={str(tied).lower()}",
+            f"trainer.limit_train_batches={steps}",
+            "trainer.enable_progress_bar=false",
+        ]
         env = {**os.environ, "PYTHONPATH": str(home)}
         print(f"{'tied' if tied else 'untied'}: {name}", flush=True)
         done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, check=False)

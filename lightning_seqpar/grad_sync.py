@@ -29,6 +29,7 @@ class _Partial:
         fired: a part has arrived since the last sync.
         synced: the gradient tensor that the last sync left behind, whole.
         hook: the gradient hook; none while the parameter is frozen.
+        version: the parameter's version when its first part arrived: nobody may change it before the sum.
     """
 
     layout: ParamLayout
@@ -36,6 +37,7 @@ class _Partial:
     fired: bool = False
     synced: Tensor | None = None
     hook: RemovableHandle | None = None
+    version: int = -1
 
 
 class GradSync:
@@ -61,10 +63,34 @@ class GradSync:
         return [partial.layout.name for partial in self._partials]
 
     def attach(self) -> None:
-        """Hook every partial parameter that requires a gradient and has no hook yet (it may thaw later)."""
+        """Hook every partial parameter that requires a gradient and has no hook yet (it may thaw later).
+
+        Raises:
+            ValueError: if the user hooked one too: that hook would see a part of the gradient.
+            RuntimeError: if one was changed by a step that the strategy did not see.
+        """
         for partial in self._partials:
-            if partial.hook is None and partial.parameter.requires_grad:
-                partial.hook = partial.parameter.register_hook(self._arrival(partial))
+            parameter, name = partial.parameter, partial.layout.name
+            if partial.hook is None and parameter.requires_grad:
+                partial.hook = parameter.register_hook(self._arrival(partial))
+            hooks = [
+                *(parameter._backward_hooks or {}),
+                *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}),
+            ]
+            if len(hooks) > (partial.hook is not None):
+                raise ValueError(
+                    f"{name}: it has a gradient hook of yours, which would see this rank's part of the gradient "
+                    f"({partial.layout.reason}); change gradients in on_before_optimizer_step, where they are whole"
+                )
+            self._check_unchanged(partial)
+
+    @staticmethod
+    def _check_unchanged(partial: _Partial) -> None:
+        if partial.fired and partial.parameter.grad is not None and partial.parameter._version != partial.version:
+            raise RuntimeError(
+                f"{partial.layout.name}: it was updated before its gradient was summed over tp, by an optimizer that "
+                "Lightning does not know; return it from configure_optimizers, or step it through self.optimizers()"
+            )
 
     def _arrival(self, partial: _Partial) -> Callable[[Tensor], None]:
         size = self._groups.size(tuple(sorted(partial.layout.sum_over)))
@@ -75,6 +101,8 @@ class GradSync:
                 # Not zeroed since the last sync: whole on every rank, and about to be summed again with the new part.
                 with torch.no_grad():
                     kept.div_(size)
+            if not partial.fired or kept is None:
+                partial.version = partial.parameter._version
             partial.fired = True
 
         return hook
@@ -85,6 +113,10 @@ class GradSync:
             if partial.hook is not None:
                 partial.hook.remove()
                 partial.hook = None
+
+    def flush_all(self) -> None:
+        """Sum whatever has arrived, for every parameter. Right at any time: see the gradient hook."""
+        self.flush([partial.parameter for partial in self._partials])
 
     def flush(self, parameters: Iterable[Tensor], *, check: bool = False) -> None:
         """Sum what has arrived for ``parameters`` (those of one optimizer) since the last flush; idempotent.
@@ -118,11 +150,11 @@ class GradSync:
 
     def _agree(self, due: Sequence[_Partial]) -> list[bool]:
         """Which of ``due`` fired on any rank; one small reduction over every rank that holds the same parameters."""
-        backward_ran = any(partial.fired for partial in self._partials)
         bits = []
         for partial in due:
             grad = partial.parameter.grad
-            missed = backward_ran and not partial.fired and grad is not None and grad is not partial.synced
+            missed = not partial.fired and grad is not None and grad is not partial.synced
+            self._check_unchanged(partial)
             bits += [partial.fired and grad is not None, missed]
         device = due[0].parameter.device
         told = torch.tensor(bits, dtype=torch.uint8, device=device)

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import Tensor, optim
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layers.linear import GatherLinear, ShardedLinear
-from lightning_seqpar.layout import ModelLayout
+from lightning_seqpar.parallelize import ShardedModel
 
 ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     optim.SGD,
@@ -57,7 +59,7 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], tp: int) -> None:
         ValueError: naming the optimizer.
     """
     for optimizer in optimizers:
-        if tp > 1 and type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
+        if tp > 1 and type(optimizer) not in (*ELEMENTWISE_OPTIMIZERS, _MockOptimizer):
             allowed = ", ".join(kind.__name__ for kind in ELEMENTWISE_OPTIMIZERS)
             raise ValueError(
                 f"{type(optimizer).__module__}.{type(optimizer).__name__} with tp={tp}: it is not known to update each "
@@ -84,8 +86,11 @@ def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
         )
 
 
-def sharded_readers(loss: Tensor, layout: ModelLayout) -> None:
-    """Only the parallel layers may read a sharded parameter; a loss that does (an L2 term) sees a part of it.
+def check_readers(loss: Tensor, record: ShardedModel) -> None:
+    """Who reads the parameters whose data or gradient come in parts.
+
+    Only the parallel layers may read a sharded parameter, and one with a partial gradient may be read between the
+    region's first and last block alone: a loss that reads them (an L2 term) sees a part, or is counted tp times.
 
     Raises:
         RuntimeError: naming the parameter and the operation that reads it.
@@ -100,18 +105,57 @@ def sharded_readers(loss: Tensor, layout: ModelLayout) -> None:
         seen.add(node)
         for child, _ in node.next_functions:
             variable = getattr(child, "variable", None)
-            if variable is None:
+            found = record.layout.of(variable) if variable is not None else None
+            if found is None:
                 todo.append(child)
-                continue
-            found = layout.of(variable)
-            if (
-                found is not None
-                and found.shard is not None
-                and found.shard.dim is not None
-                and node.name() not in allowed
-            ):
+            elif found.is_sharded and node.name() not in allowed:
                 raise RuntimeError(
-                    f"{found.name}: it is sharded, and {node.name()} in the loss reads it past its layer, so it would see a "
-                    "part of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the "
+                    f"{found.name}: it is sharded, and {node.name()} in the loss reads it past its layer, so it would see "
+                    "a part of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the "
                     "module out of the plan"
+                )
+            elif found.is_partial and record.sp and not any(region.made(node) for region in record.regions):
+                raise RuntimeError(
+                    f"{found.name}: {node.name()} reads it outside the sequence region, where its gradient is whole, but "
+                    f"inside it is partial ({found.reason}): no one rule can sync both. Keep parameters out of the loss "
+                    "(weight decay belongs into the optimizer), or use a parameter of its own outside"
+                )
+
+
+def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: str) -> None:
+    """The ranks of one replica must read the same batch.
+
+    Raises:
+        RuntimeError: on every rank of the replica.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for at, leaf in enumerate(tree_leaves(batch)):
+        if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_nested and not leaf.is_sparse:
+            flat = leaf.detach().flatten().to(device=device, dtype=torch.float64).nan_to_num()
+            # Weighted by position, so that the same values in another order differ.
+            total += (at + 1) * (
+                flat * torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64, device=device)
+            ).sum()
+    values = [torch.zeros_like(total) for _ in range(groups.size("tp"))]
+    dist.all_gather(values, total, group=groups["tp"])
+    if any(float(value) != float(values[0]) for value in values):
+        raise RuntimeError(
+            f"the tensor-parallel ranks of one replica read different {loop} batches (checksums "
+            f"{', '.join(f'{float(value):.6g}' for value in values)}). Deal data by strategy.dp_rank and dp_size, not by "
+            "rank and world size, and draw random samples and augmentations from a seed that the replica shares"
+        )
+
+
+def refuse_callbacks(callbacks: Sequence[Any], tp: int) -> None:
+    """Callbacks that keep whole copies of the weights do not fit shards.
+
+    Raises:
+        ValueError: naming the callback.
+    """
+    for callback in callbacks:
+        for kind in type(callback).__mro__:
+            if tp > 1 and kind.__name__ in ("StochasticWeightAveraging", "WeightAveraging"):
+                raise ValueError(
+                    f"{type(callback).__name__} with tp={tp}: it copies the model before it is sharded; leave it out, or "
+                    "average checkpoints afterwards"
                 )

@@ -82,11 +82,36 @@ class ShardedModel:
     hooks: list[RemovableHandle] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
     reading: bool = False
+    strategy: Callable[[], Any] = lambda: None
+    versions: dict[str, int] = field(default_factory=dict)
+
+    def note_versions(self) -> None:
+        """The shards are as they should be now."""
+        self.versions = {
+            name: self.layout.parameter(name)._version for name, item in self.layout.items() if item.is_sharded
+        }
+
+    def check_versions(self) -> None:
+        """Nobody may have initialised shards by himself: every rank would have given its part the same numbers.
+
+        Raises:
+            ValueError: naming a parameter that was changed.
+        """
+        for name, version in self.versions.items():
+            if self.layout.parameter(name)._version != version:
+                raise ValueError(
+                    f"{name}: changed in place after the model was sharded and before training; initialise weights in "
+                    "__init__ or configure_model, while they are whole"
+                )
 
     def reset_calls(self) -> None:
         """A new step begins: forget what aborted calls left."""
         for region in self.regions:
             region.reset()
+
+    def in_region(self) -> bool:
+        """Whether activations are shards, or feed sharded linears, at this moment."""
+        return any(region.busy for region in self.regions)
 
     def check_closed(self) -> None:
         """A step ended: every region must have been left."""
@@ -127,7 +152,12 @@ class _Swap:
         self.model, self.groups, self.sp = model, groups, sp
         self.size, self.rank = groups.size("tp"), groups.rank("tp")
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        matches = [match for plan in plans for match in plan.match(model)]
+        first: dict[int, str] = {}
+        for name, module in self.modules.items():
+            first.setdefault(id(module), name)
+        # A module that stands under several names (a shared block) is one module: its first name counts.
+        self.canonical = {name: first[id(module)] for name, module in self.modules.items()}
+        matches = [match for plan in plans for match in plan.match(model) if self.canonical[match.name] == match.name]
         self.matches = matches
         self.linear = self._last(matches, (ColumnRule, RowRule, ReplaceRule))
         self.gathers = self._last(matches, (GatherRule,))
@@ -316,7 +346,10 @@ class _Swap:
     def _check_ties(self) -> None:
         names: dict[int, list[str]] = defaultdict(list)
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            names[id(parameter)].append(name)
+            module, _, leaf = name.rpartition(".")
+            canonical = ".".join(part for part in (self.canonical[module], leaf) if part)
+            if canonical not in names[id(parameter)]:
+                names[id(parameter)].append(canonical)
         for tied in names.values():
             facts = {self._fact(name) for name in tied}
             if len(facts) > 1 or (len(tied) > 1 and any(shard is not None for shard, _ in facts)):
@@ -443,7 +476,7 @@ class _Swap:
         for stack in self.stacks:
             region = self.regions[stack.owner]
             owner = self.modules[stack.owner]
-            yield owner.register_forward_pre_hook(lambda m, a, r=region: r.open_frame(), prepend=True)
+            yield owner.register_forward_pre_hook(_open_call(region, self.model), prepend=True)
             exits = stack.exits or stack.blocks[-1:]
             for name in exits:  # before the hooks that close what the exit needs
                 yield self.modules[name].register_forward_hook(_exit(region, name))
@@ -484,7 +517,8 @@ class _Swap:
     def _holders(self, record: ShardedModel) -> list[nn.Module]:
         """Modules that hold a sharded parameter, at any depth."""
         sharded = [name for name, layout in record.layout.items() if layout.is_sharded]
-        return [module for name, module in self.modules.items() if any(_inside(p, name) for p in sharded)]
+        found = [module for name, module in self.modules.items() if any(_inside(p, name) for p in sharded)]
+        return list(dict.fromkeys(found))
 
 
 def _restorer(module: nn.Module, attributes: Iterable[str]) -> Callable[[], None]:
@@ -526,6 +560,25 @@ def _replace(
     if isinstance(where, int):
         return (*args[:where], value, *args[where + 1 :]), kwargs
     return args, {**kwargs, where: value}
+
+
+def _open_call(region: SequenceRegion, model: nn.Module) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any) -> None:
+        trainer = getattr(model, "_trainer", None)
+        record = record_of(model)
+        if (
+            trainer is not None
+            and record is not None
+            and trainer.training
+            and trainer.strategy is not record.strategy()
+        ):
+            raise RuntimeError(
+                f"the model is still sharded by an earlier strategy, and {type(trainer.strategy).__name__} would train "
+                "the shards as if they were the model; call lightning_seqpar.unshard(model) on all ranks first"
+            )
+        region.open_frame()
+
+    return hook
 
 
 def _close_call(region: SequenceRegion) -> Callable[..., None]:
@@ -595,7 +648,8 @@ def _gather(region: SequenceRegion, name: str, wanted: Sequence[Argument]) -> Ca
 
 def _close_gather(region: SequenceRegion, name: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, out: Any) -> None:
-        region.close_gather()
+        first = out[0] if isinstance(out, list | tuple) and out else out
+        region.close_gather(first if isinstance(first, Tensor) else None, name)
         region.finish(name)
 
     return hook

@@ -25,6 +25,9 @@ class GradientOwner(Protocol):
     def check_step(self, optimizer: Optimizer) -> None:
         """Look at the gradients as the optimizer will read them."""
 
+    def before_on_after_backward(self) -> None:
+        """Make gradients whole for a user who looks at them there."""
+
 
 class _ShardedPrecision(Precision):
     """Mixed in before the class of the user's plugin, in a subclass of it."""
@@ -35,6 +38,10 @@ class _ShardedPrecision(Precision):
         owner = self._owner()
         assert owner is not None, "the strategy outlives its precision plugin"
         return owner
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        self._strategy().before_on_after_backward()
+        return super().post_backward(tensor, module)
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         self._strategy().sync_gradients(optimizer)

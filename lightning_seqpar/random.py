@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 
 def share_streams(group: ProcessGroup, source: int, device: torch.device) -> None:
@@ -50,24 +51,56 @@ DROPOUT_FIX = (
 )
 
 
-class RefuseDropout(TorchDispatchMode):
-    """Raises ``ValueError`` when a forward drops out through a function, where no module shows it."""
+class RefuseDropout(TorchFunctionMode):
+    """Raises ``ValueError`` when a forward drops out through a function, or draws random numbers inside a region.
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    Args:
+        in_region: says whether activations are sharded at this moment.
+    """
 
-    _NAMES = ("native_dropout", "bernoulli", "_fused_dropout", "rrelu_with_noise", "alpha_dropout")
+    _DROPOUT = (
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "feature_dropout",
+    )
+    _DRAWS = (
+        "bernoulli",
+        "rand",
+        "randn",
+        "rand_like",
+        "randn_like",
+        "randint",
+        "randperm",
+        "normal",
+        "uniform",
+        "multinomial",
+    )
 
-    def __torch_dispatch__(
+    def __init__(self, in_region: Callable[[], bool]) -> None:
+        super().__init__()
+        self._in_region = in_region
+
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func.name().split("::")[-1].split(".")[0].rstrip("_")
-        if name in self._NAMES:
-            raise ValueError(f"the forward drops out ({func.name()} with a random mask); {DROPOUT_FIX}")
-        for at, argument in enumerate(func._schema.arguments):
-            if argument.name == "dropout_p":
-                p = kwargs.get("dropout_p", args[at] if at < len(args) else 0.0)
-                if not isinstance(p, Tensor) and p > 0:
-                    raise ValueError(f"attention drops out with dropout_p={p}; {DROPOUT_FIX}")
+        name = getattr(func, "__name__", "").rstrip("_")
+        if name in self._DROPOUT:
+            p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+            if training and p > 0:
+                raise ValueError(f"the forward calls {name} with p={p}; {DROPOUT_FIX}")
+        elif name == "scaled_dot_product_attention":
+            p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            if p > 0:
+                raise ValueError(f"attention drops out with dropout_p={p}; {DROPOUT_FIX}")
+        elif name in self._DRAWS and self._in_region():
+            raise ValueError(
+                f"the forward calls {name} between the blocks' first and last, where each rank has a part of the "
+                "activations and would draw its part from the wrong stream; draw outside the blocks"
+            )
         return func(*args, **kwargs)

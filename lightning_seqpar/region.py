@@ -10,11 +10,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from lightning_seqpar.collectives import (
     PendingGather,
@@ -26,6 +28,9 @@ from lightning_seqpar.collectives import (
     scatter_to_sequence_parallel_region,
     shard_length,
 )
+
+_REDUCTIONS = ("_ReduceBackward", "_ReduceScatterBackward")
+"""Graph nodes behind which every rank has the whole, or its shard, of a sum."""
 
 
 class GatheredInput:
@@ -69,7 +74,8 @@ class _Frame:
 
     length: int | None = None
     ndim: int = 0
-    gathers: int = 0
+    first: tuple[str, tuple[int, ...]] | None = None  # the block that entered, and its whole input's shape
+    scopes: list[list[Any]] = field(default_factory=list)  # per open gathering module: its gathers' graph nodes
     task: int = -1  # the backward in which the call began, or -1
     resumed_by: str | None = None  # the module whose recompute opened the frame
     gathered: list[tuple[weakref.ref[Tensor], GatheredInput]] = field(default_factory=list)
@@ -101,6 +107,7 @@ class SequenceRegion:
         self._frames = [_Frame()]
         # What each block's input was, by its shape: a recompute in the backward runs outside any frame.
         self._seen: dict[tuple[str, tuple[int, ...]], tuple[bool, int] | None] = {}
+        self.intervals: list[list[int]] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.regather)
@@ -115,6 +122,11 @@ class SequenceRegion:
     def active(self) -> bool:
         """Whether shards flow in the current call."""
         return self._frame.length is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether shards flow, or a module with gathered inputs runs."""
+        return self.active or bool(self._frame.scopes)
 
     def open_frame(self) -> None:
         """A call begins."""
@@ -144,6 +156,7 @@ class SequenceRegion:
         """A new step: nothing of earlier calls is left."""
         self._frames = [_Frame()]
         self._seen = {}
+        self.intervals = []
 
     @contextmanager
     def call(self) -> Iterator[SequenceRegion]:
@@ -166,6 +179,8 @@ class SequenceRegion:
         self._resume(x, block)
         frame = self._frame
         key = (block, tuple(x.shape))
+        if len(self._frames) == 1 and frame.first == key and self.active and x.shape[self.dim] != self.shard_length:
+            self.abort()  # no module's call bounds this one, and the one before never ended: a new one begins
         if frame.length is not None:
             if x.ndim != frame.ndim or x.shape[self.dim] != self.shard_length:
                 raise ValueError(
@@ -175,8 +190,9 @@ class SequenceRegion:
                 )
             self._remember(key, (True, frame.length))
             return x
-        frame.length, frame.ndim = x.shape[self.dim], x.ndim
+        frame.length, frame.ndim, frame.first = x.shape[self.dim], x.ndim, key
         self._remember(key, (False, frame.length))
+        self._mark(begin=True)
         return scatter_to_sequence_parallel_region(x, self.dim, self.group)
 
     def finish(self, module: str) -> None:
@@ -191,24 +207,50 @@ class SequenceRegion:
         self.check_shard(x, module)
         frame = self._frame
         length, frame.length = frame.length, None
+        self._mark(begin=False)
         return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)
 
     def abort(self) -> None:
         """A block raised: shards no longer flow."""
-        self._frame.length, self._frame.gathers, self._frame.gathered = None, 0, []
+        frame = self._frame
+        frame.length, frame.scopes, frame.gathered = None, [], []
+        self._mark(begin=False)
+
+    def _mark(self, *, begin: bool) -> None:
+        """Note where in the autograd graph the region begins and ends: which nodes are made inside it."""
+        if torch.is_inference_mode_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        with torch.enable_grad():  # a reentrant checkpoint runs its forward without
+            probe = torch.empty(0, requires_grad=True)
+            now = probe.view_as(probe).grad_fn._sequence_nr()  # type: ignore[union-attr]
+        if begin:
+            self.intervals.append([now, 2**62])
+        elif self.intervals and self.intervals[-1][1] == 2**62:
+            self.intervals[-1][1] = now
+
+    def made(self, node: Any) -> bool:
+        """Whether an autograd node of this step was made inside the region."""
+        return any(begin <= node._sequence_nr() <= end for begin, end in self.intervals)
 
     # ---- tensor-parallel parts -------------------------------------------------------------------------------
 
     def gather(self, x: Tensor, module: str) -> Tensor:
         """A shard on its way to column linears: gathered (g), or copied (f) where the sequence is not sharded."""
         if not self.sp:
-            return copy_to_tensor_parallel_region(x, self.group)
+            copied = copy_to_tensor_parallel_region(x, self.group)
+            self._note(copied)
+            return copied
         length = self.length_for(x, module)
         whole = gather_from_sequence_parallel_region(x, self.dim, self.group, length)
         if self.regather and torch.is_grad_enabled():
             handle = GatheredInput(self, x.detach(), length)
             self._frame.gathered.append((weakref.ref(whole), handle))
+        self._note(whole)
         return whole
+
+    def _note(self, whole: Tensor) -> None:
+        if self._frame.scopes and whole.grad_fn is not None:
+            self._frame.scopes[-1].append(whole.grad_fn)
 
     def length_for(self, x: Tensor, module: str) -> int:
         """The whole length of the sequence that the shard ``x`` is a part of."""
@@ -220,14 +262,36 @@ class SequenceRegion:
         """A module whose arguments are gathered begins; ``x`` is the first of them."""
         if self.sp:
             self._resume(x, module)
-        self._frame.gathers += 1
+        self._frame.scopes.append([])
 
-    def close_gather(self) -> None:
-        """It ended."""
+    def close_gather(self, out: Tensor | None = None, module: str = "") -> None:
+        """It ended, with ``out``: every path from a gathered input to it must have passed a row linear."""
         frame = self._frame
-        frame.gathers = max(0, frame.gathers - 1)
-        if frame.gathers == 0:
+        nodes = frame.scopes.pop() if frame.scopes else []
+        if not frame.scopes:
             frame.gathered = []
+        if out is not None and out.grad_fn is not None and nodes and self._passes_by(out.grad_fn, nodes):
+            raise ValueError(
+                f"{module}: its output reads its gathered input past the row linear (a residual inside the module?), and "
+                "the gradient on that path would count tp times; gather at the column linears themselves, or at a module "
+                "that leaves the residual outside"
+            )
+
+    @staticmethod
+    def _passes_by(start: Any, nodes: list[Any]) -> bool:
+        first = min(node._sequence_nr() for node in nodes)
+        seen: set[Any] = set()
+        todo = [start]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen or hasattr(node, "variable") or node.name() in _REDUCTIONS:
+                continue
+            if node in nodes:
+                return True
+            seen.add(node)
+            if node._sequence_nr() >= first:
+                todo += [child for child, _ in node.next_functions]
+        return False
 
     def find_gathered(self, x: Tensor) -> GatheredInput | None:
         """The gather that ``x`` is the result of, if it is one."""
@@ -235,10 +299,13 @@ class SequenceRegion:
 
     def check_column_input(self, x: Tensor, module: str) -> None:
         """A column linear must read a whole sequence, gathered for it."""
+        frame = self._frame
+        if self._recomputes():
+            return
+        self._check_ancestry(x, module)
         if not self.sp:
             return
-        frame = self._frame
-        if frame.gathers == 0:
+        if not frame.scopes:
             raise ValueError(
                 f"{module}: this column-parallel linear runs where nothing was gathered for it, so it would see a part "
                 f"of the sequence only; add a rule {{pattern: {module}, style: gather}}, or one for the module around it"
@@ -249,11 +316,41 @@ class SequenceRegion:
                 "this argument was not gathered: name it in the gather rule's args"
             )
 
+    def _check_ancestry(self, x: Tensor, module: str) -> None:
+        """The gradient of a column's input is a part on each rank: only a gather (or copy) sums the parts."""
+        nodes: list[Any] = [node for scope in self._frame.scopes for node in scope]
+        if x.grad_fn is None or not nodes:
+            return
+        first = min(node._sequence_nr() for node in nodes)
+        seen: set[Any] = set()
+        todo: list[Any] = [x.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen or node in nodes:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if node._sequence_nr() < first if leaf is None else not isinstance(leaf, Parameter):
+                raise ValueError(
+                    f"{module}: its input depends on a whole activation that was not gathered for it (encoder states?), "
+                    "whose gradient would be a part on each rank; name that argument in a gather rule if it is a shard; "
+                    "the style 'copy', for what is whole already, does not run yet"
+                )
+            if leaf is None:
+                todo += [child for child, _ in node.next_functions]
+
+    def _recomputes(self) -> bool:
+        """Whether this is a recompute of a part of a gathering module: its checks were made in the forward."""
+        task = torch._C._current_graph_task_id()
+        return task != -1 and self._frame.task != task
+
     def reduce(self, x: Tensor, module: str) -> Tensor:
         """Partial sums of a row linear: reduce-scattered (ḡ), or all-reduced (f̄) where the sequence is not sharded."""
         if not self.sp:
             return reduce_from_tensor_parallel_region(x, self.group)
         frame = self._frame
+        if self._recomputes() and self._seen.get((module, tuple(x.shape))):
+            return reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
         if frame.length is None or x.ndim != frame.ndim or x.shape[self.dim] != frame.length:
             expected = f"{frame.length} positions at dim {self.dim}" if self.active else "an open sequence region"
             raise ValueError(
@@ -261,6 +358,7 @@ class SequenceRegion:
                 f"the sequence ({expected} expected in {frame.ndim or 'its'} dims); give it the activation in the layout "
                 "of the block's input, or set sp=False"
             )
+        self._remember((module, tuple(x.shape)), (True, frame.length))
         return reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
 
     def check_shard(self, x: Tensor, module: str) -> None:

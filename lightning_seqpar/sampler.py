@@ -12,66 +12,90 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.random import share_streams
+
+_DRAWN_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, BatchSampler)
 
 
 class ReplicaSampler(Sampler[Any]):
     """Deals the order of another sampler out over the data-parallel replicas.
 
-    With one replica, its ranks share their random state at the start of each epoch and then draw what one process
-    would. With several, every rank runs the user's sampler and the first rank's order counts for all: one permutation,
-    seeded or not. Replica ``r`` reads samples ``r``, ``r + dp``, ...
+    The ranks agree at the start of each epoch, in :meth:`set_epoch`, which Lightning calls on all of them; iterating
+    speaks to nobody, so that one rank may peek. With one replica and a sampler of torch's they share their random state,
+    and draw what one process would. Otherwise every rank runs the user's sampler and the first rank's order counts for
+    all: one permutation, seeded or not. Replica ``r`` reads samples ``r``, ``r + dp``, ...
 
     Args:
-        sampler: the order: any sampler, of samples or of batches.
-        groups: the process groups; iterating is collective over dp × tp.
+        order: any sampler, of samples or of batches.
+        groups: the process groups.
         repeat: fill the last round up from the beginning, as torch's ``DistributedSampler`` does, so that all replicas
             read equally many; without it no sample comes twice.
     """
 
-    def __init__(self, sampler: Any, groups: ParallelGroups, *, repeat: bool = True) -> None:
-        self.sampler, self.groups, self.repeat = sampler, groups, repeat
+    def __init__(self, order: Any, groups: ParallelGroups, *, repeat: bool = True) -> None:
+        self.order, self.groups, self.repeat = order, groups, repeat
         self.num_replicas, self.rank = groups.size("dp"), groups.rank("dp")
+        self._agreed: list[Any] | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    @property
+    def sampler(self) -> ReplicaSampler:
+        """Itself: Lightning looks for ``set_epoch`` on a batch sampler's ``sampler``."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """A new epoch: pass it on to the user's sampler and agree on the order; collective over dp × tp."""
+        for part in (self.order, getattr(self.order, "sampler", None)):
+            forward = getattr(part, "set_epoch", None)
+            if callable(forward):
+                forward(epoch)
         source = self.groups.ranks(("dp", "tp"))[0]
-        if self.num_replicas == 1:
+        if self.num_replicas == 1 and (type(self.order) in _DRAWN_FROM_TORCH or not isinstance(self.order, Sized)):
             share_streams(self.groups["tp"], source, torch.device("cpu"))
             self._share_generator(source)
-            yield from self.sampler
             return
-        order = [list(self.sampler)]
-        dist.broadcast_object_list(order, src=source, group=self.groups["dp", "tp"])
-        items = order[0]
-        if self.repeat and (missing := -len(items) % self.num_replicas):
-            items = items + (items * (missing // max(1, len(items)) + 1))[:missing]
-        yield from items[self.rank :: self.num_replicas]
+        box = [list(self.order)]
+        dist.broadcast_object_list(box, src=source, group=self.groups["dp", "tp"])
+        self._agreed = box[0]
 
     def _share_generator(self, source: int) -> None:
         """A sampler may draw from a generator of its own."""
-        generator = getattr(self.sampler, "generator", None)
-        if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
-            state = generator.get_state()
-            dist.broadcast(state, src=source, group=self.groups["tp"])
-            generator.set_state(state)
+        for part in (self.order, getattr(self.order, "sampler", None)):
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
+                state = generator.get_state()
+                dist.broadcast(state, src=source, group=self.groups["tp"])
+                generator.set_state(state)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.num_replicas == 1 and self._agreed is None:
+            return iter(self.order)
+        items = list(self.order) if self._agreed is None else self._agreed
+        if self.repeat and (missing := -len(items) % self.num_replicas):
+            items = items + (items * (missing // max(1, len(items)) + 1))[:missing]
+        return iter(items[self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
-        count = len(self.sampler)
+        count = len(self.order)
         return -(-count // self.num_replicas) if self.repeat else len(range(self.rank, count, self.num_replicas))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the user's sampler."""
-        if callable(getattr(self.sampler, "set_epoch", None)):
-            self.sampler.set_epoch(epoch)
 
     def __getattr__(self, name: str) -> Any:
         # Whatever else is asked (batch_size, drop_last, state_dict, ...) is the user's sampler's.
-        if name.startswith("__") or name == "sampler":
+        if name.startswith("__") or name == "order":
             raise AttributeError(name)
-        return getattr(self.sampler, name)
+        return getattr(self.order, name)
 
 
 def inject_sampler(dataloader: DataLoader[Any], groups: ParallelGroups, *, predicting: bool = False) -> DataLoader[Any]:
@@ -93,7 +117,7 @@ def inject_sampler(dataloader: DataLoader[Any], groups: ParallelGroups, *, predi
         check_users_sampler(order, groups)
         return dataloader
     if isinstance(order, ReplicaSampler):
-        order = order.sampler
+        order = order.order
     elif groups.size("dp") == 1 and isinstance(order, SequentialSampler):
         return dataloader
     if groups.size("dp") > 1 and not isinstance(order, Sized):

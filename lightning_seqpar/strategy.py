@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -20,13 +23,14 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,7 +46,14 @@ from lightning_seqpar.checkpoint import (
 from lightning_seqpar.config import CheckpointConfig, ParallelConfig, PlanSpec
 from lightning_seqpar.grad_sync import GradSync, check_replicated, global_grad_norm
 from lightning_seqpar.groups import ParallelGroups
-from lightning_seqpar.guards import check_loss, refuse_optimizers, refuse_unsupported, sharded_readers
+from lightning_seqpar.guards import (
+    check_batch,
+    check_loss,
+    check_readers,
+    refuse_callbacks,
+    refuse_optimizers,
+    refuse_unsupported,
+)
 from lightning_seqpar.launcher import SeqParallelLauncher
 from lightning_seqpar.parallelize import ShardedModel, parallelize, record_of, unshard
 from lightning_seqpar.plan import ShardingPlan, resolve_plans
@@ -114,7 +125,8 @@ class SeqParallelStrategy(ParallelStrategy):
         self._ddp_model: DistributedDataParallel | None = None
         self._user_sampler_flag: bool | None = None
         self._steps: dict[int, int] = {}
-        self._forwards = 0
+        self._calls: Counter[str] = Counter()
+        self._flushed = False
         self._optimizing: Optimizer | None = None
         self._muted_writers: list[tuple[int, Any]] = []
 
@@ -229,9 +241,11 @@ class SeqParallelStrategy(ParallelStrategy):
         self.model_to_device()
         if record is not None:
             record.reset_calls()
+            record.strategy = weakref.ref(self)
+            refuse_callbacks(trainer.callbacks, self.groups.size("tp"))  # type: ignore[attr-defined]
         self._share_metrics()
         self._sync = None
-        self._steps, self._forwards = {}, 0
+        self._steps, self._calls = {}, Counter()
         if fitting:
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)
@@ -244,6 +258,8 @@ class SeqParallelStrategy(ParallelStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
         share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)
+        if record is not None:
+            record.note_versions()
 
     def _parallelize(self, module: LightningModule) -> ShardedModel | None:
         """The record of the sharded model; none at tp 1."""
@@ -302,18 +318,8 @@ class SeqParallelStrategy(ParallelStrategy):
             from torchmetrics import Metric
         except ImportError:
             return
-        module = self.lightning_module
-        assert module is not None
-        holders = [module, *self._trainer.callbacks]  # type: ignore[attr-defined]
-        found: list[Any] = [m for m in module.modules() if isinstance(m, Metric)]
-        for holder in holders:
-            for value in vars(holder).values():
-                items = (
-                    value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-                )
-                for item in items:
-                    if isinstance(item, nn.Module):
-                        found += [m for m in item.modules() if isinstance(m, Metric)]
+        found: list[Any] = []
+        _find(Metric, [self._module, *self._trainer.callbacks], found, depth=4)  # type: ignore[attr-defined]
         for metric in found:
             if metric.process_group is None:
                 metric.process_group = self.groups["dp"]
@@ -321,55 +327,75 @@ class SeqParallelStrategy(ParallelStrategy):
     # ---- steps -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _step(self) -> Iterator[ShardedModel | None]:
+    def _step(self, loop: str, args: tuple[Any, ...]) -> Iterator[ShardedModel | None]:
         """A step of the user's: nothing of an earlier call is left when it begins, nor of its own when it ends."""
-        record = record_of(self.lightning_module) if self.lightning_module is not None else None
+        record = record_of(self._module)
         if record is None:
             yield None
             return
         record.reset_calls()
+        self._calls[loop] += 1
+        if self._is_due(self._calls[loop]):
+            self._share_metrics()
+            if args:
+                check_batch(args[0], self.groups, self.root_device, loop)
         yield record
         record.check_closed()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step; the first ones are watched for random draws that tensor parallelism can't do."""
-        with self._step() as record:
+        """The user's step; at due steps it is watched for random draws that tensor parallelism can't do."""
+        with self._step("training", args) as record:
             if record is None:
                 return super().training_step(*args, **kwargs)
             assert self._sync is not None
             self._sync.attach()
-            self._forwards += 1
-            with RefuseDropout() if self._is_due(self._forwards) else nullcontext():
+            self._flushed = False
+            with RefuseDropout(record.in_region) if self._is_due(self._calls["training"]) else nullcontext():
                 return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
-        with self._step():
+        with self._step("validation", args):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
-        with self._step():
+        with self._step("test", args):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
-        with self._step():
+        with self._step("predict", args):
             return super().predict_step(*args, **kwargs)
 
     def _is_due(self, step: int) -> bool:
-        """Whether a check runs at this step: 1, 2, 4, 8, ... and every ``check_every``."""
+        """Whether a check runs at this step: at the first 16, at 32, 64, 128, ... and every ``check_every``."""
         every = self.config.check_every
-        return step & (step - 1) == 0 or (every > 0 and step % every == 0)
+        return step <= 16 or step & (step - 1) == 0 or (every > 0 and step % every == 0)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Before the backward: the loss must be one loss, and must not read shards past their layers."""
-        record = record_of(self.lightning_module) if self.lightning_module is not None else None
-        if record is not None and self._is_due(self._forwards):
-            check_loss(closure_loss, self.groups)
-            sharded_readers(closure_loss, record.layout)
+        """Before the backward: the loss must be one loss, and must not read what comes in parts."""
+        record = record_of(self._module)
+        if record is not None:
+            assert self._sync is not None
+            self._sync.attach()  # a parameter may have thawed in the step
+            if self._is_due(self._calls["training"]):
+                check_loss(closure_loss, self.groups)
+                check_readers(closure_loss, record)
         if isinstance(self.model, DistributedDataParallel) and not self._module.automatic_optimization:
             prepare_for_backward(self.model, closure_loss)
+
+    def before_on_after_backward(self) -> None:
+        """Gradients are whole in the user's ``on_after_backward``, and behind ``manual_backward``."""
+        if self._sync is None:
+            return
+        hooked = is_overridden("on_after_backward", self._module) or any(
+            is_overridden("on_after_backward", callback, Callback)
+            for callback in self._trainer.callbacks  # type: ignore[attr-defined]
+        )
+        if hooked or not self._module.automatic_optimization:
+            self._sync.flush_all()
+            self._flushed = not self._trainer.fit_loop._should_accumulate()
 
     @property
     def _module(self) -> LightningModule:
@@ -381,7 +407,8 @@ class SeqParallelStrategy(ParallelStrategy):
 
         def synced() -> Any:
             out = closure()
-            self.sync_gradients(optimizer)
+            if not self._flushed:
+                self.sync_gradients(optimizer)
             return out
 
         self._optimizing = optimizer
@@ -395,9 +422,23 @@ class SeqParallelStrategy(ParallelStrategy):
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(self._before_raw_step)
 
-    def _before_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._optimizing is None:
+    def _before_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if self._optimizing is not None:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
             self.sync_gradients(optimizer)
+            self.check_step(optimizer)
+            return None
+
+        def synced() -> Any:
+            with torch.enable_grad():
+                out = closure()
+            self.sync_gradients(optimizer)
+            self.check_step(optimizer)
+            return out
+
+        return ((args[0], synced, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": synced})
 
     def sync_gradients(self, optimizer: Optimizer) -> None:
         """Sum the partial gradients of this optimizer's parameters that are due; idempotent."""
@@ -418,7 +459,8 @@ class SeqParallelStrategy(ParallelStrategy):
         optimizer = _plain(optimizer)
         step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         record = record_of(self._module)
-        if record is not None and self._is_due(step):
+        watched = not self._module.automatic_optimization or is_overridden("configure_gradient_clipping", self._module)
+        if record is not None and (watched or self._is_due(step)):
             check_replicated(_parameters(optimizer), record.layout, self.groups)
 
     def global_norm(self, parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -507,6 +549,8 @@ class SeqParallelStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         """Log what a step is made of."""
         self._on_loop_start()
+        if (record := record_of(self._module)) is not None:
+            record.check_versions()
         loader = self._trainer.train_dataloader
         size = getattr(loader, "batch_size", None)
         if isinstance(size, int):
@@ -558,6 +602,7 @@ class SeqParallelStrategy(ParallelStrategy):
             super().load_model_state_dict(checkpoint, strict=strict)
         else:
             load_full_state_dict(record, checkpoint["state_dict"], strict=strict)
+            record.note_versions()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state with whole moments on the first rank; collective."""
@@ -604,6 +649,27 @@ class _Redirection(_ForwardRedirection):
     def on_after_outer_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
         if isinstance(wrapper_module, DistributedDataParallel) and not original_module.automatic_optimization:
             wrapper_module.require_backward_grad_sync = True
+
+
+def _find(kind: type, value: Any, found: list[Any], depth: int) -> None:
+    """Collect instances of ``kind`` in modules, containers and helper objects, ``depth`` levels down."""
+    if isinstance(value, nn.Module):
+        found += [module for module in value.modules() if isinstance(module, kind)]
+    if depth == 0 or isinstance(value, Tensor | str | type) or value is None:
+        return
+    if isinstance(value, Mapping):
+        items: Any = list(value.values())
+    elif isinstance(value, list | tuple | set):
+        items = list(value)
+    else:
+        skipped = ("_trainer", "_parameters", "_buffers", "_modules")
+        items = [item for name, item in getattr(value, "__dict__", {}).items() if name not in skipped]
+    for item in items:
+        if (
+            isinstance(item, nn.Module | Mapping | list | tuple | set)
+            or type(item).__module__ not in sys.stdlib_module_names
+        ):
+            _find(kind, item, found, depth - 1)
 
 
 def _plain(optimizer: Any) -> Optimizer:

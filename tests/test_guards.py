@@ -168,7 +168,7 @@ def train(module: str, strategy: dict[str, Any], **kwargs: Any) -> None:
 NAMED = {"plan": "byte_gpt"}
 CASES = {
     "dropout module": ("Dropout", NAMED, r"dropout in drop \(p=0.1\) with tp=2: set its p to 0"),
-    "dropout function": ("FunctionalDropout", {}, r"the forward drops out .*; set its p to 0"),
+    "dropout function": ("FunctionalDropout", {}, r"the forward calls dropout with p=0.5; set its p to 0"),
     "dropout in sdpa": ("AttentionDropout", {}, r"drops out .*; set its p to 0"),
     "L2 in the loss": ("L2", {}, r"the loss differs across the tensor-parallel ranks|reads it past its layer"),
     "a weight in the loss": (
