@@ -86,7 +86,7 @@ class GradSync:
 
     @staticmethod
     def _check_unchanged(partial: _Partial) -> None:
-        if partial.fired and partial.parameter.grad is not None and partial.parameter._version != partial.version:
+        if partial.fired and partial.parameter._version != partial.version:
             raise RuntimeError(
                 f"{partial.layout.name}: it was updated before its gradient was summed over tp, by an optimizer that "
                 "Lightning does not know; return it from configure_optimizers, or step it through self.optimizers()"

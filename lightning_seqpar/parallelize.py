@@ -10,11 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.collectives import all_gather
 from lightning_seqpar.groups import ParallelGroups
-from lightning_seqpar.layers import ColumnParallelLinear, ParallelMultiheadAttention, RowParallelLinear, Shard, set_data
+from lightning_seqpar.layers import (
+    ColumnParallelLinear,
+    ParallelMultiheadAttention,
+    ParallelTransformerEncoder,
+    RowParallelLinear,
+    Shard,
+    set_data,
+)
 from lightning_seqpar.layout import ModelLayout, ParamLayout
 from lightning_seqpar.plan import (
     Argument,
@@ -109,14 +117,19 @@ class ShardedModel:
         for region in self.regions:
             region.reset()
 
+    def is_inside(self, name: str) -> bool:
+        """Whether the module of that name works on shards."""
+        return any(item.is_sharded or item.is_partial for key, item in self.layout.items() if _inside(key, name))
+
     def in_region(self) -> bool:
         """Whether activations are shards, or feed sharded linears, at this moment."""
         return any(region.busy for region in self.regions)
 
-    def check_closed(self) -> None:
-        """A step ended: every region must have been left."""
+    def check_closed(self, out: Any = None) -> None:
+        """A step ended with ``out``: every region must have been left, and no shard given away."""
         for region in self.regions:
             region.check_closed()
+            region.check_no_shard(tree_leaves(out))
 
     @contextmanager
     def allow_state_dict(self) -> Iterator[None]:
@@ -170,6 +183,11 @@ class _Swap:
             for stack in self.stacks
         }
         self.shards: dict[str, Shard] = {}
+        self.encoders = {
+            name
+            for name, match in self.linear.items()
+            if isinstance(match.rule, ReplaceRule) and type(self.modules[name]) is nn.TransformerEncoder
+        }
         self.check()
 
     @staticmethod
@@ -247,6 +265,12 @@ class _Swap:
     def check(self) -> None:
         """Refuse what can't be done right; plan the shards."""
         for name, match in self.linear.items():
+            if name in self.encoders:
+                if name not in self.regions:
+                    raise ValueError(
+                        f"{name or 'the model'}: 'replace' takes an nn.TransformerEncoder whose layers are blocks"
+                    )
+                continue
             region = self.region_of(name)
             if isinstance(match.rule, ReplaceRule):
                 self._check_replace(name, region)
@@ -256,7 +280,7 @@ class _Swap:
             self.region_of(name)
         for match in self.sets:
             self._check_set(match)
-        if not self.linear:
+        if not self.linear.keys() - self.encoders:
             raise ValueError("the plan shards nothing: give at least one 'column' and one 'row' rule, or set tp=1")
         if self.sp:
             self._check_pointwise()
@@ -331,7 +355,8 @@ class _Swap:
                 raise ValueError(f"{match.name}.{attribute} is {value!r} and can't be divided by tp={self.size}")
 
     def _check_pointwise(self) -> None:
-        gathered = [*self.gathers, *(n for n, m in self.linear.items() if isinstance(m.rule, ReplaceRule))]
+        replaced = {n for n, m in self.linear.items() if isinstance(m.rule, ReplaceRule)}
+        gathered = [*self.gathers, *sorted(replaced - self.encoders)]
         for name, module in self.modules.items():
             if isinstance(module, _NOT_POINTWISE) and self._in_region(name):
                 raise ValueError(
@@ -374,7 +399,11 @@ class _Swap:
             return ParamLayout(parameter, shape, shard, over, reason or "whole activations: identical gradients")
 
         around = next(
-            (name for name, m in self.linear.items() if _inside(module, name) and isinstance(m.rule, ReplaceRule)),
+            (
+                name
+                for name, m in self.linear.items()
+                if _inside(module, name) and isinstance(m.rule, ReplaceRule) and name not in self.encoders
+            ),
             None,
         )
         if around is not None:
@@ -438,9 +467,12 @@ class _Swap:
 
     def _snapshots(self) -> Iterator[Callable[[], None]]:
         """What takes each changed module back: its class and the attributes that we change, no others."""
-        changed = {name: ["in_features", "out_features", "num_heads"] for name in self.linear}
+        own = ["in_features", "out_features", "num_heads", "use_nested_tensor"]
+        changed = {name: list(own) for name in self.linear}
         changed |= {
-            f"{name}.out_proj": ["in_features"] for name, m in self.linear.items() if isinstance(m.rule, ReplaceRule)
+            f"{name}.out_proj": ["in_features"]
+            for name, m in self.linear.items()
+            if isinstance(m.rule, ReplaceRule) and name not in self.encoders
         }
         for match in self.sets:
             assert isinstance(match.rule, SetRule)
@@ -449,7 +481,12 @@ class _Swap:
             yield _restorer(self.modules[name], attributes)
 
     def _swap(self, name: str, rule: Rule) -> None:
-        module, region = self.modules[name], self.region_of(name)
+        module = self.modules[name]
+        if name in self.encoders:
+            assert isinstance(module, nn.TransformerEncoder)
+            ParallelTransformerEncoder.adopt(module, self.regions[name])
+            return
+        region = self.region_of(name)
         if isinstance(rule, ReplaceRule):
             if not isinstance(module, ParallelMultiheadAttention):
                 assert isinstance(module, nn.MultiheadAttention)
@@ -526,7 +563,7 @@ def _restorer(module: nn.Module, attributes: Iterable[str]) -> Callable[[], None
 
     def restore() -> None:
         if module.__class__ is not kind:
-            for key in ("region", "shard", "full_name", "global_heads", "gathers_input"):
+            for key in ("region", "shard", "full_name", "global_heads", "gathers_input", "packs"):
                 module.__dict__.pop(key, None)
             module.__class__ = kind
         for key, value in kept.items():
@@ -604,6 +641,8 @@ def _left_block(region: SequenceRegion, name: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         if out is None:  # it raised
             region.abort()
+        else:
+            region.note_shard(out[0] if isinstance(out, list | tuple) and out else out)
         region.finish(name)
 
     return hook

@@ -139,7 +139,10 @@ class SetRule(Rule):
 
 
 class ReplaceRule(Rule):
-    """A module whose forward bypasses its submodules, replaced by an equal one (``nn.MultiheadAttention``)."""
+    """A module whose forward bypasses its submodules, replaced by an equal one.
+
+    ``nn.MultiheadAttention``, and ``nn.TransformerEncoder``, which may pack its input past the layers.
+    """
 
     style: Literal["replace"] = "replace"
 

@@ -108,6 +108,7 @@ class SequenceRegion:
         # What each block's input was, by its shape: a recompute in the backward runs outside any frame.
         self._seen: dict[tuple[str, tuple[int, ...]], tuple[bool, int] | None] = {}
         self.intervals: list[list[int]] = []
+        self._shards: list[weakref.ref[Tensor]] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.regather)
@@ -145,6 +146,21 @@ class SequenceRegion:
             self.reset()
             self._raise_open()
 
+    def note_shard(self, out: Any) -> None:
+        """A block's output: as long as shards flow, it is one."""
+        if self.active and isinstance(out, Tensor):
+            self._shards.append(weakref.ref(out))
+
+    def check_no_shard(self, leaves: list[Any]) -> None:
+        """What a step returns must not be a block's output: that is this rank's part of it."""
+        given = {id(shard) for ref in self._shards if (shard := ref()) is not None}
+        for leaf in leaves:
+            if id(leaf) in given:
+                raise ValueError(
+                    f"the step returns an activation from inside the sequence region of {self.name}, of which this rank "
+                    f"has a part ({list(leaf.shape)}); return what comes behind the region's end, or set sp=False"
+                )
+
     def _raise_open(self) -> None:
         raise ValueError(
             f"the forward entered the sequence region of {self.name} but ended before the region did, so its result is "
@@ -157,6 +173,7 @@ class SequenceRegion:
         self._frames = [_Frame()]
         self._seen = {}
         self.intervals = []
+        self._shards = []
 
     @contextmanager
     def call(self) -> Iterator[SequenceRegion]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -279,6 +279,7 @@ class SeqParallelStrategy(ParallelStrategy):
             if self.config.sp and self.config.model_fields_set & {"sp"}:
                 rank_zero_info("lightning_seqpar: sp=True is idle at tp=1")
             return None
+        hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
         regather = self.config.regather is not False
         record = parallelize(module, plans, self.groups, sp=self.config.sp, regather=regather)
         total, local = record.layout.global_numel(), record.layout.local_numel()
@@ -286,6 +287,17 @@ class SeqParallelStrategy(ParallelStrategy):
             f"lightning_seqpar: {self.groups.topology}, sp {'on' if self.config.sp else 'off'}, plan from "
             f"{', '.join(dict.fromkeys(plan.source for plan in plans))}; {local:,} of {total:,} parameters per rank"
         )
+        if seen := [name for name in hooked if record.is_inside(name)]:
+            rank_zero_warn(
+                f"lightning_seqpar: forward hooks of yours sit on {', '.join(seen[:3])}{' ...' if len(seen) > 3 else ''}; "
+                "they will see this rank's part of the activations"
+            )
+        if any(not plan.source.startswith("family") for plan in plans):
+            rank_zero_warn(
+                "lightning_seqpar: the plan is your own, and nothing proves it yet: a wrong rule (a head count not divided, "
+                "segments left out, a block that mixes positions) can train without an error. Compare a small run with one "
+                "process first: lightning_seqpar.parity.ParityRecorder and compare"
+            )
         return record
 
     def _make_replicas_equal(self, module: LightningModule) -> None:
@@ -326,47 +338,41 @@ class SeqParallelStrategy(ParallelStrategy):
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _step(self, loop: str, args: tuple[Any, ...]) -> Iterator[ShardedModel | None]:
+    def _step(self, loop: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A step of the user's: nothing of an earlier call is left when it begins, nor of its own when it ends."""
         record = record_of(self._module)
         if record is None:
-            yield None
-            return
+            return step(*args, **kwargs)
         record.reset_calls()
         self._calls[loop] += 1
-        if self._is_due(self._calls[loop]):
+        due = self._is_due(self._calls[loop])
+        if due:
             self._share_metrics()
             if args:
                 check_batch(args[0], self.groups, self.root_device, loop)
-        yield record
-        record.check_closed()
+        with RefuseDropout(record.in_region) if due and loop == "training" else nullcontext():
+            out = step(*args, **kwargs)
+        record.check_closed(out)
+        return out
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step; at due steps it is watched for random draws that tensor parallelism can't do."""
-        with self._step("training", args) as record:
-            if record is None:
-                return super().training_step(*args, **kwargs)
-            assert self._sync is not None
+        if self._sync is not None:
             self._sync.attach()
             self._flushed = False
-            with RefuseDropout(record.in_region) if self._is_due(self._calls["training"]) else nullcontext():
-                return super().training_step(*args, **kwargs)
+        return self._step("training", super().training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
-        with self._step("validation", args):
-            return super().validation_step(*args, **kwargs)
+        return self._step("validation", super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
-        with self._step("test", args):
-            return super().test_step(*args, **kwargs)
+        return self._step("test", super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
-        with self._step("predict", args):
-            return super().predict_step(*args, **kwargs)
+        return self._step("predict", super().predict_step, args, kwargs)
 
     def _is_due(self, step: int) -> bool:
         """Whether a check runs at this step: at the first 16, at 32, 64, 128, ... and every ``check_every``."""

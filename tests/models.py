@@ -347,3 +347,28 @@ class WatchedEncoder(Encoder):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self(batch[0])
+
+
+class PaddedEncoder(Encoder):
+    """Returns every position, padded ones too: stock torch zeroes them when it packs the batch."""
+
+    def __init__(self, norm: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if not norm:
+            self.encoder.norm = None
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        x = self.embed(tokens)
+        y = self.encoder(x if self.batch_first else x.transpose(0, 1), src_key_padding_mask=tokens == 0)
+        return y if self.batch_first else y.transpose(0, 1)
+
+
+class GivesShards(GPT):
+    def predict_step(self, batch: Any, batch_idx: int) -> list[Tensor]:
+        model, x = self.model, self.model.tokens(batch[0])
+        hidden = []
+        for block in model.blocks:
+            x = block(x)
+            hidden.append(x)
+        return [model.norm(x), *hidden]

@@ -40,11 +40,16 @@ MUTANTS = [
         "            _sum_coalesced([_grad(p.parameter) for p in members], group)\n",
         "            del members, group\n",
     ),
-    Mutant("average for sum", "grad_sync.py", "dist.all_reduce(flat, group=group)", "dist.all_reduce(flat, group=group); flat /= dist.get_world_size(group)"),
+    Mutant(
+        "average for sum",
+        "grad_sync.py",
+        "dist.all_reduce(flat, group=group)",
+        "dist.all_reduce(flat, group=group); flat /= dist.get_world_size(group)",
+    ),
     Mutant(
         "sync on the world group",
         "grad_sync.py",
-        'group = self._groups[axes if len(axes) > 1 else axes[0]]',
+        "group = self._groups[axes if len(axes) > 1 else axes[0]]",
         'group = self._groups["dp", "tp"]',
     ),
     Mutant(
@@ -177,15 +182,63 @@ MUTANTS = [
         "        return super().optimizer_state(optimizer)",
         "tests/test_checkpoint.py",
     ),
-    Mutant("state_dict not guarded", "parallelize.py", "        if not record.reading:\n", "        if False:\n", "tests/test_checkpoint.py"),
+    Mutant(
+        "state_dict not guarded",
+        "parallelize.py",
+        "        if not record.reading:\n",
+        "        if False:\n",
+        "tests/test_checkpoint.py",
+    ),
     Mutant(
         "losses of a replica not compared",
         "strategy.py",
-        "            check_loss(closure_loss, self.groups)\n",
+        "                check_loss(closure_loss, self.groups)\n",
         "",
         "tests/test_guards.py",
     ),
-]  # fmt: skip
+    Mutant(
+        "padded positions of a packed encoder not zeroed",
+        "layers/attention.py",
+        "        out = out * (split(kept, 1, self.region.group) if self.region.sp else kept)\n",
+        "        del kept\n",
+        "tests/test_training.py",
+    ),
+    Mutant(
+        "batches of a replica not compared",
+        "strategy.py",
+        "                check_batch(args[0], self.groups, self.root_device, loop)\n",
+        "                pass\n",
+        "tests/test_guards.py",
+    ),
+    Mutant(
+        "readers of partial parameters not looked at",
+        "strategy.py",
+        "                check_readers(closure_loss, record)\n",
+        "",
+        "tests/test_guards.py",
+    ),
+    Mutant(
+        "ancestry of a column's input not looked at",
+        "region.py",
+        "        self._check_ancestry(x, module)\n",
+        "",
+        "tests/test_guards.py",
+    ),
+    Mutant(
+        "residual inside a gathering module not seen",
+        "region.py",
+        "and nodes and self._passes_by(out.grad_fn, nodes):",
+        "and False:",
+        "tests/test_guards.py",
+    ),
+    Mutant(
+        "region may stay open",
+        "region.py",
+        "        if self.active:\n            self.reset()\n            self._raise_open()\n",
+        "",
+        "tests/test_guards.py",
+    ),
+]
 
 
 def copy_repository(folder: Path) -> None:

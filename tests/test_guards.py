@@ -155,17 +155,145 @@ class Quantised(models.GPT):
 
 def train(module: str, strategy: dict[str, Any], **kwargs: Any) -> None:
     L.seed_everything(1, verbose=False)
-    options = {"max_steps": 4, **kwargs}
+    options = {"max_steps": 20, **kwargs}
     trainer = quiet_trainer(
         devices=dist.get_world_size(), strategy=SeqParallelStrategy(**{"tp": 2, **strategy}), **options
     )
     made = globals()[module]() if module in globals() else getattr(models, module)()
     if module == "OddOptimizer" and strategy.get("check_every"):
         made.optimizer = "lbfgs"
-    trainer.fit(made, models.loader(4, count=64))
+    trainer.fit(made, models.loader(4, count=96))
+
+
+class NormInLoss(models.GPT):
+    """Touches a parameter that every rank holds whole, but whose gradient comes in parts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 1e-2 * self.model.blocks[0].norm1.weight.abs().sum()
+
+
+class HookedNorm(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[0].norm1.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+
+
+class LateClip(models.GPT):
+    """Clips with torch's own function, but only at a step that no schedule expects."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.trainer.global_step == 18:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+
+
+class LateInit(models.GPT):
+    def on_fit_start(self) -> None:
+        nn.init.normal_(self.model.blocks[0].mlp.up.weight)
+
+
+class HiddenOptimizer(models.GPT):
+    """Steps an optimizer that Lightning has never seen."""
+
+    def on_fit_start(self) -> None:
+        self.hidden = torch.optim.SGD(self.model.blocks[0].norm1.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        norm = {id(p) for p in self.model.blocks[0].norm1.parameters()}
+        return torch.optim.SGD([p for p in self.parameters() if id(p) not in norm], lr=0.1)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.hidden.step()
+        self.hidden.zero_grad()
+
+
+class OtherValidation(models.Watched):
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(models.tokens(seed=dist.get_rank()), batch_size=4)
+
+
+class CrossAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head = 4
+        self.q, self.k, self.v, self.proj = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, self.n_head, -1).transpose(1, 2) for t in (self.q(x), self.k(memory), self.v(memory)))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, -1))
+
+
+class CrossBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(16), CrossAttention()
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return x + self.attn(self.norm(x), memory)
+
+
+class CrossModel(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+        self.blocks = nn.ModuleList(CrossBlock() for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = batch[0]
+        x, memory = self.embed(tokens), self.embed(tokens.flip(1))
+        for block in self.blocks:
+            x = block(x, memory)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+CROSS = [
+    {"pattern": "blocks.*", "style": "blocks"},
+    {"pattern": "blocks.*.attn", "style": "gather"},
+    {"pattern": "blocks.*.attn.{q,k,v}", "style": "column", "units": "n_head"},
+    {"pattern": "blocks.*.attn.proj", "style": "row", "units": "n_head"},
+    {"pattern": "blocks.*.attn", "style": "set", "divide": ["n_head"]},
+]
+
+
+class ResidualMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class ResidualInside(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+        self.blocks = nn.ModuleList(ResidualMLP() for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[0].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+RESIDUAL = [
+    {"pattern": "blocks.*", "style": "blocks"},
+    {"pattern": "blocks.*", "style": "gather"},
+    {"pattern": "blocks.*.up", "style": "column"},
+    {"pattern": "blocks.*.down", "style": "row"},
+]
 
 
 NAMED = {"plan": "byte_gpt"}
+CROSS_PLAN = {"base": "none", "rules": CROSS}
+RESIDUAL_PLAN = {"base": "none", "rules": RESIDUAL}
 CASES = {
     "dropout module": ("Dropout", NAMED, r"dropout in drop \(p=0.1\) with tp=2: set its p to 0"),
     "dropout function": ("FunctionalDropout", {}, r"the forward calls dropout with p=0.5; set its p to 0"),
@@ -176,7 +304,11 @@ CASES = {
         {},
         r"mlp.up.weight: it is sharded, and \w+ in the loss reads it past its layer",
     ),
-    "another batch": ("OtherBatch", {}, r"the loss differs across the tensor-parallel ranks of one replica: \d"),
+    "another batch": (
+        "OtherBatch",
+        {},
+        r"read different training batches|the loss differs across the tensor-parallel ranks of one replica: \d",
+    ),
     "torch's own clipping": (
         "UserClip",
         {},
@@ -216,6 +348,26 @@ CASES = {
         "Quantised",
         {"plan": models.plan()},
         r"mlp.up: style 'column' takes an nn.Linear, and this is .*QuantLinear",
+    ),
+    "a norm in the loss": ("NormInLoss", {}, r"norm1.weight: AbsBackward0 reads it outside the sequence region"),
+    "a user's hook on a norm": ("HookedNorm", {}, r"norm1.weight: it has a gradient hook of yours"),
+    "torch's clipping, late": ("LateClip", {}, r"clipped by torch.nn.utils.clip_grad_norm_"),
+    "weights initialised late": ("LateInit", {}, r"mlp.up.weight: changed in place after the model was sharded"),
+    "an unknown optimizer steps": (
+        "HiddenOptimizer",
+        {},
+        r"norm1.weight: it was updated before its gradient was summed",
+    ),
+    "validation data by rank": ("OtherValidation", NAMED, r"read different validation batches \(checksums"),
+    "memory not gathered": (
+        "CrossModel",
+        {"plan": CROSS_PLAN},
+        r"attn.k: its input depends on a whole activation that was not",
+    ),
+    "residual in the module": (
+        "ResidualInside",
+        {"plan": RESIDUAL_PLAN, "sp": False},
+        r"blocks.0: its output reads its gathered input past the row",
     ),
     "no such family": ("GPT", {"plan": "bytegpt"}, r"plan='bytegpt' is no family; did you mean 'byte_gpt'"),
     "family of another model": (
@@ -350,3 +502,32 @@ def test_grad_norm_is_the_norm_of_the_gathered_gradient(world):
 
 def test_byte_gpt_is_what_the_tests_think():
     assert ByteGPT(16, 4, 2, 16, True).head.weight is not None
+
+
+def another_strategy() -> None:
+    module = models.GPT()
+    quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1).fit(module, models.loader(4))
+    with pytest.raises(RuntimeError, match=r"still sharded by an earlier strategy, and DDPStrategy would train"):
+        quiet_trainer(devices=2, strategy="ddp", max_steps=1).fit(module, models.loader(4))
+
+
+def test_another_strategy_does_not_train_the_shards():
+    run_distributed(another_strategy, 2)
+
+
+def peek() -> int:
+    class Peeks(L.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            if trainer.is_global_zero:
+                next(iter(trainer.train_dataloader))
+
+    loader = torch.utils.data.DataLoader(models.tokens(), batch_size=8, shuffle=True)
+    world = dist.get_world_size()
+    trainer = quiet_trainer(devices=world, strategy=SeqParallelStrategy(tp=2), max_epochs=2, callbacks=[Peeks()])
+    trainer.fit(models.GPT(), loader)
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_one_rank_may_peek_at_a_shuffled_loader(world):
+    assert run_distributed(peek, world, timeout=60) == [48 // world] * world

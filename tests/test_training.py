@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import models
 import pytest
-from fit import fit
+import torch
+import torch.distributed as dist
+from fit import fit, quiet_trainer
 
+from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.parity import compare
 from lightning_seqpar.testing import RankFailedError, run_distributed
 
@@ -80,3 +83,31 @@ def test_a_norm_behind_the_row_linear_is_right_with_sp_and_refused_without():
     check("AttentionNorm", {"behind": True}, sp=True, steps=4)
     with pytest.raises(RankFailedError, match=r"out_norm.weight: the plan puts it between a gather and its row linear"):
         check("AttentionNorm", {"behind": True}, sp=False, steps=4)
+
+
+def evaluate(args: dict, strategy: dict | None, kind: str) -> list:
+    module = getattr(models, kind)(**args)
+    options = (
+        {"devices": dist.get_world_size(), "strategy": SeqParallelStrategy(**strategy)} if strategy else {"devices": 1}
+    )
+    trainer = quiet_trainer(**options)
+    return torch.cat(trainer.predict(module, models.loader(8, count=32, length=9)))
+
+
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("args", [{}, {"norm_first": True}, {"batch_first": False}, {"norm": False}], ids=str)
+def test_evaluation_of_a_padded_encoder_where_stock_torch_packs_the_batch(args, sp):
+    expected = evaluate(args, None, "PaddedEncoder")
+    for out in run_distributed(evaluate, 2, args, {"tp": 2, "sp": sp}, "PaddedEncoder"):
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+
+
+def give_shards_away() -> None:
+    model = models.GivesShards()
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, plan="byte_gpt"))
+    with pytest.raises(ValueError, match="the step returns an activation from inside the sequence region of model"):
+        trainer.predict(model, models.loader(4))
+
+
+def test_a_shard_is_not_given_away():
+    run_distributed(give_shards_away, 2)

@@ -1,12 +1,13 @@
 """The tensor-parallel layers, each built by slicing an existing module."""
 
-from lightning_seqpar.layers.attention import ParallelMultiheadAttention
+from lightning_seqpar.layers.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
 from lightning_seqpar.layers.linear import ColumnParallelLinear, RowParallelLinear, set_data, sharded_linear
 from lightning_seqpar.layers.shard import Shard
 
 __all__ = [
     "ColumnParallelLinear",
     "ParallelMultiheadAttention",
+    "ParallelTransformerEncoder",
     "RowParallelLinear",
     "Shard",
     "set_data",

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_seqpar.collectives import reduce_from_tensor_parallel_region
+from lightning_seqpar.collectives import reduce_from_tensor_parallel_region, split
 from lightning_seqpar.layers.linear import RowParallelLinear, sharded_linear, shrink
 from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.region import SequenceRegion
@@ -157,6 +157,64 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
             column = _additive(padding, dtype).view(b, 1, 1, s)
             merged = column if merged is None else merged + column
         return merged
+
+
+class ParallelTransformerEncoder(nn.TransformerEncoder):
+    """``nn.TransformerEncoder`` whose layers run on shards, made in place.
+
+    In evaluation the original may pack a padded batch into a nested tensor, which shards can't be, and then returns zeros
+    at the padded positions. This forward leaves the packing out and puts the zeros in.
+    """
+
+    region: SequenceRegion
+    packs: bool
+
+    @classmethod
+    def adopt(cls, encoder: nn.TransformerEncoder, region: SequenceRegion) -> ParallelTransformerEncoder:
+        """Turn ``encoder`` into this class in place."""
+        layer: Any = encoder
+        layer.packs, layer.use_nested_tensor, layer.region = bool(encoder.use_nested_tensor), False, region
+        encoder.__class__ = cls
+        return layer  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """As ``nn.TransformerEncoder.forward``."""
+        if src_key_padding_mask is None or not self._would_pack(src, mask, src_key_padding_mask):
+            return super().forward(src, mask, src_key_padding_mask, is_causal)
+        norm, self.norm = self.norm, None
+        try:
+            out = super().forward(src, mask, src_key_padding_mask, is_causal)
+        finally:
+            self.norm = norm
+        kept = (~_boolean(src_key_padding_mask)).unsqueeze(-1).to(out.dtype)  # packing needs batch_first: [b, s, 1]
+        out = out * (split(kept, 1, self.region.group) if self.region.sp else kept)
+        return out if norm is None else norm(out)
+
+    def _would_pack(self, src: Tensor, mask: Tensor | None, padding: Tensor) -> bool:
+        """The original's conditions, past the ones that it checks when it is made."""
+        return (
+            self.packs
+            and mask is None
+            and src.dim() == 3
+            and torch.backends.mha.get_fastpath_enabled()
+            and not self.layers[0].training
+            and not (torch.is_grad_enabled() and any(p.requires_grad for p in (src, *self.layers[0].parameters())))
+            and not torch.is_autocast_enabled(src.device.type)
+            and (
+                not self.mask_check
+                or bool(torch._nested_tensor_from_mask_left_aligned(src, _boolean(padding).logical_not()))
+            )
+        )
+
+
+def _boolean(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask != 0
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
