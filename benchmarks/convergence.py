@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, default=ROOT / "docs")
     args = parser.parse_args()
     traces = {tied: {name: train(name, tied, args.steps, args.out) for name in RUNS} for tied in (True, False)}
+    args.docs.mkdir(parents=True, exist_ok=True)
     draw(traces, args.docs / "convergence.png")
     text = table(traces)
     (args.docs / "convergence.md").write_text(text)

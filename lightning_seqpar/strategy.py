@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -55,6 +54,7 @@ from lightning_seqpar.guards import (
     refuse_unsupported,
 )
 from lightning_seqpar.launcher import SeqParallelLauncher
+from lightning_seqpar.metrics import share_metrics
 from lightning_seqpar.parallelize import ShardedModel, parallelize, record_of, unshard
 from lightning_seqpar.plan import ShardingPlan, resolve_plans
 from lightning_seqpar.precision import with_global_clipping
@@ -325,16 +325,7 @@ class SeqParallelStrategy(ParallelStrategy):
         self.lightning_module.to(self.root_device)
 
     def _share_metrics(self) -> None:
-        """torchmetrics sync over the world unless told a group; replicas are what counts."""
-        try:
-            from torchmetrics import Metric
-        except ImportError:
-            return
-        found: list[Any] = []
-        _find(Metric, [self._module, *self._trainer.callbacks], found, depth=4)  # type: ignore[attr-defined]
-        for metric in found:
-            if metric.process_group is None:
-                metric.process_group = self.groups["dp"]
+        share_metrics([self._module, *self._trainer.callbacks], self.groups["dp"])  # type: ignore[attr-defined]
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
@@ -655,27 +646,6 @@ class _Redirection(_ForwardRedirection):
     def on_after_outer_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
         if isinstance(wrapper_module, DistributedDataParallel) and not original_module.automatic_optimization:
             wrapper_module.require_backward_grad_sync = True
-
-
-def _find(kind: type, value: Any, found: list[Any], depth: int) -> None:
-    """Collect instances of ``kind`` in modules, containers and helper objects, ``depth`` levels down."""
-    if isinstance(value, nn.Module):
-        found += [module for module in value.modules() if isinstance(module, kind)]
-    if depth == 0 or isinstance(value, Tensor | str | type) or value is None:
-        return
-    if isinstance(value, Mapping):
-        items: Any = list(value.values())
-    elif isinstance(value, list | tuple | set):
-        items = list(value)
-    else:
-        skipped = ("_trainer", "_parameters", "_buffers", "_modules")
-        items = [item for name, item in getattr(value, "__dict__", {}).items() if name not in skipped]
-    for item in items:
-        if (
-            isinstance(item, nn.Module | Mapping | list | tuple | set)
-            or type(item).__module__ not in sys.stdlib_module_names
-        ):
-            _find(kind, item, found, depth - 1)
 
 
 def _plain(optimizer: Any) -> Optimizer:

@@ -55,8 +55,8 @@ MUTANTS = [
     Mutant(
         "sync per micro-batch",
         "grad_sync.py",
-        "partial.parameter.register_hook(self._arrival(partial))",
-        'partial.parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad, group=self._groups["tp"]))',
+        "partial.hook = parameter.register_hook(self._arrival(partial))",
+        'partial.hook = parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad, group=self._groups["tp"]))',
     ),
     Mutant(
         "sync of a kept gradient counts it tp times",
@@ -66,13 +66,13 @@ MUTANTS = [
     ),
     Mutant(
         "row bias unsynced",
-        "parallelize.py",
+        "blueprint.py",
         '            return layout(partial=self.sp, reason="row bias: added to shards" if self.sp else ""), False\n',
         "            return layout(), False\n",
     ),
     Mutant(
         "heads' norm unsynced without sp",
-        "parallelize.py",
+        "blueprint.py",
         'return layout(partial=in_gather, reason="between copy and row" if in_gather else ""), in_gather',
         "return layout(), False",
     ),
@@ -163,9 +163,9 @@ MUTANTS = [
     ),
     Mutant(
         "torchmetrics over the world",
-        "strategy.py",
-        "            if metric.process_group is None:\n",
-        "            if False:\n",
+        "metrics.py",
+        "        if metric.process_group is None:\n",
+        "        if False:\n",
         "tests/test_data.py",
     ),
     Mutant(

@@ -11,8 +11,9 @@ import lightning_seqpar
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 LINE = [
-    "config", "topology", "groups", "collectives", "measure", "random", "region", "layers", "layout", "plan",
-    "parallelize", "grad_sync", "checkpoint", "parity", "guards", "sampler", "precision", "launcher", "strategy", "testing",
+    "config", "topology", "groups", "collectives", "measure", "random", "region", "layers", "layout", "plan", "hooks",
+    "blueprint", "parallelize", "grad_sync", "checkpoint", "parity", "guards", "metrics", "sampler", "precision",
+    "launcher", "strategy", "testing",
 ]  # fmt: skip
 
 

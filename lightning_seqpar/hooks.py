@@ -1,0 +1,139 @@
+"""The forward hooks that carry activations into, through and out of a sequence region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_seqpar.plan import Argument
+from lightning_seqpar.region import SequenceRegion
+
+
+def _argument(name: str, arg: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any]:
+    """Where an argument stands in a call, and its value."""
+    if isinstance(arg, int):
+        if arg < len(args):
+            return arg, args[arg]
+        if arg == 0 and kwargs:
+            first = next(iter(kwargs))
+            return first, kwargs[first]
+    elif arg in kwargs:
+        return arg, kwargs[arg]
+    raise ValueError(
+        f"{name}: the plan names argument {arg!r}, but it was called with {len(args)} positional arguments and "
+        f"keywords {sorted(kwargs)}; name the argument as the caller passes it"
+    )
+
+
+def _replace(
+    where: int | str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(where, int):
+        return (*args[:where], value, *args[where + 1 :]), kwargs
+    return args, {**kwargs, where: value}
+
+
+def close_call(region: SequenceRegion) -> Callable[..., None]:
+    """The owner returned or raised."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        region.close_frame(aborted=out is None)  # no output: it raised
+
+    return hook
+
+
+def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..., Any]:
+    """The block's activation enters the region, or is in it."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        where, x = _argument(name, arg, args, kwargs)
+        if not isinstance(x, Tensor) or x.is_nested:
+            raise ValueError(
+                f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'"
+            )
+        return _replace(where, region.enter(x, name), args, kwargs)
+
+    return hook
+
+
+def leave_block(region: SequenceRegion, name: str) -> Callable[..., None]:
+    """The block returned or raised."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        if out is None:  # it raised
+            region.abort()
+        else:
+            region.note_shard(out[0] if isinstance(out, list | tuple) and out else out)
+        region.finish(name)
+
+    return hook
+
+
+def exit_region(region: SequenceRegion, name: str) -> Callable[..., Any]:
+    """The region ends at this module's output."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            return region.leave(out, name)
+        if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
+            raise ValueError(
+                f"{name}: the region ends here, but its output is a {type(out).__name__}; end it elsewhere"
+            )
+        shape = out[0].shape
+        for other in out[1:]:
+            if region.sp and isinstance(other, Tensor) and other.shape == shape:
+                raise ValueError(
+                    f"{name}: two of its outputs look like shards; end the region at a module with one output"
+                )
+        whole = [region.leave(out[0], name), *out[1:]]
+        return type(out)(whole) if not hasattr(out, "_fields") else type(out)(*whole)
+
+    return hook
+
+
+def gather_arguments(region: SequenceRegion, name: str, wanted: Sequence[Argument]) -> Callable[..., Any]:
+    """The module's arguments are gathered, once each."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        done: dict[int, Tensor] = {}  # one gather serves an argument that is passed twice
+        for arg in wanted:
+            where, x = _argument(name, arg, args, kwargs)
+            if not isinstance(x, Tensor):
+                raise ValueError(f"{name}: argument {arg!r} is a {type(x).__name__}; 'gather' takes tensors")
+            if not done:
+                region.open_gather(x, name)
+            if id(x) not in done:
+                done[id(x)] = region.gather(x, name)
+            args, kwargs = _replace(where, done[id(x)], args, kwargs)
+        return args, kwargs
+
+    return hook
+
+
+def close_gather(region: SequenceRegion, name: str) -> Callable[..., None]:
+    """The gathering module returned or raised."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        first = out[0] if isinstance(out, list | tuple) and out else out
+        region.close_gather(first if isinstance(first, Tensor) else None, name)
+        region.finish(name)
+
+    return hook
+
+
+def require_shard(region: SequenceRegion, name: str) -> Callable[..., None]:
+    """The module must only be called where shards flow."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # a recompute; the forward was checked
+        if not region.active:
+            raise ValueError(
+                f"{name}: called outside the sequence region of {region.name}, where its input is whole; its gradient "
+                "could not be synced by one rule. Call it only between the region's blocks, or leave it out of the plan"
+            )
+
+    return hook
