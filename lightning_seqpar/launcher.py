@@ -122,6 +122,11 @@ class ChildWatch:
                 rank = self._first_rank + local_rank
                 if by_itself and proc.returncode > 0 and not any(f"rank {rank} " in told for _, told in self._told):
                     self._told.append((True, f"rank {rank} (pid {proc.pid}) {describe_exit(proc.returncode)}"))
+            for local_rank, (proc, by_itself) in enumerate(zip(self._procs, ended, strict=True), start=1):
+                if not by_itself:
+                    rank = self._first_rank + local_rank
+                    told = f"rank {rank} (pid {proc.pid}) did not answer and did not end within {GRACE / 2:.0f} s; it was killed"
+                    self._told.insert(0, (True, told))
             causes = [reason for symptom, reason in self._told if not symptom]
             symptoms = [reason for symptom, reason in self._told if symptom]
             say(f"the run failed: {(causes or symptoms or ['a rank ended early'])[0]}")

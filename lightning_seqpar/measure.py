@@ -99,7 +99,7 @@ class StepMeter(Callback):
         batch: which batch (0-based); the default is one at which no run-time check is due.
     """
 
-    def __init__(self, batch: int = 2) -> None:
+    def __init__(self, batch: int = 16) -> None:
         self._batch = batch
         self._saved: SavedBytes | None = None
         self._traffic: Traffic | None = None

@@ -56,7 +56,7 @@ MUTANTS = [
         "sync per micro-batch",
         "grad_sync.py",
         "partial.hook = parameter.register_hook(self._arrival(partial))",
-        'partial.hook = parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad, group=self._groups["tp"]))',
+        'partial.hook = parameter.register_post_accumulate_grad_hook(lambda p, own=partial: (dist.all_reduce(p.grad, group=self._groups["tp"]), setattr(own, "synced", p.grad)))',
     ),
     Mutant(
         "sync of a kept gradient counts it tp times",

@@ -28,12 +28,14 @@ class Bad(Callback):
         if batch_idx == 2 and trainer.global_rank == int(rank):
             if what == "raise":
                 raise ValueError("on purpose")
+            if what == "hang":
+                signal.pause()
             if what in ("KILL", "TERM"):
                 os.kill(os.getpid(), getattr(signal, "SIG" + what))
 
 if __name__ == "__main__":
     world = int(os.environ.get("WORLD", "2"))
-    strategy = SeqParallelStrategy(tp=2, timeout=60)
+    strategy = SeqParallelStrategy(tp=2, timeout=int(os.environ.get("TIMEOUT", "60")))
     bad = [Bad()] if "BAD" in os.environ else []
     trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=50, callbacks=bad)
     trainer.fit(models.GPT(), models.loader(4, count=400))
@@ -104,6 +106,14 @@ def test_a_bad_end_names_the_rank_and_leaves_nobody(script, bad, world, says):
     done = script(BAD=bad, WORLD=str(world))
     assert done.returncode != 0
     assert re.search(says, done.stderr), done.stderr[-3000:]
+
+
+def test_a_rank_that_hangs_ends_the_run_after_the_timeout(script):
+    done = script(BAD="hang:1", TIMEOUT="8")
+    assert done.returncode != 0
+    assert re.search(r"the run failed: rank 1 \(pid \d+\) did not answer and did not end", done.stderr), done.stderr[
+        -3000:
+    ]
 
 
 def test_the_main_process_killed(script):
