@@ -48,7 +48,7 @@ def refuse_unsupported(config: ParallelConfig) -> None:
         ("gloo_twins", not config.gloo_twins),
     ):
         if not idle:
-            default = ParallelConfig.model_fields[field].get_default(call_default_factory=True)
+            default = getattr(ParallelConfig(), field)
             raise ValueError(f"{field}={getattr(config, field)!r} does not run yet; use {field}={default!r}")
 
 

@@ -664,7 +664,7 @@ def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> Pa
     if config is None:
         return ParallelConfig(**keywords)
     for name, value in keywords.items():
-        default = ParallelConfig.model_fields[name].get_default(call_default_factory=True)
+        default = getattr(ParallelConfig(), name)
         same = value == default or (name == "timeout" and value == default.total_seconds())
         if not same:
             raise ValueError(
