@@ -114,9 +114,9 @@ class GradSync:
                 partial.hook.remove()
                 partial.hook = None
 
-    def flush_all(self) -> None:
+    def flush_all(self, *, check: bool = False) -> None:
         """Sum whatever has arrived, for every parameter. Right at any time: see the gradient hook."""
-        self.flush([partial.parameter for partial in self._partials])
+        self.flush([partial.parameter for partial in self._partials], check=check)
 
     def flush(self, parameters: Iterable[Tensor], *, check: bool = False) -> None:
         """Sum what has arrived for ``parameters`` (those of one optimizer) since the last flush; idempotent.

@@ -122,6 +122,19 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
                 )
 
 
+def check_parameters(record: ShardedModel) -> None:
+    """The model must hold the parameters that were laid out.
+
+    Raises:
+        RuntimeError: naming one that was replaced.
+    """
+    if replaced := record.layout.replaced(record.model):
+        raise RuntimeError(
+            f"{replaced[0]}: the model holds another parameter than the one that was laid out; do not replace parameters "
+            "while training (change their data in place)"
+        )
+
+
 def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: str) -> None:
     """The ranks of one replica must read the same batch.
 

@@ -48,6 +48,7 @@ from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.guards import (
     check_batch,
     check_loss,
+    check_parameters,
     check_readers,
     refuse_callbacks,
     refuse_optimizers,
@@ -379,6 +380,7 @@ class SeqParallelStrategy(ParallelStrategy):
             if self._is_due(self._calls["training"]):
                 check_loss(closure_loss, self.groups)
                 check_readers(closure_loss, record)
+                check_parameters(record)
         if isinstance(self.model, DistributedDataParallel) and not self._module.automatic_optimization:
             prepare_for_backward(self.model, closure_loss)
 
@@ -391,8 +393,8 @@ class SeqParallelStrategy(ParallelStrategy):
             for callback in self._trainer.callbacks  # type: ignore[attr-defined]
         )
         if hooked or not self._module.automatic_optimization:
-            self._sync.flush_all()
-            self._flushed = not self._trainer.fit_loop._should_accumulate()
+            self._sync.flush_all(check=self._is_due(self._calls["training"]))
+            self._flushed = not self._trainer.fit_loop._should_accumulate()  # read in automatic optimization alone
 
     @property
     def _module(self) -> LightningModule:
@@ -404,8 +406,7 @@ class SeqParallelStrategy(ParallelStrategy):
 
         def synced() -> Any:
             out = closure()
-            if not self._flushed:
-                self.sync_gradients(optimizer)
+            self.sync_gradients(optimizer)
             return out
 
         self._optimizing = optimizer
@@ -439,17 +440,13 @@ class SeqParallelStrategy(ParallelStrategy):
 
     def sync_gradients(self, optimizer: Optimizer) -> None:
         """Sum the partial gradients of this optimizer's parameters that are due; idempotent."""
-        if self._sync is None:
-            return
-        record = record_of(self._module)
-        assert record is not None
-        if replaced := record.layout.replaced(self._module):
-            raise RuntimeError(
-                f"{replaced[0]}: the model holds another parameter than the one that was laid out; do not replace "
-                "parameters while training (change their data in place)"
-            )
+        automatic = self._module.automatic_optimization
+        if self._sync is None or (automatic and self._flushed):
+            return  # between an automatic step's backward and its update nothing can arrive
         step = self._steps.get(id(optimizer), 0) + 1
         self._sync.flush(_parameters(optimizer), check=self._is_due(step))
+        # Elsewhere (a raw step, grad_norm in some hook) the backward may still be to come.
+        self._flushed = automatic and self._optimizing is not None
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Parameters that every rank holds whole must get the same gradient on every rank."""

@@ -279,7 +279,7 @@ def run(mutant: Mutant) -> tuple[bool, str]:
             *mutant.tests.split(),
         ]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-        seen = re.search(r"^FAILED (\S+)", done.stdout, re.M)
+        seen = re.search(r"^FAILED (.+?)(?: - |$)", done.stdout, re.M)
         if done.returncode == 1 and seen:
             return True, seen.group(1).removeprefix("tests/")
         return (

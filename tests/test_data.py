@@ -146,6 +146,27 @@ def test_tp_ranks_without_a_seed_read_the_same():
     assert first["train"] == second["train"]
 
 
+def drift(kind: str) -> list[list[int]]:
+    """Rank 0 alone draws random numbers between the epochs, as a plotting callback would."""
+
+    class Plots(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            if trainer.is_global_zero:
+                torch.rand(3)
+
+    module = Reader()
+    strategy = SeqParallelStrategy(tp=2)
+    trainer = quiet_trainer(devices=dist.get_world_size(), strategy=strategy, max_epochs=3, callbacks=[Plots()])
+    trainer.fit(module, make_loader(kind, 12, 4))
+    return module.read["train"]
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "batch-shuffled"])
+def test_a_draw_of_one_rank_alone_does_not_part_the_replica(kind):
+    first, second = run_distributed(drift, 2, kind)
+    assert first == second
+
+
 def test_a_users_sampler_is_dealt_in_its_own_order():
     ranks = run_distributed(read, 4, "user-sampler", 2, 3, None, 1)
     assert ranks[0]["train"] == [[11, 9, 7], [5, 3, 1]]
