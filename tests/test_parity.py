@@ -18,6 +18,7 @@ MODELS = {
     "encoder-sbh": ("Encoder", (("batch_first", False),)),
 }
 TOPOLOGIES = {"tp2": (2, 2), "tp4": (4, 4), "dp2xtp2": (4, 2)}
+WITHOUT_TP = {"tp1": (1, 1), "dp2": (2, 1)}
 
 
 @cache
@@ -28,7 +29,7 @@ def reference(model: str, optimizer: str = "adamw", **kwargs) -> Trace:
 
 def check(model: str, topology: str, sp: bool, optimizer: str = "adamw", strategy=None, **kwargs) -> None:
     name, args = MODELS[model]
-    world, tp = TOPOLOGIES[topology]
+    world, tp = {**TOPOLOGIES, **WITHOUT_TP}[topology]
     options = {"tp": tp, "sp": sp, **(strategy or {})}
     model_args = {**dict(args), "optimizer": optimizer}
     traces = run_distributed(fit, world, name, model_args, world=world, strategy=options, **kwargs)
@@ -48,6 +49,11 @@ def test_ten_steps_of_adamw(model, topology, sp):
 @pytest.mark.parametrize("model", ["gpt-tied", "encoder-sbh"])
 def test_accumulation_clipping_and_sgd(model, topology, sp):
     check(model, topology, sp, "sgd", accumulate=2, clip=0.05)
+
+
+@pytest.mark.parametrize("topology", WITHOUT_TP)
+def test_without_tensor_parallelism_it_is_plain_lightning(topology):
+    check("gpt-tied", topology, True, accumulate=2, clip=0.05)
 
 
 @pytest.mark.parametrize("model", ["gpt-untied", "encoder-bsh"])
