@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,29 +17,33 @@ def share_metrics(holders: Sequence[Any], group: ProcessGroup) -> None:
     torchmetrics sync over the world unless told a group, and sums would come out × tp. A metric with a group of its own
     keeps it.
     """
-    found: list[Metric] = []
-    _find(list(holders), found, depth=4)
-    for metric in found:
+    for metric in _find(list(holders), depth=4, seen=set()):
         if metric.process_group is None:
             metric.process_group = group
 
 
-def _find(value: Any, found: list[Metric], depth: int) -> None:
-    """Collect metrics in modules, containers and helper objects, ``depth`` levels down."""
+_SKIPPED = ("_trainer", "_parameters", "_buffers", "_modules")
+_TOO_MANY = 1000
+"""A longer container holds data, not metrics."""
+
+
+def _find(value: Any, depth: int, seen: set[int]) -> Iterator[Metric]:
+    """Metrics in modules, containers and helper objects, ``depth`` levels down."""
+    if value is None or isinstance(value, Tensor | str | bytes | int | float | type) or id(value) in seen:
+        return
+    seen.add(id(value))
     if isinstance(value, nn.Module):
-        found += [module for module in value.modules() if isinstance(module, Metric)]
-    if depth == 0 or isinstance(value, Tensor | str | type) or value is None:
+        yield from (module for module in value.modules() if isinstance(module, Metric))
+    if depth == 0:
         return
     if isinstance(value, Mapping):
-        items: Any = list(value.values())
+        items: Any = value.values()
     elif isinstance(value, list | tuple | set):
-        items = list(value)
+        items = value
+    elif type(value).__module__.split(".")[0] in sys.stdlib_module_names:
+        return
     else:
-        skipped = ("_trainer", "_parameters", "_buffers", "_modules")
-        items = [item for name, item in getattr(value, "__dict__", {}).items() if name not in skipped]
-    for item in items:
-        if (
-            isinstance(item, nn.Module | Mapping | list | tuple | set)
-            or type(item).__module__ not in sys.stdlib_module_names
-        ):
-            _find(item, found, depth - 1)
+        items = [item for name, item in getattr(value, "__dict__", {}).items() if name not in _SKIPPED]
+    if len(items) <= _TOO_MANY:
+        for item in list(items):
+            yield from _find(item, depth - 1, seen)

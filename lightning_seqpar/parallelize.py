@@ -61,6 +61,7 @@ class ShardedModel:
     undo: list[Callable[[], None]] = field(default_factory=list)
     reading: bool = False
     strategy: Callable[[], Any] = lambda: None
+    made_by: object = None
     versions: dict[str, int] = field(default_factory=dict)
 
     def note_versions(self) -> None:

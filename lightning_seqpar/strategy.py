@@ -264,16 +264,17 @@ class SeqParallelStrategy(ParallelStrategy):
 
     def _parallelize(self, module: LightningModule) -> ShardedModel | None:
         """The record of the sharded model; none at tp 1."""
-        found = record_of(module)
-        if found is not None:
-            if found.groups.topology == self.groups.topology and found.sp == self.config.sp:
-                return found
-            unshard(module)
         tp = self.groups.size("tp")
+        if tp > 1 and self._trainer.state.fn == TrainerFn.FITTING and (dropping := find_dropout(module)):
+            names = ", ".join(f"{name} (p={p})" for name, p in dropping[:5])
+            raise ValueError(f"dropout in {names}{' ...' if len(dropping) > 5 else ''} with tp={tp}: {DROPOUT_FIX}")
+        found = record_of(module)
+        made_by = (self.groups.topology, self.config.sp, self.config.plan, self.config.regather)
+        if found is not None:
+            if found.made_by == made_by:
+                return found
+            unshard(module)  # another topology or plan: start from the whole model
         if tp > 1:
-            if (dropping := find_dropout(module)) and self._trainer.state.fn == TrainerFn.FITTING:
-                names = ", ".join(f"{name} (p={p})" for name, p in dropping[:5])
-                raise ValueError(f"dropout in {names}{' ...' if len(dropping) > 5 else ''} with tp={tp}: {DROPOUT_FIX}")
             plans = resolve_plans(self.config.plan, module)
         self._make_replicas_equal(module)
         if tp == 1:
@@ -283,6 +284,7 @@ class SeqParallelStrategy(ParallelStrategy):
         hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
         regather = self.config.regather is not False
         record = parallelize(module, plans, self.groups, sp=self.config.sp, regather=regather)
+        record.made_by = made_by
         total, local = record.layout.global_numel(), record.layout.local_numel()
         rank_zero_info(
             f"lightning_seqpar: {self.groups.topology}, sp {'on' if self.config.sp else 'off'}, plan from "
@@ -307,8 +309,10 @@ class SeqParallelStrategy(ParallelStrategy):
         with torch.no_grad():
             for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
                 staged = tensor.detach().to(self.root_device).contiguous()
-                dist.broadcast(staged, src=0, group=group)
-                tensor.data.copy_(staged)
+                if staged.numel():
+                    # As bytes: backends do not know every dtype.
+                    dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=group)
+                    tensor.data.copy_(staged)
 
     def _wrap_ddp(self, module: LightningModule) -> None:
         options = dict(self.config.ddp)

@@ -410,6 +410,21 @@ def evaluate_with_dropout() -> None:
     trainer.validate(Model(), models.loader(4), verbose=False)
 
 
+def dropout_after_validation() -> None:
+    """A model that was sharded for validation is asked again when it is to train."""
+    module = models.WatchedEncoder()
+    for layer in module.encoder.layers:
+        layer.self_attn.dropout = 0.1
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    trainer.validate(module, models.loader(4), verbose=False)
+    with pytest.raises(ValueError, match=r"dropout in encoder.layers.0.self_attn \(p=0.1\)"):
+        trainer.fit(module, models.loader(4))
+
+
+def test_dropout_is_refused_after_a_validation_too():
+    run_distributed(dropout_after_validation, 2)
+
+
 def test_a_head_count_that_does_not_divide_names_the_tp_that_works():
     with pytest.raises(
         RankFailedError, match=r"attn.qkv: 2 units \(heads or features\) do not divide by tp=4; use tp of 1, 2"
@@ -463,16 +478,26 @@ def start_apart() -> tuple[bool, bool]:
     torch.manual_seed(dist.get_rank())
     module = models.GPT(seed=100 + dist.get_rank())
     module.register_buffer("seen", torch.tensor(float(dist.get_rank())))
+    # DDP itself broadcasts buffers over dp, and gloo does not know these types.
+    unusual = (torch.int16, torch.complex64) if dist.get_world_size() == 2 else ()
+    for dtype in (torch.bool, torch.bfloat16, *unusual):
+        module.register_buffer(f"buffer_{dtype}".replace(".", "_"), torch.full((3,), dist.get_rank()).to(dtype))
     recorder = ParityRecorder()
-    trainer = quiet_trainer(devices=4, strategy=SeqParallelStrategy(tp=2), max_steps=2, callbacks=[recorder])
+    world = dist.get_world_size()
+    trainer = quiet_trainer(devices=world, strategy=SeqParallelStrategy(tp=2), max_steps=2, callbacks=[recorder])
     trainer.fit(module, models.loader(2, count=64))
-    weights = [None] * 4
+    weights = [None] * world
     dist.all_gather_object(weights, recorder.trace.weights)
-    return all(torch.equal(w[n], weights[0][n]) for w in weights for n in weights[0]), float(module.seen) == 0.0
+    buffers = [buffer for name, buffer in module.named_buffers() if name.startswith(("seen", "buffer_"))]
+    return (
+        all(torch.equal(w[n], weights[0][n]) for w in weights for n in weights[0]),
+        len(buffers) == 3 + len(unusual) and all(not buffer.any() for buffer in buffers),
+    )
 
 
 def test_replicas_that_start_apart_are_made_equal_from_the_first_rank():
-    assert run_distributed(start_apart, 4) == [(True, True)] * 4
+    for world in (2, 4):
+        assert run_distributed(start_apart, world) == [(True, True)] * world
 
 
 def inner_norm_matches() -> None:
