@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -310,10 +311,11 @@ def whole_tensor(local: Tensor, layout: ParamLayout, groups: ParallelGroups) -> 
     """The whole of a tensor laid out as the parameter is; collective over tp."""
     if layout.shard is None:
         return local.detach().clone()
-    group, shard = groups["tp"], layout.shard
-    size = groups.size("tp")
-    parts = all_gather(local.detach().unsqueeze(0), 0, group)
-    return shard.assemble([parts[rank] for rank in range(size)])
+    group, sent = groups["tp"], local.detach().unsqueeze(0)
+    if sent.device.type == "cpu" and dist.get_backend(group) == "nccl":
+        sent = sent.to(torch.device("cuda", torch.cuda.current_device()))  # after fit the model lies on the CPU
+    parts = all_gather(sent, 0, group).to(local.device)
+    return layout.shard.assemble(list(parts))
 
 
 def unshard(model: nn.Module) -> nn.Module:

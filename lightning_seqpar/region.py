@@ -33,6 +33,9 @@ _REDUCTIONS = ("_ReduceBackward", "_ReduceScatterBackward")
 """Graph nodes behind which every rank has the whole, or its shard, of a sum."""
 
 
+_MANY = 4096  # calls that are remembered outside any step
+
+
 class GatheredInput:
     """One gathered activation and the column linears that read it.
 
@@ -96,13 +99,8 @@ class SequenceRegion:
     def __init__(
         self, group: ProcessGroup, dim: int = 1, *, sp: bool = True, name: str = "", regather: bool = True
     ) -> None:
-        self.group, self.dim, self.sp, self.name, self.regather = (
-            group,
-            dim,
-            sp,
-            name or "the model",
-            regather,
-        )
+        self.group, self.dim, self.sp, self.regather = group, dim, sp, regather
+        self.name = name or "the model"
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._frames = [_Frame()]
         # What each block's input was, by its shape: a recompute in the backward runs outside any frame.
@@ -131,6 +129,9 @@ class SequenceRegion:
 
     def open_frame(self) -> None:
         """A call begins."""
+        if len(self._shards) > _MANY:  # calls outside any step, which would clear them
+            self._shards = [ref for ref in self._shards if ref() is not None]
+            self.intervals = self.intervals[-_MANY:]
         self._frames.append(_Frame(task=torch._C._current_graph_task_id()))
 
     def close_frame(self, *, aborted: bool = False) -> None:

@@ -75,9 +75,9 @@ class ReplicaSampler(Sampler[Any]):
         for part in (self.order, getattr(self.order, "sampler", None)):
             generator = getattr(part, "generator", None)
             if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
-                state = generator.get_state()
-                dist.broadcast(state, src=source, group=self.groups["tp"])
-                generator.set_state(state)
+                box = [generator.get_state()]
+                dist.broadcast_object_list(box, src=source, group=self.groups["tp"])
+                generator.set_state(box[0])
 
     def __iter__(self) -> Iterator[Any]:
         if self.num_replicas == 1 and self._agreed is None:

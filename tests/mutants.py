@@ -56,7 +56,7 @@ MUTANTS = [
         "sync per micro-batch",
         "grad_sync.py",
         "partial.hook = parameter.register_hook(self._arrival(partial))",
-        'partial.hook = parameter.register_post_accumulate_grad_hook(lambda p, own=partial: (dist.all_reduce(p.grad, group=self._groups["tp"]), setattr(own, "synced", p.grad)))',
+        'partial.hook = parameter.register_post_accumulate_grad_hook(lambda p, own=partial: (dist.all_reduce(p.grad, group=self._groups["tp"]), setattr(own, "synced", p.grad), None)[-1])',
     ),
     Mutant(
         "sync of a kept gradient counts it tp times",
