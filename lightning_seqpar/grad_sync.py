@@ -161,9 +161,8 @@ class GradSync:
         # Over dp too: a replica that did not use a parameter still got the others' average for it.
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._groups["dp", "tp"])
         agreed = told.tolist()
-        for partial, missed in zip(due, agreed[1::2], strict=True):
-            fired_somewhere = agreed[2 * due.index(partial)]
-            if missed and not fired_somewhere:
+        for partial, fired, missed in zip(due, agreed[0::2], agreed[1::2], strict=True):
+            if missed and not fired:
                 raise RuntimeError(
                     f"{partial.layout.name}: a gradient arrived but the hook that marks it for the sum over tp did not "
                     "fire on any rank; was its hook removed, or the gradient set by hand?"
