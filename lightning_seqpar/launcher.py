@@ -127,6 +127,20 @@ class ChildWatch:
                     rank = self._first_rank + local_rank
                     told = f"rank {rank} (pid {proc.pid}) did not answer and did not end within {GRACE / 2:.0f} s; it was killed"
                     self._told.insert(0, (True, told))
+            left = [
+                at
+                for at, (proc, by_itself) in enumerate(zip(self._procs, ended, strict=True), 1)
+                if by_itself and not proc.returncode
+            ]
+            if left and self._told and all(symptom for symptom, _ in self._told):
+                self._told.insert(
+                    0,
+                    (
+                        True,
+                        f"rank {self._first_rank + left[0]} had ended while another rank still waited for it; what speaks "
+                        "to all ranks (trainer.save_checkpoint, unshard, a forward after fit) must be called on all of them",
+                    ),
+                )
             causes = [reason for symptom, reason in self._told if not symptom]
             symptoms = [reason for symptom, reason in self._told if symptom]
             say(f"the run failed: {(causes or symptoms or ['a rank ended early'])[0]}")

@@ -40,6 +40,8 @@ if __name__ == "__main__":
     trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=50, callbacks=bad)
     trainer.fit(models.GPT(), models.loader(4, count=400))
     print("PID", os.getpid(), "RANK", trainer.global_rank, "STEPS", trainer.global_step, flush=True)
+    if os.environ.get("SAVE") and trainer.is_global_zero:
+        trainer.save_checkpoint(os.environ["SAVE"])
     if os.environ.get("AFTER") and trainer.global_rank == int(os.environ["AFTER"]):
         raise ValueError("after fit")
 """
@@ -114,6 +116,13 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(script):
     assert re.search(r"the run failed: rank 1 \(pid \d+\) did not answer and did not end", done.stderr), done.stderr[
         -3000:
     ]
+
+
+def test_a_save_on_one_rank_alone_ends_with_the_reason(script, tmp_path):
+    done = script(SAVE=str(tmp_path / "half.ckpt"))
+    assert done.returncode != 0
+    assert "rank 1 had ended while another rank still waited for it; what speaks to all ranks" in done.stderr
+    assert not (tmp_path / "half.ckpt").exists()
 
 
 def test_the_main_process_killed(script):
