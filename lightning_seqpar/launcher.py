@@ -43,9 +43,12 @@ def describe_exit(code: int) -> str:
 
 
 def say(message: str) -> None:
-    """Print to standard error, at once."""
-    sys.stderr.write(f"lightning_seqpar: {message}\n")
-    sys.stderr.flush()
+    """Print to standard error, at once.
+
+    Past ``sys.stderr``: while torch formats an exception of the main thread it puts a buffer in its place, and what a
+    watching thread said just before it ends the process was lost with the buffer.
+    """
+    os.write(2, f"lightning_seqpar: {message}\n".encode())
 
 
 _LOST_PEER = (
