@@ -174,8 +174,8 @@ def keyword_blocks() -> None:
             return x
 
     torch.manual_seed(0)
-    model = Stack()
-    x = torch.randn(2, 7, 16, requires_grad=True)
+    model = Stack().double()
+    x = torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True)
     expected = model(x)
     expected.pow(2).sum().backward()
     grad, x.grad = x.grad.clone(), None
@@ -192,8 +192,8 @@ def keyword_blocks() -> None:
     parallelize(model, [ShardingPlan.from_rules(rules)], groups())
     out = model(x)
     out.pow(2).sum().backward()
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(x.grad, grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(x.grad, grad, rtol=1e-9, atol=1e-9)
     unshard(model)
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
 
