@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import combinations
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_seqpar.config import nearest
 from lightning_seqpar.topology import ProcessTopology
 
 Axes = str | tuple[str, ...]
+"""One axis, several axes, or one of :data:`NAMED`."""
+
+NAMED = ("embedding", "position_embedding", "fp8_amax")
+"""Groups that are no set of axes, or a set with a name of its own (``fp8_amax`` is tp × dp)."""
 
 
 class ParallelGroups:
     """This rank's process groups, one for every set of axes; equal rank lists share a group.
 
-    Making them is collective: every rank of the topology constructs the object, at the same point of the program.
-    Only the groups that a rank belongs to cost it anything. They live until the process ends, or until
-    :meth:`destroy`.
+    ``groups["tp"]``, ``groups["dp", "cp"]``, ``groups["embedding"]``, ``groups["position_embedding"]``,
+    ``groups["fp8_amax"]``; the axes' order does not matter. Making them is collective: every rank of the topology
+    constructs the object, at the same point of the program. Only the groups that a rank belongs to cost it anything.
+    They live until the process ends, or until :meth:`destroy`; then they can be made anew.
 
     Args:
         topology: the grid.
@@ -29,105 +37,237 @@ class ParallelGroups:
             outside it answers -1 to :meth:`rank`.
         backend: backend of the groups; none takes the default group's.
         timeout: how long a collective waits (a sub-group does not inherit the default group's timeout).
+        split_rank: first pipeline stage of the decoder, in an encoder-decoder model; it holds embeddings too.
+        gloo_twins: make a gloo group beside each group of axes (:meth:`gloo`), for objects on the CPU and for threads
+            that must not speak between the training's collectives.
 
     Raises:
         RuntimeError: if ``torch.distributed`` is not initialised.
-        ValueError: if the grid does not fit the world.
+        ValueError: if the grid does not fit the world, or ``split_rank`` the pipeline.
     """
 
     def __init__(
         self,
         topology: ProcessTopology,
         rank: int,
-        rank_mapping: Sequence[int] | None = None,
+        rank_mapping: Sequence[int] | Mapping[int, int] | None = None,
         *,
         backend: str | None = None,
         timeout: timedelta | None = None,
+        split_rank: int | None = None,
+        gloo_twins: bool = False,
     ) -> None:
-        self._place(topology, rank, rank_mapping)
+        self._place(topology, rank, rank_mapping, split_rank)
         if not dist.is_initialized():
             raise RuntimeError(
                 "ParallelGroups needs torch.distributed; call init_process_group first, "
                 "or ParallelGroups.fake to ask about ranks and sizes alone"
             )
-        if rank_mapping is None and topology.world_size != dist.get_world_size():
+        world = dist.get_world_size()
+        if rank != dist.get_rank():
             raise ValueError(
-                f"the topology ({topology}) has {topology.world_size} ranks, the world {dist.get_world_size()}; "
+                f"rank={rank}, but this process is rank {dist.get_rank()} of the world; pass dist.get_rank()"
+            )
+        if rank_mapping is None and topology.world_size != world:
+            raise ValueError(
+                f"the topology ({topology}) has {topology.world_size} ranks, the world {world}; "
                 "make them equal, or pass rank_mapping for a grid over a part of the world"
             )
+        if outside := [ranked for ranked in self._mapping if not 0 <= ranked < world]:
+            raise ValueError(f"rank_mapping names rank {outside[0]}, but the world has ranks 0 to {world - 1}")
         self._groups: dict[frozenset[str], ProcessGroup] = {}
-        if self._grid_rank < 0:
-            return
-        by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
-        # Sorted axis sets: ranks that share two groups must make them in the same order.
-        for axes in self._axis_sets():
-            ranks = tuple(self._mapping[r] for r in topology.get_comm_list(self._grid_rank, *axes))
-            if ranks not in by_ranks:
-                by_ranks[ranks] = dist.new_group(
-                    list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True
-                )
-            self._groups[frozenset(axes)] = by_ranks[ranks]
+        self._twins: dict[frozenset[str], ProcessGroup] = {}
+        self._made: list[ProcessGroup] = []
+        options = {"backend": backend, "timeout": timeout}
+        self._make_axis_groups(self._groups, options)
+        if gloo_twins:
+            self._make_axis_groups(self._twins, {**options, "backend": "gloo"})
+        self._make_named_groups(options)
 
-    def _place(self, topology: ProcessTopology, rank: int, rank_mapping: Sequence[int] | None) -> None:
+    def _place(
+        self,
+        topology: ProcessTopology,
+        rank: int,
+        rank_mapping: Sequence[int] | Mapping[int, int] | None,
+        split_rank: int | None,
+    ) -> None:
         self.topology = topology
+        self._world_rank = rank
         self._fake = False
-        self._mapping: Sequence[int] = range(topology.world_size) if rank_mapping is None else tuple(rank_mapping)
-        if len(self._mapping) != topology.world_size or len(set(self._mapping)) != len(self._mapping):
+        size = topology.world_size
+        if isinstance(rank_mapping, Mapping):
+            told: Sequence[int] = [rank_mapping[r] for r in range(size) if r in rank_mapping]
+        else:
+            told = range(size) if rank_mapping is None else tuple(rank_mapping)
+        if len(told) != size or (rank_mapping is not None and len(set(told)) != size):
             raise ValueError(
-                f"rank_mapping={list(self._mapping)}: give {topology.world_size} different world ranks, "
-                f"one for each rank of the grid ({topology})"
+                f"rank_mapping={rank_mapping}: give {size} different world ranks, one for each rank of the grid ({topology})"
             )
-        self._grid_rank = self._mapping.index(rank) if rank in self._mapping else -1
+        self._mapping = told
+        self._grid_rank = told.index(rank) if rank in told else -1
+        if rank_mapping is None and self._grid_rank < 0:
+            topology.get_coord(rank)  # says which ranks there are
+        self._split_rank = split_rank
+        topology.embedding_ranks(0, split_rank)  # refuses a split outside the pipeline
 
     def _axis_sets(self) -> list[tuple[str, ...]]:
         names = sorted(self.topology.axes)
         return [axes for count in range(1, len(names) + 1) for axes in combinations(names, count)]
 
+    def _new(self, ranks: Sequence[int], options: Mapping[str, Any]) -> ProcessGroup:
+        # Members alone meet. The name that torch gives the group counts the groups that each of them made before, so all
+        # ranks of the world that construct this object must make equally many: who has none to make makes one of its own.
+        group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False, **options)
+        assert isinstance(group, ProcessGroup)
+        self._made.append(group)
+        return group
+
+    def _make_axis_groups(self, into: dict[frozenset[str], ProcessGroup], options: Mapping[str, Any]) -> None:
+        by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
+        # Sorted axis sets: ranks that share two groups must make them in the same order.
+        for axes, first in self._distinct_axis_sets().items():
+            ranks = tuple(self.ranks(axes)) if self._grid_rank >= 0 else (self._world_rank,)
+            if axes == first:
+                by_ranks[ranks] = self._new(ranks, options)
+            if self._grid_rank >= 0:
+                into[frozenset(axes)] = by_ranks[ranks]
+
+    def _distinct_axis_sets(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        """Every set of axes → the first one with the same ranks: axes of size 1 add none."""
+        first: dict[tuple[str, ...], tuple[str, ...]] = {}
+        found = {}
+        for axes in self._axis_sets():
+            found[axes] = first.setdefault(tuple(a for a in axes if self.topology.get_dim(a) > 1), axes)
+        return found
+
+    def _make_named_groups(self, options: Mapping[str, Any]) -> None:
+        known = {axes: self.topology.get_comm_list(0, *axes) for axes in self._axis_sets()}
+        for name in ("embedding", "position_embedding"):
+            # Asked of grid rank 0, a member of every such group, so that all ranks decide alike.
+            first = self._grid_ranks(frozenset((name,)), 0)
+            shared = next((axes for axes, ranks in known.items() if ranks == first), None)
+            known[name,] = first
+            member = self._grid_rank >= 0 and self._world_rank in self.ranks(name)
+            if shared is None:
+                group = self._new(self.ranks(name) if member else [self._world_rank], options)
+            if member:
+                self._groups[frozenset((name,))] = group if shared is None else self._groups[frozenset(shared)]
+
     @classmethod
-    def fake(cls, topology: ProcessTopology, rank: int) -> ParallelGroups:
+    def fake(cls, topology: ProcessTopology, rank: int, *, split_rank: int | None = None) -> ParallelGroups:
         """Answers ranks and sizes without ``torch.distributed``; asking for a group raises."""
         groups = cls.__new__(cls)
-        groups._place(topology, rank, None)
+        groups._place(topology, rank, None, split_rank)
         groups._fake = True
-        groups._groups = {}
+        groups._groups, groups._twins, groups._made = {}, {}, []
         return groups
 
+    # ---- what there is -----------------------------------------------------------------------------------------
+
     def __getitem__(self, axes: Axes) -> ProcessGroup:
-        """The group along one axis (``groups["tp"]``) or several (``groups["dp", "cp"]``)."""
+        """The group along one axis (``groups["tp"]``), several (``groups["dp", "cp"]``), or of a name."""
+        return self._find(self._groups, axes)
+
+    def gloo(self, axes: Axes) -> ProcessGroup:
+        """The gloo twin of the group along ``axes``."""
+        if not self._fake and not self._twins and self._groups:
+            raise RuntimeError("no gloo twins were made; pass gloo_twins=True")
+        return self._find(self._twins, axes)
+
+    def _find(self, among: Mapping[frozenset[str], ProcessGroup], axes: Axes) -> ProcessGroup:
         key = self._key(axes)
         if self._fake:
             raise RuntimeError(f"fake groups have no process group for {sorted(key)}; they answer ranks and sizes")
-        if key not in self._groups:
-            raise RuntimeError(f"no process group for {sorted(key)}: this rank is outside the grid, or it is destroyed")
-        return self._groups[key]
+        if key not in among:
+            why = "this rank is outside the grid"
+            if not self._made:
+                why = "the groups were destroyed; make them anew"
+            elif self._grid_rank >= 0:
+                why = f"this rank ({self._world_rank}) is not one of {self.ranks(axes)}"
+            raise RuntimeError(f"no process group for {sorted(key)}: {why}")
+        return among[key]
 
     def _key(self, axes: Axes) -> frozenset[str]:
         names = (axes,) if isinstance(axes, str) else axes
+        if names == ("fp8_amax",):
+            names = tuple(axis for axis in ("dp", "tp") if axis in self.topology.axes)
+            if not names:
+                raise ValueError(f"groups['fp8_amax'] spans dp × tp, and the topology ({self.topology}) has neither")
+        elif len(names) == 1 and names[0] in NAMED:
+            return frozenset(names)
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"groups[{axes!r}]: name one axis or more, each once")
         for axis in names:
-            self.topology.get_dim(axis)
+            if axis not in self.topology.axes:
+                raise ValueError(f"unknown axis {axis!r}; did you mean {nearest(axis, (*self.topology.axes, *NAMED))}?")
         return frozenset(names)
 
+    def _grid_ranks(self, key: frozenset[str], rank: int) -> list[int]:
+        if key == {"embedding"}:
+            return self.topology.embedding_ranks(rank, self._split_rank)
+        if key == {"position_embedding"}:
+            return self.topology.position_embedding_ranks(rank, self._split_rank)
+        return self.topology.get_comm_list(rank, *sorted(key))
+
     def ranks(self, axes: Axes) -> list[int]:
-        """World ranks of the group along ``axes``, in the group's order; ``[]`` outside the grid."""
-        if self._grid_rank < 0:
-            return []
-        return [self._mapping[r] for r in self.topology.get_comm_list(self._grid_rank, *sorted(self._key(axes)))]
+        """World ranks of the group along ``axes``, in the group's order; ``[]`` outside the grid.
+
+        Of the embedding groups: those of this rank's pipeline, whether or not it is one of them.
+        """
+        key = self._key(axes)
+        return [self._mapping[r] for r in self._grid_ranks(key, self._grid_rank)] if self._grid_rank >= 0 else []
 
     def rank(self, axes: Axes) -> int:
-        """This process's rank in the group along ``axes``; -1 outside the grid."""
-        if self._grid_rank < 0:
-            return -1
-        return self.ranks(axes).index(self._mapping[self._grid_rank])
+        """This process's rank in the group along ``axes``; -1 outside the grid, or if it is not a member."""
+        ranks = self.ranks(axes)
+        return ranks.index(self._world_rank) if self._world_rank in ranks else -1
 
     def size(self, axes: Axes) -> int:
         """Ranks in the group along ``axes``; -1 outside the grid."""
         return len(self.ranks(axes)) if self._grid_rank >= 0 else -1
 
+    def source(self, axes: Axes) -> int:
+        """World rank of the group's first member, from which a broadcast starts; -1 outside the grid."""
+        return self.ranks(axes)[0] if self._grid_rank >= 0 else -1
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks work on the same samples: all but ``dp``. Empty where there is no other."""
+        return tuple(axis for axis in self.topology.axes if axis != "dp")
+
+    @property
+    def next_stage(self) -> int:
+        """World rank that this rank sends activations to, the last stage's being the first; -1 outside the grid."""
+        return self._mapping[self.topology.next_stage(self._grid_rank)] if self._grid_rank >= 0 else -1
+
+    @property
+    def prev_stage(self) -> int:
+        """World rank that this rank receives activations from; -1 outside the grid."""
+        return self._mapping[self.topology.prev_stage(self._grid_rank)] if self._grid_rank >= 0 else -1
+
+    def p2p_pairs(self) -> list[list[int]]:
+        """World ranks ``[sender, receiver]`` of every hop along every pipeline, the wrap-around included."""
+        return [[self._mapping[one], self._mapping[other]] for one, other in self.topology.p2p_pairs()]
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """A ``DeviceMesh`` over these very groups, its dims named by the axes, for torch's own tools.
+
+        Raises:
+            RuntimeError: outside the grid, for fake groups, or once they are destroyed.
+        """
+        groups = [self[axis] for axis in self.topology.axes]
+        ranks = torch.tensor(self._mapping).view(self.topology.dims)
+        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=self.topology.axes)
+
     def destroy(self) -> None:
-        """Destroy the groups; collective over their members."""
-        for group in dict.fromkeys(self._groups.values()):
-            dist.destroy_process_group(group)
-        self._groups = {}
+        """Shut the groups down, on every rank that made them; whoever still holds one can't use it.
+
+        Their names stay taken until the process ends: torch names a group by its ranks and by how many groups there are,
+        and one that is made again under an old name finds the dead addresses of the old one in the store.
+        """
+        for group in self._made:
+            group.shutdown()
+        self._groups, self._twins, self._made = {}, {}, []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelGroups:
         return self  # a process group can't be copied; a copied model keeps talking over the same one

@@ -12,6 +12,23 @@ from dataclasses import dataclass
 
 from lightning_seqpar.config import ParallelConfig, nearest
 
+PIPELINE = "pp"
+"""The axis that the pipeline helpers speak of; a topology without it is a pipeline of one stage."""
+
+
+def nearest_multiples(number: int, unit: int) -> str:
+    """The multiples of ``unit`` around ``number``, as text for a message: ``4 or 8``."""
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    """The divisors of ``number`` next to ``wanted``, as text for a message."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < wanted]
+    above = [d for d in divisors if d > wanted]
+    return " or ".join(str(d) for d in (*below[-1:], *above[:1]))
+
 
 class Coord(dict[str, int]):
     """Coordinates of a rank, one attribute per axis: ``coord.tp``."""
@@ -53,8 +70,10 @@ class ProcessTopology:
         if len(set(names)) != len(names):
             raise ValueError(f"axes={list(names)}: an axis stands there twice; name each axis once")
         for name, size in zip(names, sizes, strict=True):
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise ValueError(f"axis {name!r} has size {size!r}: a size is a whole number of ranks")
             if size < 1:
-                raise ValueError(f"axis {name!r} has size {size}: a size must be 1 or more")
+                raise ValueError(f"axis {name!r} has size {size}: a size must be 1 or more; leave the axis out for 1")
         object.__setattr__(self, "axes", names)
         object.__setattr__(self, "dims", sizes)
 
@@ -67,12 +86,18 @@ class ProcessTopology:
         """
         model = config.tp * config.cp * config.pp
         product = f"tp {config.tp} × cp {config.cp} × pp {config.pp}"
-        if world_size % model:
-            below = world_size // model * model
-            fits = f"{below} or {below + model}" if below else f"{model}"
+        if world_size < 1:
             raise ValueError(
-                f"world size {world_size} does not divide by {product} = {model}; use {fits} processes "
-                f"(devices × num_nodes), or a tp that divides {world_size}"
+                f"world size {world_size}: a world has 1 rank or more; use {model} processes for {product}"
+            )
+        if world_size % model:
+            others = config.cp * config.pp
+            other_tp = (
+                f", or tp={_nearest_divisors(world_size // others, config.tp)}" if world_size % others == 0 else ""
+            )
+            raise ValueError(
+                f"world size {world_size} does not divide by {product} = {model}; use "
+                f"{nearest_multiples(world_size, model)} processes (devices × num_nodes){other_tp}"
             )
         derived = world_size // model
         if config.dp != "auto" and config.dp != derived:
@@ -142,6 +167,8 @@ class ProcessTopology:
         """
         if not axes or any(axis not in self.axes for axis in axes):
             return []
+        if len(set(axes)) != len(axes):
+            raise ValueError(f"axes {', '.join(axes)}: an axis stands there twice; name each axis once")
         inside = self._spread(axes)
         origins = self._spread([axis for axis in self.axes if axis not in axes])
         return [[origin + offset for offset in inside] for origin in origins]
@@ -168,6 +195,114 @@ class ProcessTopology:
         coord = self.get_coord(rank)
         width = {axis: max(2, len(str(size - 1))) for axis, size in zip(self.axes, self.dims, strict=True)}
         return "-".join(f"{axis}_{coord[axis]:0{width[axis]}d}" for axis in self.axes if axis not in omit_axes)
+
+    # ---- pipelines ---------------------------------------------------------------------------------------------
+
+    @property
+    def pipeline_size(self) -> int:
+        """Stages of a pipeline; 1 in a topology without the axis ``pp``."""
+        return self.get_dim(PIPELINE) if PIPELINE in self.axes else 1
+
+    def get_stage(self, rank: int) -> int:
+        """Which stage of its pipeline ``rank`` holds."""
+        return self.get_coord(rank).get(PIPELINE, 0)
+
+    def get_pipeline(self, rank: int) -> list[int]:
+        """The ranks of ``rank``'s pipeline, first stage first."""
+        if PIPELINE in self.axes:
+            return self.get_comm_list(rank, PIPELINE)
+        self.get_coord(rank)  # refuses a rank outside
+        return [rank]
+
+    def stage_to_global(self, rank: int, stage: int, **coord: int) -> int:
+        """The rank that holds ``stage`` in ``rank``'s pipeline; further coordinates may be replaced: ``dp=1``."""
+        if not 0 <= stage < self.pipeline_size:
+            raise ValueError(f"stage {stage} lies outside the pipeline: it has stages 0 to {self.pipeline_size - 1}")
+        there = {**self.get_coord(rank), **coord}
+        if PIPELINE in self.axes:
+            there[PIPELINE] = stage
+        return self.get_rank(**there)
+
+    def next_stage(self, rank: int) -> int:
+        """The rank that ``rank`` sends activations to; the last stage's is the first (interleaving wraps around)."""
+        return self.stage_to_global(rank, (self.get_stage(rank) + 1) % self.pipeline_size)
+
+    def prev_stage(self, rank: int) -> int:
+        """The rank that ``rank`` receives activations from; the first stage's is the last."""
+        return self.stage_to_global(rank, (self.get_stage(rank) - 1) % self.pipeline_size)
+
+    def p2p_pairs(self) -> list[list[int]]:
+        """``[rank, next_stage(rank)]`` for every rank, in rank order, the wrap-around included."""
+        return [[rank, self.next_stage(rank)] for rank in range(self.world_size)]
+
+    def _check_split(self, split_rank: int | None) -> None:
+        if split_rank is not None and not 0 < split_rank < self.pipeline_size:
+            size = self.pipeline_size
+            fix = f"use 1 to {size - 1}" if size > 1 else "it needs two stages or more; leave it out"
+            raise ValueError(f"pp_split_rank={split_rank} lies outside a pipeline of {size} stages; {fix}")
+
+    def embedding_ranks(self, rank: int, split_rank: int | None = None) -> list[int]:
+        """Who in ``rank``'s pipeline holds the token embedding: first and last stage (a tied head).
+
+        With ``split_rank``, the first stage of the decoder in an encoder-decoder model, that stage too.
+        """
+        self._check_split(split_rank)
+        stages = {0, self.pipeline_size - 1} | ({split_rank} if split_rank is not None else set())
+        pipeline = self.get_pipeline(rank)
+        return [pipeline[stage] for stage in sorted(stages)]
+
+    def position_embedding_ranks(self, rank: int, split_rank: int | None = None) -> list[int]:
+        """Who in ``rank``'s pipeline holds the position embedding: the first stage, and the decoder's first."""
+        self._check_split(split_rank)
+        stages = {0} | ({split_rank} if split_rank is not None else set())
+        pipeline = self.get_pipeline(rank)
+        return [pipeline[stage] for stage in sorted(stages)]
+
+    def get_embedding_comm_lists(self, split_rank: int | None = None) -> list[list[int]]:
+        """The embedding ranks of every pipeline.
+
+        Example: with ``pp`` 4 outermost on 16 ranks ``[[0, 12], [1, 13], [2, 14], [3, 15]]``, and ``[[0, 8, 12], ...]``
+        with ``split_rank`` 2.
+        """
+        return [self.embedding_ranks(rank, split_rank) for rank in self._first_stages()]
+
+    def get_position_embedding_comm_lists(self, split_rank: int | None = None) -> list[list[int]]:
+        """The position-embedding ranks of every pipeline: ``[[0], [1], ...]``, or ``[[0, 8], ...]`` with a split."""
+        return [self.position_embedding_ranks(rank, split_rank) for rank in self._first_stages()]
+
+    def _first_stages(self) -> list[int]:
+        return self.filter_match(pp=0) if PIPELINE in self.axes else list(range(self.world_size))
+
+    def is_first_stage(self, rank: int, virtual_stage: int = 0) -> bool:
+        """Whether ``rank`` holds the model's very first layers, in its ``virtual_stage``-th chunk."""
+        return self.get_stage(rank) == 0 and virtual_stage == 0
+
+    def is_last_stage(self, rank: int, virtual_stage: int = 0, virtual_pp: int = 1) -> bool:
+        """Whether ``rank`` holds the model's very last layers, in its ``virtual_stage``-th chunk of ``virtual_pp``."""
+        return self.get_stage(rank) == self.pipeline_size - 1 and virtual_stage == virtual_pp - 1
+
+    def stage_layers(self, rank: int, num_layers: int, virtual_pp: int | None = None) -> list[range]:
+        """The layers that ``rank`` holds, one range for each of its virtual stages.
+
+        Layers go round the pipeline ``virtual_pp`` times: 16 layers over ``pp`` 4 with ``virtual_pp`` 2 put 0-1 and 8-9
+        on the first stage, 2-3 and 10-11 on the second (interleaving, arXiv 2104.04473).
+
+        Raises:
+            ValueError: if the layers do not divide by ``pp × virtual_pp``; the message names the nearest that do.
+        """
+        rounds, stages = virtual_pp or 1, self.pipeline_size
+        if rounds < 1:
+            raise ValueError(f"virtual_pp={virtual_pp}: a rank holds 1 virtual stage or more; leave it out for 1")
+        if rounds > 1 and stages == 1:
+            raise ValueError(f"virtual_pp={rounds} with pp=1: there is nothing to interleave; set pp to 2 or more")
+        chunks = stages * rounds
+        if num_layers < 1 or num_layers % chunks:
+            raise ValueError(
+                f"{num_layers} layers do not divide by pp {stages} × virtual_pp {rounds} = {chunks}; use "
+                f"{nearest_multiples(num_layers, chunks)} layers"
+            )
+        size, stage = num_layers // chunks, self.get_stage(rank)
+        return [range((turn * stages + stage) * size, (turn * stages + stage + 1) * size) for turn in range(rounds)]
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         return iter(zip(self.axes, self.dims, strict=True))

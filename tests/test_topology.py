@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology
@@ -35,6 +36,7 @@ def test_filters_lists_and_labels():
     assert ProcessTopology(["dp", "tp"], [2, 2]).get_rank_repr(3) == "tp_01"
 
 
+@settings(max_examples=1000, deadline=None)
 @given(dims=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())
 def test_against_an_oracle_that_loops_over_everything(dims, data):
     axes = ["a", "b", "c", "d"][: len(dims)]
@@ -54,7 +56,113 @@ def test_against_an_oracle_that_loops_over_everything(dims, data):
         assert topology.get_comm_list(ranks[-1], *chosen) == ranks
 
 
-def test_a_hundred_thousand_ranks_answer_without_a_loop():
+AXES = ("pp", "dp", "cp", "tp")
+
+
+def brute_force(order: tuple[str, ...], sizes: dict[str, int]) -> dict[tuple[int, ...], int]:
+    """Coordinates (in the order of ``AXES``) → rank, by counting through nested loops."""
+    found = {}
+    for rank, coord in enumerate(itertools.product(*(range(sizes[axis]) for axis in order))):
+        named = dict(zip(order, coord, strict=True))
+        found[tuple(named[axis] for axis in AXES)] = rank
+    return found
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(AXES)), ids="-".join)
+def test_every_order_of_the_axes_against_brute_force(order):
+    """1,944 topologies: sizes 1 to 3 on four axes in all 24 orders; groups, pipelines, embeddings."""
+    for dims in itertools.product((1, 2, 3), repeat=4):
+        sizes = dict(zip(AXES, dims, strict=True))
+        config = ParallelConfig(**{**sizes, "order": "-".join(order)})
+        topology = ProcessTopology.from_config(config, math.prod(dims))
+        ranks = brute_force(order, sizes)
+        pp = sizes["pp"]
+        for chosen in ({"tp"}, {"pp"}, {"dp"}, {"cp"}, {"tp", "pp"}, {"cp", "dp"}, {"tp", "dp"}, {"tp", "cp", "pp"}):
+            lists: dict[tuple, list[int]] = {}
+            for coord, rank in ranks.items():
+                outside = tuple(c for axis, c in zip(AXES, coord, strict=True) if axis not in chosen)
+                lists.setdefault(outside, []).append(rank)
+            assert sorted(topology.get_axis_comm_lists(*chosen)) == sorted(sorted(group) for group in lists.values())
+        for (stage, *rest), rank in ranks.items():
+            pipeline = [ranks[(s, *rest)] for s in range(pp)]
+            assert topology.get_pipeline(rank) == pipeline
+            assert topology.next_stage(rank) == pipeline[(stage + 1) % pp]
+            assert topology.prev_stage(rank) == pipeline[stage - 1]
+            assert topology.embedding_ranks(rank) == sorted({pipeline[0], pipeline[-1]}, key=pipeline.index)
+            assert topology.position_embedding_ranks(rank) == pipeline[:1]
+            for split in range(1, pp):
+                wanted = [r for s, r in enumerate(pipeline) if s in (0, split, pp - 1)]
+                assert topology.embedding_ranks(rank, split) == wanted
+                assert topology.position_embedding_ranks(rank, split) == [pipeline[0], pipeline[split]]
+            layers = [layer for part in topology.stage_layers(rank, 2 * 3 * pp, 3 if pp > 1 else 1) for layer in part]
+            assert all((layer // 2) % pp == stage for layer in layers if pp > 1)
+            assert len(layers) == 6
+
+
+def test_the_pipelines_of_the_sixteen_rank_example():
+    topology = ProcessTopology(["pp", "dp", "tp"], [4, 2, 2])
+    assert topology.get_axis_comm_lists("pp", "tp") == [
+        [0, 1, 4, 5, 8, 9, 12, 13],
+        [2, 3, 6, 7, 10, 11, 14, 15],
+    ]
+    assert topology.get_axis_comm_lists("dp", "tp") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert topology.get_embedding_comm_lists() == [[0, 12], [1, 13], [2, 14], [3, 15]]
+    assert topology.get_embedding_comm_lists(split_rank=2) == [[0, 8, 12], [1, 9, 13], [2, 10, 14], [3, 11, 15]]
+    assert topology.get_embedding_comm_lists(split_rank=3) == [[0, 12], [1, 13], [2, 14], [3, 15]]
+    assert topology.get_position_embedding_comm_lists() == [[0], [1], [2], [3]]
+    assert topology.get_position_embedding_comm_lists(split_rank=2) == [[0, 8], [1, 9], [2, 10], [3, 11]]
+    assert (topology.get_stage(9), topology.next_stage(13), topology.prev_stage(1)) == (2, 1, 13)
+    assert (topology.stage_to_global(7, 3), topology.stage_to_global(7, 3, dp=0, tp=0)) == (15, 12)
+
+
+def test_hops_along_pipelines_wrap_around():
+    """Two pipelines of five adjacent stages: the last stage's hop leads back to the first."""
+    pairs = ProcessTopology(["dp", "pp"], [2, 5]).p2p_pairs()
+    assert pairs == [[0, 1], [1, 2], [2, 3], [3, 4], [4, 0], [5, 6], [6, 7], [7, 8], [8, 9], [9, 5]]
+
+
+def test_context_parallel_ranks_and_their_data():
+    topology = ProcessTopology.from_config(ParallelConfig(cp=2), 8)
+    assert topology.get_axis_comm_lists("cp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert topology.get_axis_comm_lists("dp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert topology.get_axis_comm_lists("cp", "dp") == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    together = ProcessTopology.from_config(ParallelConfig(tp=2, cp=2, pp=2), 16)
+    assert together.get_axis_comm_lists("cp")[0] == [0, 2]
+    assert together.get_axis_comm_lists("tp", "cp", "pp")[1] == [4, 5, 6, 7, 12, 13, 14, 15]
+
+
+def test_interleaved_layers():
+    """16 layers on four stages, twice round: each stage holds two pairs."""
+    topology = ProcessTopology(["pp"], [4])
+    held = [[list(part) for part in topology.stage_layers(rank, 16, virtual_pp=2)] for rank in range(4)]
+    assert held == [[[0, 1], [8, 9]], [[2, 3], [10, 11]], [[4, 5], [12, 13]], [[6, 7], [14, 15]]]
+    assert [list(topology.stage_layers(rank, 8)[0]) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    first = [(rank, turn) for rank in range(4) for turn in range(2) if topology.is_first_stage(rank, turn)]
+    last = [(rank, turn) for rank in range(4) for turn in range(2) if topology.is_last_stage(rank, turn, 2)]
+    assert (first, last) == ([(0, 0)], [(3, 1)])
+    alone = ProcessTopology(["dp", "tp"], [2, 2])
+    assert alone.stage_layers(3, 5) == [range(5)]
+    assert alone.is_first_stage(3)
+    assert alone.is_last_stage(3)
+    assert alone.embedding_ranks(3) == alone.position_embedding_ranks(3) == alone.get_pipeline(3) == [3]
+    assert alone.next_stage(3) == 3
+
+
+def test_a_trillion_ranks_answer_at_once():
+    """What looped over ranks would never end here."""
+    topology = ProcessTopology(["pp", "dp", "cp", "tp"], [16, 2**30, 8, 8])
+    assert topology.world_size == 2**40
+    last = 2**40 - 1
+    assert topology.get_comm_list(last, "tp") == list(range(last - 7, last + 1))
+    assert topology.get_coord(last).dp == 2**30 - 1
+    assert topology.next_stage(last) == 2**36 - 1
+    assert topology.embedding_ranks(last, 4)[1] == 5 * 2**36 - 1
+    assert topology.get_rank(pp=15, dp=2**30 - 1, cp=7, tp=7) == last
+    groups = ParallelGroups.fake(topology, last)
+    assert (groups.rank("tp"), groups.size("cp"), groups.ranks("tp")[0]) == (7, 8, last - 7)
+
+
+def test_a_hundred_thousand_ranks():
     topology = ProcessTopology(["pp", "dp", "cp", "tp"], [16, 1024, 1, 8])
     assert topology.world_size == 131_072
     assert topology.get_comm_list(131_071, "tp") == list(range(131_064, 131_072))
@@ -71,6 +179,8 @@ def test_a_hundred_thousand_ranks_answer_without_a_loop():
         (["a", "a"], [1, 2], "stands there twice"),
         (["a"], [0], "a size must be 1 or more"),
         (["a", "b"], [2, -1], "axis 'b' has size -1"),
+        (["a"], [2.0], "axis 'a' has size 2.0: a size is a whole number"),
+        (["a"], [True], "axis 'a' has size True: a size is a whole number"),
     ],
 )
 def test_a_wrong_grid_is_refused(axes, dims, says):
@@ -90,6 +200,24 @@ def test_wrong_questions_are_answered_with_the_right_name():
         topology.get_rank(dp=0)
     with pytest.raises(AttributeError, match="no axis 'pp'"):
         _ = topology.get_coord(0).pp
+    with pytest.raises(ValueError, match="an axis stands there twice"):
+        topology.get_axis_comm_lists("tp", "tp")
+    pipeline = ProcessTopology(["pp", "tp"], [4, 2])
+    for split in (0, 4, -1):
+        with pytest.raises(ValueError, match=f"pp_split_rank={split} lies outside a pipeline of 4 stages; use 1 to 3"):
+            pipeline.embedding_ranks(0, split)
+    with pytest.raises(ValueError, match="it needs two stages or more; leave it out"):
+        topology.position_embedding_ranks(0, 1)
+    with pytest.raises(ValueError, match="stage 4 lies outside the pipeline: it has stages 0 to 3"):
+        pipeline.stage_to_global(0, 4)
+    with pytest.raises(ValueError, match=r"18 layers do not divide by pp 4 × virtual_pp 2 = 8; use 16 or 24 layers"):
+        pipeline.stage_layers(0, 18, 2)
+    with pytest.raises(ValueError, match=r"3 layers do not divide .* use 4 layers"):
+        pipeline.stage_layers(0, 3)
+    with pytest.raises(ValueError, match="virtual_pp=2 with pp=1: there is nothing to interleave"):
+        topology.stage_layers(0, 8, 2)
+    with pytest.raises(ValueError, match="virtual_pp=-1: a rank holds 1 virtual stage or more"):
+        pipeline.stage_layers(0, 8, -1)
 
 
 def test_from_config_derives_dp():
@@ -104,24 +232,13 @@ def test_from_config_derives_dp():
     [
         ({"tp": 4}, 6, "world size 6 does not divide by tp 4 × cp 1 × pp 1 = 4; use 4 or 8 processes"),
         ({"tp": 4}, 2, "use 4 processes"),
+        ({"tp": 4}, 6, "or tp=3 or 6"),
+        ({"tp": 3, "pp": 2}, 8, "use 6 or 12 processes .*, or tp=2 or 4"),
+        ({"pp": 3, "tp": 2}, 8, r"= 6; use 6 or 12 processes \(devices × num_nodes\)$"),
+        ({"tp": 2}, 0, "a world has 1 rank or more; use 2 processes"),
         ({"tp": 2, "dp": 3}, 8, r"dp=3: dp 3 × tp 2 × cp 1 × pp 1 = 6 ranks, but the world has 8; use dp=4"),
     ],
 )
 def test_a_world_that_does_not_fit_names_one_that_does(config, world, says):
     with pytest.raises(ValueError, match=says):
         ProcessTopology.from_config(ParallelConfig(**config), world)
-
-
-def test_fake_groups_answer_ranks_and_raise_on_a_group():
-    groups = ParallelGroups.fake(ProcessTopology(["dp", "tp"], [2, 4]), rank=6)
-    assert (groups.rank("tp"), groups.rank("dp"), groups.size("tp"), groups.size(("dp", "tp"))) == (2, 1, 4, 8)
-    assert groups.ranks("tp") == [4, 5, 6, 7]
-    with pytest.raises(RuntimeError, match="fake groups have no process group"):
-        groups["tp"]
-    with pytest.raises(ValueError, match="unknown axis 'pt'"):
-        groups.rank("pt")
-
-
-def test_groups_without_torch_distributed_say_what_to_call():
-    with pytest.raises(RuntimeError, match="call init_process_group first"):
-        ParallelGroups(ProcessTopology(["tp"], [2]), 0)
