@@ -1,6 +1,8 @@
 """Tensor + sequence parallel training for PyTorch Lightning, on a model you did not change."""
 
-from lightning_seqpar.config import CheckpointConfig, ParallelConfig, PlanSpec
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallelize import unshard
@@ -8,7 +10,9 @@ from lightning_seqpar.plan import ShardingPlan
 from lightning_seqpar.strategy import SeqParallelStrategy, grad_norm
 from lightning_seqpar.topology import ProcessTopology
 
-__version__ = "0.1.0"
+__version__ = VERSION
+
+SeqParallelStrategy.register_strategies(StrategyRegistry)
 
 __all__ = [
     "CheckpointConfig",

@@ -7,41 +7,131 @@ topology is made (:meth:`lightning_seqpar.topology.ProcessTopology.from_config`)
 from __future__ import annotations
 
 import difflib
+import typing
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+VERSION = "0.1.0"
+"""Of this package; checkpoints and the comparison of ranks name it."""
 
 AXES = ("pp", "dp", "cp", "tp")
 """Every axis of the topology, in the default order, outermost first."""
 
+SYNONYMS = {
+    "tensor_parallel": "tp",
+    "tensor_parallel_size": "tp",
+    "tensor_model_parallel_size": "tp",
+    "tp_size": "tp",
+    "sequence_parallel": "sp",
+    "data_parallel_size": "dp",
+    "dp_size": "dp",
+    "context_parallel": "cp",
+    "context_parallel_size": "cp",
+    "sequence_parallel_size": "cp",
+    "pipeline_parallel": "pp",
+    "pipeline_parallel_size": "pp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "virtual_pp",
+    "pipeline_model_parallel_split_rank": "pp_split_rank",
+    "axes": "order",
+    "tp_plan": "plan",
+    "parallelize_plan": "plan",
+    "activation_checkpointing": "recompute",
+    "gradient_checkpointing": "recompute",
+    "backend": "process_group_backend",
+    "use_fp8": "fp8_groups",
+}
+"""What other systems call our fields."""
+
 
 def nearest(word: str, known: Sequence[str], count: int = 3) -> str:
     """Up to ``count`` of the ``known`` names that look most like ``word``, as text for a message."""
+    if SYNONYMS.get(word) in known:
+        return repr(SYNONYMS[word])
     found = difflib.get_close_matches(word, known, n=count, cutoff=0.4)
     return ", ".join(repr(name) for name in found) if found else ", ".join(repr(name) for name in known)
+
+
+def broken(message: str) -> PydanticCustomError:
+    """The error of a rule, without the decoration that Pydantic gives a ``ValueError``."""
+    return PydanticCustomError("rule", "{message}", {"message": message})
+
+
+def _choices(annotation: Any) -> list[Any]:
+    """The literal values that a field takes, if it takes nothing else."""
+    if typing.get_origin(annotation) is Literal:
+        return list(typing.get_args(annotation))
+    return []
 
 
 class FrozenModel(BaseModel):
     """Base of every config model: frozen, and unknown keys are answered with the nearest known one."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    # The rules below show the value themselves.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, hide_input_in_errors=True
+    )
 
     @model_validator(mode="before")
     @classmethod
     def keys_are_known(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            for key in data:
-                if key not in cls.model_fields:
-                    raise ValueError(
-                        f"{key!r} is not a field of {cls.__name__}; did you mean "
-                        f"{nearest(str(key), list(cls.model_fields))}?"
-                    )
+        if not isinstance(data, Mapping | BaseModel):
+            fields = ", ".join(list(cls.model_fields)[:4])
+            raise broken(f"{data!r} is no {cls.__name__}; write a mapping with some of its fields ({fields}, ...)")
+        for key in data if isinstance(data, Mapping) else ():
+            if key not in cls.model_fields:
+                raise broken(
+                    f"{key!r} is not a field of {cls.__name__}; did you mean "
+                    f"{nearest(str(key), list(cls.model_fields))}?"
+                )
         return data
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def choices_are_known(cls, value: Any, info: ValidationInfo) -> Any:
+        choices = _choices(cls.model_fields[str(info.field_name)].annotation)
+        if choices and value not in choices:
+            raise broken(
+                f"{info.field_name}={value!r}: it must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+            )
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def flags_are_true_or_false(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        told = str(value).lower() in ("true", "false", "yes", "no", "on", "off", "1", "0") and not isinstance(
+            value, float
+        )
+        if annotation is bool and not told:
+            raise broken(f"{info.field_name}={value!r}: it is a switch; write true or false")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def options_are_mappings(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if typing.get_origin(annotation) is dict and not isinstance(value, Mapping):
+            raise broken(f"{info.field_name}={value!r}: write a mapping of options, such as {{name: value}}")
+        return value
 
 
 class CheckpointConfig(FrozenModel):
@@ -70,6 +160,8 @@ class ParallelConfig(FrozenModel):
             the value, the rule and the fix.
     """
 
+    _OPTIONAL: ClassVar[tuple[str, ...]] = ("virtual_pp", "pp_split_rank")
+
     tp: int = 1
     """Tensor-parallel size: over how many ranks each linear is split."""
     sp: bool = True
@@ -88,7 +180,10 @@ class ParallelConfig(FrozenModel):
     """First pipeline rank of the decoder in an encoder-decoder model."""
     order: str = "pp-dp-cp-tp"
     """The axes, outermost first; ranks along the last one are adjacent."""
-    plan: str | PlanSpec = "auto"
+    plan: Annotated[
+        Annotated[str, Tag("name")] | Annotated[PlanSpec, Tag("rules")],
+        Discriminator(lambda value: "name" if isinstance(value, str) else "rules"),
+    ] = "auto"
     """``auto``, a family's name, the path of a YAML file, or ``{base: ..., rules: [...]}``."""
     data_parallel: Literal["ddp", "fsdp"] = "ddp"
     """What synchronises the data-parallel replicas."""
@@ -105,7 +200,10 @@ class ParallelConfig(FrozenModel):
     self_check: bool = True
     """Prove the plan before training."""
     check_every: int = 0
-    """Repeat the run-time checks every so many optimizer steps (0: only at steps 1, 2, 4, 8, ...)."""
+    """Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..."""
+    broadcast_batch: bool = False
+    """One rank of each replica reads the batches and sends them to the others: for iterable data sets that give each
+    process other samples. Off, every rank reads for itself and checksums are compared."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Form of the checkpoints."""
     process_group_backend: str | None = None
@@ -120,60 +218,89 @@ class ParallelConfig(FrozenModel):
     @field_validator("tp", "cp", "pp", "dp", "virtual_pp", "check_every", "pp_split_rank", mode="before")
     @classmethod
     def numbers_are_whole(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-            raise ValueError(f"{info.field_name}={value!r}: it counts ranks or steps; write a whole number")
-        return value
+        if (info.field_name == "dp" and value == "auto") or (value is None and info.field_name in cls._OPTIONAL):
+            return value
+        told = str(value).removeprefix("-").removesuffix(".0").isdecimal() and not isinstance(value, bool)
+        if not told:
+            also = " or 'auto'" if info.field_name == "dp" else ""
+            raise broken(f"{info.field_name}={value!r}: it counts ranks or steps; write a whole number{also}")
+        return int(float(value))
 
     @field_validator("tp", "cp", "pp", "dp", "virtual_pp")
     @classmethod
     def sizes_are_positive(cls, value: int | str | None, info: ValidationInfo) -> int | str | None:
         if isinstance(value, int) and value < 1:
-            raise ValueError(f"{info.field_name}={value}: a size must be 1 or more; leave it out for 1")
+            raise broken(f"{info.field_name}={value}: a size must be 1 or more; leave it out for 1")
         return value
 
     @field_validator("check_every")
     @classmethod
     def check_every_is_not_negative(cls, value: int) -> int:
         if value < 0:
-            raise ValueError(f"check_every={value}: write 0 for the default schedule or a number of steps")
+            raise broken(f"check_every={value}: write 0 for the default schedule or a number of steps")
         return value
 
-    @field_validator("order")
+    @field_validator("order", mode="before")
     @classmethod
-    def order_names_every_axis_once(cls, value: str) -> str:
-        names = value.split("-")
-        if sorted(names) != sorted(AXES):
-            raise ValueError(
+    def order_names_every_axis_once(cls, value: Any) -> Any:
+        if not isinstance(value, str) or sorted(value.split("-")) != sorted(AXES):
+            raise broken(
                 f"order={value!r}: it must name {', '.join(AXES)} once each, joined by '-', outermost first; "
                 f"for example {'-'.join(AXES)!r}"
             )
         return value
 
-    @field_validator("timeout")
+    @field_validator("timeout", mode="before")
     @classmethod
-    def timeout_is_positive(cls, value: timedelta) -> timedelta:
-        if value <= timedelta(0):
-            raise ValueError(f"timeout={value.total_seconds()} s: a collective needs a positive number of seconds")
+    def timeout_is_positive(cls, value: Any) -> Any:
+        try:
+            clock = isinstance(value, str) and ":" in value  # as a saved configuration shows it: 0:30:00
+            told = TypeAdapter(timedelta).validate_python(f"{value:0>8}") if clock else value
+            seconds = told.total_seconds() if isinstance(told, timedelta) else float(told)
+        except (TypeError, ValueError):
+            raise broken(f"timeout={value!r}: write a number of seconds, such as 600, or a timedelta") from None
+        if not 0 < seconds < 1e9 or isinstance(value, bool):
+            raise broken(f"timeout={value!r}: a collective needs a positive number of seconds, such as 600")
+        return seconds
+
+    @field_validator("regather", mode="before")
+    @classmethod
+    def regather_is_a_switch_or_auto(cls, value: Any) -> Any:
+        if value != "auto" and str(value).lower() not in ("true", "false", "yes", "no", "on", "off"):
+            raise broken(f"regather={value!r}: write 'auto', true or false")
+        return value
+
+    @field_validator("process_group_backend", mode="before")
+    @classmethod
+    def backend_is_a_name(cls, value: Any) -> Any:
+        if value is not None and (not isinstance(value, str) or not value):
+            raise broken(
+                f"process_group_backend={value!r}: write a backend's name, such as 'gloo' or 'nccl', or leave it out"
+            )
         return value
 
     @field_validator("plan", mode="before")
     @classmethod
-    def plan_rules_may_stand_alone(cls, value: Any) -> Any:
+    def plan_is_a_name_or_rules(cls, value: Any) -> Any:
+        if value == "" or not isinstance(value, str | Mapping | list | tuple | PlanSpec):
+            raise broken(f"plan={value!r}: write 'auto', a family's name, the path of a YAML file, or rules")
         return {"rules": value} if isinstance(value, list | tuple) else value
-
-    @field_validator("plan")
-    @classmethod
-    def plan_is_named(cls, value: str | PlanSpec) -> str | PlanSpec:
-        if value == "":
-            raise ValueError("plan='': write 'auto', a family's name, the path of a YAML file, or rules")
-        return value
 
     @model_validator(mode="after")
     def split_rank_needs_a_pipeline(self) -> ParallelConfig:
         if self.pp_split_rank is not None and not 0 < self.pp_split_rank < self.pp:
-            raise ValueError(
+            raise broken(
                 f"pp_split_rank={self.pp_split_rank}: the decoder's first rank must lie inside the pipeline, "
                 f"between 1 and pp - 1 = {self.pp - 1}; set pp to 2 or more, or leave pp_split_rank out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def virtual_stages_need_a_pipeline(self) -> ParallelConfig:
+        if self.virtual_pp is not None and self.virtual_pp > 1 and self.pp == 1:
+            raise broken(
+                f"virtual_pp={self.virtual_pp} with pp=1: virtual stages interleave the stages of a pipeline; set pp to 2 "
+                "or more, or leave virtual_pp out"
             )
         return self
 
@@ -187,21 +314,57 @@ class ParallelConfig(FrozenModel):
         file = Path(path)
         if not file.is_file():
             raise ValueError(f"config file {str(path)!r} does not exist; give the path of a YAML file")
-        loaded = OmegaConf.load(file)
+        try:
+            loaded = OmegaConf.load(file)
+        except yaml.YAMLError as error:
+            raise ValueError(f"config file {str(path)!r} is not YAML: {error}") from None
         if not isinstance(loaded, DictConfig):
-            raise ValueError(f"config file {str(path)!r} must hold a mapping such as 'tp: 2', not a list")
+            raise ValueError(f"config file {str(path)!r} must hold a mapping such as 'tp: 2', not a list or a word")
+        for override in overrides:
+            if "=" not in override:
+                raise ValueError(f"override {override!r}: write it as field=value, such as 'tp=4'")
         return cls.from_omegaconf(OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides))))
 
     @classmethod
     def from_omegaconf(cls, cfg: Any) -> ParallelConfig:
-        """Build from an OmegaConf node or a plain mapping; interpolations are resolved, ``_target_`` is dropped."""
-        plain = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
+        """Build from an OmegaConf node or a plain mapping; interpolations are resolved, ``_target_`` is dropped.
+
+        Raises:
+            ValueError: for something that is no mapping, or an interpolation that leads nowhere.
+        """
+        try:
+            plain = (
+                OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True) if OmegaConf.is_config(cfg) else cfg
+            )
+        except OmegaConfBaseException as error:
+            raise ValueError(f"the parallel config can't be resolved: {' '.join(str(error).split())}") from None
         if not isinstance(plain, Mapping):
             raise ValueError(f"a parallel config must be a mapping such as {{'tp': 2}}, got {plain!r}")
-        return cls(**{str(key): value for key, value in plain.items() if key != "_target_"})
+        return cls(**{str(key): value for key, value in plain.items() if key not in ("_target_", "_convert_")})
 
     def to_yaml(self) -> str:
         """The configuration as YAML that :meth:`from_yaml` reads back."""
         data = self.model_dump(mode="json")
         data["timeout"] = self.timeout.total_seconds()
         return yaml.safe_dump(data, sort_keys=False)
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON schema of a YAML file with these fields, for editors; Hydra's ``_target_`` may stand in it."""
+        schema = cls.model_json_schema()
+        properties = schema["properties"]
+        for name in ("tp", "cp", "pp"):
+            properties[name]["minimum"] = 1
+        properties["timeout"] = {
+            "description": properties["timeout"]["description"],
+            "type": "number",
+            "exclusiveMinimum": 0,
+            "default": ParallelConfig().timeout.total_seconds(),
+            "title": "Timeout",
+        }
+        properties["plan"]["oneOf"].append({"type": "array", "items": {"type": "object"}})
+        properties["_target_"] = {
+            "type": "string",
+            "description": "What Hydra builds: lightning_seqpar.SeqParallelStrategy.",
+        }
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

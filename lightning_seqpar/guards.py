@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import Tensor, optim
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.config import ParallelConfig, nearest
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layers.linear import GatherLinear, ShardedLinear
 from lightning_seqpar.parallelize import ShardedModel
@@ -33,23 +35,79 @@ ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
 """Optimizers whose update of an element depends on that element's gradient and state alone."""
 
 
+LATER = {
+    "cp": "context parallelism; config, topology and groups know it, the layers do not",
+    "pp": "pipeline parallelism; config, topology and groups know it, the layers do not",
+    "virtual_pp": "interleaved stages",
+    "pp_split_rank": "pipelines of encoder-decoder models",
+    "data_parallel": "sharding over the replicas",
+    "fsdp": "sharding over the replicas",
+    "recompute": "activation recompute by the strategy (checkpointing in your model works)",
+    "compile": "compilation by the strategy",
+    "checkpoint": "checkpoints in parts or in the background",
+    "fp8_groups": "fp8 training",
+}
+"""Fields that the strategy refuses when they differ from their default, and what they would turn on."""
+
+
 def refuse_unsupported(config: ParallelConfig) -> None:
     """Refuse what the configuration knows and the strategy does not run yet."""
-    for field, idle in (
-        ("cp", config.cp == 1),
-        ("pp", config.pp == 1),
-        ("virtual_pp", config.virtual_pp is None),
-        ("data_parallel", config.data_parallel == "ddp"),
-        ("fsdp", not config.fsdp),
-        ("recompute", config.recompute == "none"),
-        ("compile", not config.compile),
-        ("checkpoint", config.checkpoint.format == "single" and not config.checkpoint.async_save),
-        ("fp8_groups", not config.fp8_groups),
-        ("gloo_twins", not config.gloo_twins),
-    ):
-        if not idle:
-            default = getattr(ParallelConfig(), field)
-            raise ValueError(f"{field}={getattr(config, field)!r} does not run yet; use {field}={default!r}")
+    default = ParallelConfig()
+    for field, what in LATER.items():
+        value, idle = getattr(config, field), getattr(default, field)
+        if value != idle and not (field == "virtual_pp" and value == 1):
+            raise ValueError(f"{field}={value!r} does not run yet; use {field}={idle!r} ({what})")
+
+
+def refuse_notebook(processes: int) -> None:
+    """Processes can't be started from a notebook or an interactive prompt.
+
+    Raises:
+        ValueError: for more than one process.
+    """
+    if processes > 1:
+        raise ValueError(
+            f"devices={processes} in a notebook or at an interactive prompt: the other ranks are started by running the same "
+            "file again, and here there is none. Put the code into a script and start it with python or torchrun; with "
+            "devices=1 (tp=1) it runs here"
+        )
+
+
+def check_backend(backend: str | None, device_type: str) -> None:
+    """A backend's name must be one that torch knows.
+
+    Raises:
+        ValueError: naming the nearest.
+    """
+    known = [name for name in dist.Backend.backend_list if name != "undefined"]
+    for part in (backend or "").split(","):
+        name = part.split(":")[-1]
+        if backend is not None and name not in known:
+            raise ValueError(
+                f"process_group_backend={backend!r}: torch knows no {name!r}; did you mean {nearest(name, known)}?"
+            )
+    if backend == "nccl" and device_type == "cpu":
+        raise ValueError("process_group_backend='nccl' with accelerator='cpu': nccl speaks between GPUs; use 'gloo'")
+
+
+TAKEN_DDP_OPTIONS = ("module", "device_ids", "output_device", "process_group", "device_mesh")
+"""Arguments of ``DistributedDataParallel`` that are the strategy's own."""
+
+
+def check_ddp_options(options: Mapping[str, Any]) -> None:
+    """The options of ``ddp`` must be ``DistributedDataParallel``'s, and not ours.
+
+    Raises:
+        ValueError: naming the nearest.
+    """
+    known = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in TAKEN_DDP_OPTIONS]
+    for name in options:
+        if name in TAKEN_DDP_OPTIONS:
+            raise ValueError(f"ddp={{{name!r}: ...}}: the strategy sets {name} itself; leave it out")
+        if name not in known:
+            raise ValueError(
+                f"ddp={{{name!r}: ...}}: DistributedDataParallel has no such option; did you mean {nearest(name, known)}?"
+            )
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer], tp: int) -> None:

@@ -24,6 +24,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _HYDRA_AVAILABLE,
     _SubprocessScriptLauncher,
 )
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 LIFELINE = "SEQPAR_LIFELINE_FD"
 REPORTS = "SEQPAR_REPORTS_FD"
@@ -77,6 +78,7 @@ class ChildWatch:
         self._lock = threading.Lock()
         self._told: list[tuple[bool, str]] = []
         self._concluded = False
+        self._hears = False
 
     def start(self) -> None:
         """Wait on every child in a thread of its own, and for the end of this process."""
@@ -88,6 +90,25 @@ class ChildWatch:
     def fail(self, reason: str, *, symptom: bool = False) -> None:
         """The main process ends badly; a ``symptom`` (a lost peer) yields to any other rank's reason."""
         self._told.append((symptom, reason))
+
+    def hear_signals(self, rank: int) -> None:
+        """End the run on SIGTERM even while the main thread waits in a collective, where no Python handler runs."""
+        if self._hears:
+            return
+        self._hears = True
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._hear, args=(reading, rank), name="watch-signals", daemon=True).start()
+
+    def _hear(self, reading: int, rank: int) -> None:
+        while signal.SIGTERM not in os.read(reading, 64):
+            pass  # other signals have their own handlers
+        if not self._finished.wait(GRACE / 2):
+            self.fail(f"rank {rank} got SIGTERM")
+            self._conclude()
+            sys.stdout.flush()
+            os._exit(128 + signal.SIGTERM)
 
     def _wait(self, local_rank: int, proc: subprocess.Popen[bytes]) -> None:
         code = proc.wait()
@@ -186,6 +207,16 @@ def report_exception(rank: int, error: BaseException) -> None:
         os.write(int(descriptor), f"{kind} {text}"[:500].encode() + b"\n")
 
 
+def tell_external_launcher(rank: int, error: BaseException) -> None:
+    """Under torchrun or srun: name the rank in our own words, and write torchrun's error file for its summary."""
+    if is_lost_peer(error):
+        say(f"rank {rank} lost another rank, which ended first; look for its message above or in its own log")
+    else:
+        say(f"rank {rank} raised {type(error).__name__}: {error}")
+    if isinstance(error, Exception):
+        get_error_handler().record_exception(error)
+
+
 def follow_main_process(rank: int) -> bool:
     """In a child: end this process if the main process dies without saying that it is done.
 
@@ -216,6 +247,11 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
 
     _follows = False
 
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """The strategy itself refuses what does not work at a prompt."""
+        return True
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other ranks of this node if nobody else does, then run ``function`` in this one."""
         environment = self.cluster_environment
@@ -242,6 +278,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the main process sees it and names the rank
         elif self.watch is not None:
             signal.signal(signal.SIGTERM, self._on_sigterm)
+            self.watch.hear_signals(self.cluster_environment.global_rank())
 
     def _on_sigterm(self, signum: int, frame: Any) -> None:
         assert self.watch is not None
@@ -255,6 +292,8 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             report_exception(rank, error)
         elif self.watch is not None:
             self.watch.fail(f"rank {rank} raised {type(error).__name__}: {error}", symptom=is_lost_peer(error))
+        else:
+            tell_external_launcher(rank, error)
 
     def _start_children(self) -> None:
         """As Lightning starts them, but each child inherits the reading end of the lifeline."""

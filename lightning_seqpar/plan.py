@@ -242,7 +242,10 @@ class ShardingPlan:
             raise ValueError(
                 f"plan {str(path)!r}: no such file; give a YAML file, a family ({', '.join(families())}) or 'auto'"
             )
-        data = yaml.safe_load(file.read_text())
+        try:
+            data = yaml.safe_load(file.read_text())
+        except yaml.YAMLError as error:
+            raise ValueError(f"plan {str(path)!r} is not YAML: {error}") from None
         if not isinstance(data, Mapping) or not isinstance(data.get("rules"), list):
             raise ValueError(f"plan {str(path)!r}: it must hold a list 'rules', for example\n{EXAMPLE}")
         return cls.from_rules(data["rules"], source=str(path))
@@ -395,6 +398,31 @@ def resolve_plans(spec: str | PlanSpec, model: nn.Module) -> list[ShardingPlan]:
     return [*base, own]
 
 
+def check_plan(spec: str | PlanSpec) -> None:
+    """What can be said of a plan without a model: names, files, styles and options.
+
+    Raises:
+        ValueError: as :func:`resolve_plans` and :func:`parse_rule` do.
+    """
+    base = spec if isinstance(spec, str) else spec.base
+    if isinstance(spec, PlanSpec):
+        ShardingPlan.from_rules(spec.rules)
+        if base == "none" and not spec.rules:
+            raise ValueError("plan={'base': 'none'} without rules shards nothing; add rules, or use base: auto")
+    if base.endswith((".yaml", ".yml")):
+        ShardingPlan.from_yaml(base)
+    elif base != "auto" and not (base == "none" and isinstance(spec, PlanSpec)):
+        _family_named(base, load_families())
+
+
+def _family_named(name: str, known: Sequence[Family]) -> Family:
+    found = [family for family in known if family.family == name]
+    if not found:
+        names = ["auto", "none", *(family.family for family in known)]
+        raise ValueError(f"plan={name!r} is no family; did you mean {nearest(name, names)}? (a file ends in .yaml)")
+    return found[0]
+
+
 def _resolve_base(base: str, model: nn.Module) -> list[ShardingPlan]:
     if base.endswith((".yaml", ".yml")):
         return [ShardingPlan.from_yaml(base)]
@@ -404,13 +432,13 @@ def _resolve_base(base: str, model: nn.Module) -> list[ShardingPlan]:
         if search.plans:
             return search.plans
         raise ValueError(_how_to_write_a_plan(model, known, search.refused))
-    chosen = [family for family in known if family.family == base]
-    if not chosen:
-        names = ["auto", "none", *(family.family for family in known)]
-        raise ValueError(f"plan={base!r} is no family; did you mean {nearest(base, names)}? (a file ends in .yaml)")
-    search = _search_families(model, chosen, strict=False)
+    chosen = _family_named(base, known)
+    search = _search_families(model, [chosen], strict=False)
     if not search.plans:
-        raise ValueError(f"plan={base!r}: the model has no module of class {chosen[0].class_name}")
+        raise ValueError(
+            f"plan={base!r}: the model has no module of class {chosen.class_name}; use 'auto', a plan of your own, or a "
+            "model of that family"
+        )
     return search.plans
 
 

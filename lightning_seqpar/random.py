@@ -15,20 +15,31 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 
-def share_streams(group: ProcessGroup, source: int, device: torch.device) -> None:
-    """Give every rank of ``group`` the random state of world rank ``source``: python, numpy, torch, the device.
-
-    What a replica draws on whole activations (noise, a shuffle) is then the same on all of its ranks, seeded or not.
-    """
+def get_streams(device: torch.device) -> list[Any]:
+    """The random state of this process: python, numpy, torch, the device."""
     state: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state(), None]
     if device.type == "cuda":
         state[3] = torch.cuda.get_rng_state(device)
-    dist.broadcast_object_list(state, src=source, group=group)
+    return state
+
+
+def set_streams(state: list[Any], device: torch.device) -> None:
+    """Take over what :func:`get_streams` gave."""
     random.setstate(state[0])
     np.random.set_state(state[1])
     torch.set_rng_state(state[2])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[3], device)
+
+
+def share_streams(group: ProcessGroup, source: int, device: torch.device) -> None:
+    """Give every rank of ``group`` the random state of world rank ``source``: python, numpy, torch, the device.
+
+    What a replica draws on whole activations (noise, a shuffle) is then the same on all of its ranks, seeded or not.
+    """
+    state = get_streams(device)
+    dist.broadcast_object_list(state, src=source, group=group)
+    set_streams(state, device)
 
 
 def find_dropout(model: nn.Module) -> list[tuple[str, float]]:

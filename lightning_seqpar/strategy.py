@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
+from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -26,27 +22,27 @@ from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
+from lightning_seqpar.agreement import check_agreement, told_of_model
 from lightning_seqpar.checkpoint import (
     full_optimizer_state,
     full_state_dict,
     load_full_optimizer_state,
     load_full_state_dict,
 )
-from lightning_seqpar.config import CheckpointConfig, ParallelConfig, PlanSpec
+from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec, nearest
+from lightning_seqpar.environment import TopologyStrategy
 from lightning_seqpar.grad_sync import GradSync, check_replicated, global_grad_norm
-from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.guards import (
     check_batch,
+    check_ddp_options,
     check_loss,
     check_parameters,
     check_readers,
@@ -57,24 +53,75 @@ from lightning_seqpar.guards import (
 from lightning_seqpar.launcher import SeqParallelLauncher
 from lightning_seqpar.metrics import share_metrics
 from lightning_seqpar.parallelize import ShardedModel, parallelize, record_of, unshard
-from lightning_seqpar.plan import ShardingPlan, resolve_plans
+from lightning_seqpar.plan import ShardingPlan, check_plan, resolve_plans
 from lightning_seqpar.precision import with_global_clipping
 from lightning_seqpar.random import DROPOUT_FIX, RefuseDropout, find_dropout, share_streams
-from lightning_seqpar.sampler import inject_sampler, replica_workers
-from lightning_seqpar.topology import ProcessTopology
+from lightning_seqpar.summary import summarize
+
+P = ParamSpec("P")
 
 
-class SeqParallelStrategy(ParallelStrategy):
+def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
+    """Answer a keyword that ``init`` does not know with the nearest one that it does."""
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                raise ValueError(f"SeqParallelStrategy has no argument {name!r}; did you mean {nearest(name, known)}?")
+        init(*args, **kwargs)
+
+    return checked
+
+
+class SeqParallelStrategy(TopologyStrategy):
     """Tensor + sequence parallel training of an unmodified LightningModule.
 
     ``Trainer(devices=8, strategy=SeqParallelStrategy(tp=4, sp=True))``. The fields are those of
     :class:`~lightning_seqpar.config.ParallelConfig`; give them as keywords or as ``config=``, not both.
+
+    Args:
+        tp: Tensor-parallel size: over how many ranks each linear is split.
+        sp: Sequence parallelism over the tensor-parallel group (arXiv 2205.05198); idle at ``tp=1``.
+        dp: Data-parallel size; ``auto`` takes what the world leaves, a number is checked against it.
+        cp: Context-parallel size.
+        cp_method: How attention is computed across the context-parallel ranks.
+        pp: Pipeline-parallel size.
+        virtual_pp: Stages per pipeline rank (interleaving), or none.
+        pp_split_rank: First pipeline rank of the decoder in an encoder-decoder model.
+        order: The axes, outermost first; ranks along the last one are adjacent.
+        plan: ``auto``, a family's name, the path of a YAML file, or ``{base: ..., rules: [...]}``.
+        data_parallel: What synchronises the data-parallel replicas.
+        ddp: Options passed on to ``DistributedDataParallel``.
+        fsdp: Options passed on to ``fully_shard``.
+        recompute: Activation recompute.
+        regather: Gather a column linear's input again in the backward instead of keeping the gathered copy.
+        compile: Compile the model.
+        self_check: Prove the plan before training.
+        check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ...
+        broadcast_batch: One rank of each replica reads the batches and sends them to the others: for iterable
+            data sets that give each process other samples. Off, every rank reads for itself and checksums are
+            compared.
+        checkpoint: Form of the checkpoints.
+        process_group_backend: Backend of the process groups; none means the device's own (gloo on CPU, nccl on
+            CUDA).
+        timeout: How long a collective may wait for its peers, in seconds or as a timedelta.
+        fp8_groups: Make the amax-reduction groups (tp × dp).
+        gloo_twins: Make a gloo twin of every group.
+        config: all of these as one ``ParallelConfig``, in place of keywords.
+        accelerator: Lightning's own; leave it to the Trainer.
+        parallel_devices: Lightning's own; leave it to the Trainer.
+        cluster_environment: a Lightning environment, if the one that is found is not yours.
+        checkpoint_io: a Lightning plugin that writes the checkpoint's file.
+        precision_plugin: Lightning's own; use ``Trainer(precision=...)``.
 
     Raises:
         ValueError: for a keyword beside ``config=``, or anything that does not run yet.
         pydantic.ValidationError: for a value outside its rule.
     """
 
+    @_names_unknown_keywords
     def __init__(
         self,
         tp: int = 1,
@@ -100,6 +147,7 @@ class SeqParallelStrategy(ParallelStrategy):
         timeout: timedelta | float = 1800,
         fp8_groups: bool = False,
         gloo_twins: bool = False,
+        broadcast_batch: bool = False,
         config: ParallelConfig | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -108,11 +156,12 @@ class SeqParallelStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in ParallelConfig.model_fields}
-        self.config = _merge_config(config, given)
-        refuse_unsupported(self.config)
-        if isinstance(self.config.plan, PlanSpec):
-            ShardingPlan.from_rules(self.config.plan.rules)  # wrong rules are told before anything starts
+        merged = _merge_config(config, given)
+        refuse_unsupported(merged)
+        check_ddp_options(merged.ddp)
+        check_plan(merged.plan)  # wrong rules are told before anything starts
         super().__init__(
+            merged,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -120,113 +169,26 @@ class SeqParallelStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self._forward_redirection = _Redirection()
-        self._num_nodes = 1
-        self._groups: ParallelGroups | None = None
         self._sync: GradSync | None = None
         self._ddp_model: DistributedDataParallel | None = None
-        self._user_sampler_flag: bool | None = None
         self._steps: dict[int, int] = {}
         self._calls: Counter[str] = Counter()
         self._flushed = False
         self._optimizing: Optimizer | None = None
         self._muted_writers: list[tuple[int, Any]] = []
 
-    # ---- what this rank is -------------------------------------------------------------------------------------
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Names for ``Trainer(strategy="seqpar_tp2")``: ``seqpar``, and ``seqpar_tp2`` to ``seqpar_tp64``."""
+        for name, tp in (("seqpar", 1), *((f"seqpar_tp{2**n}", 2**n) for n in range(1, 7))):
+            told = f"SeqParallelStrategy(tp={tp})"
+            strategy_registry.register(name, cls, description=told, override=True, tp=tp)
 
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning asks this of strategies that it does not know; without it ``sync_dist`` does nothing."""
-        return True
-
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the run."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def groups(self) -> ParallelGroups:
-        """The process groups."""
-        if self._groups is None:
-            raise RuntimeError(
-                "the process groups are made in setup_environment; read them from a hook, not before fit"
-            )
-        return self._groups
-
-    @property
-    def dp_rank(self) -> int:
-        """Which replica this rank belongs to."""
-        return self.groups.rank("dp")
-
-    @property
-    def dp_size(self) -> int:
-        """How many replicas there are."""
-        return self.groups.size("dp")
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """A sampler counts replicas: the ranks of one replica read the same samples."""
-        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
-
-    # ---- environment -------------------------------------------------------------------------------------------
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        # Sizes are checked before any process is started.
-        ProcessTopology.from_config(self.config, self.num_nodes * self.num_processes)
-        if self._layer_sync is not None:
-            raise ValueError("sync_batchnorm=True: batch norms are not synced over replicas here; leave it out")
-        self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment this process's place; Lightning calls it."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        vars(rank_zero_only)["rank"] = self.global_rank
-
-    def setup_environment(self) -> None:
-        """Connect the processes and make the topology's groups, once."""
-        super().setup_environment()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        backend = self.config.process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-        _init_dist_connection(
-            self.cluster_environment,
-            backend,
-            timeout=self.config.timeout,
-            device_id=self.root_device if self.root_device.type != "cpu" else None,
-        )
-        topology = ProcessTopology.from_config(self.config, dist.get_world_size())
-        if self._groups is None or self._groups.topology != topology:
-            self._groups = ParallelGroups(topology, dist.get_rank(), timeout=self.config.timeout)
-        self._take_over_samplers()
-
-    def _take_over_samplers(self) -> None:
-        """Lightning would deal samples out by its own sampler, which shuffles; ours keeps the user's order."""
-        connector = self._trainer._accelerator_connector
-        if self._user_sampler_flag is None:
-            self._user_sampler_flag = connector.use_distributed_sampler
-        connector.use_distributed_sampler = False
-
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
+    def __repr__(self) -> str:
+        default = ParallelConfig()
+        values = {name: getattr(self.config, name) for name in ParallelConfig.model_fields}
+        shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name))
+        return f"SeqParallelStrategy({shown}) of lightning.pytorch"
 
     # ---- model -------------------------------------------------------------------------------------------------
 
@@ -274,22 +236,20 @@ class SeqParallelStrategy(ParallelStrategy):
             if found.made_by == made_by:
                 return found
             unshard(module)  # another topology or plan: start from the whole model
+        told = told_of_model(module)
         if tp > 1:
             plans = resolve_plans(self.config.plan, module)
+            told["the plan"] = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
+        check_agreement(told, self._world, self.root_device)
         self._make_replicas_equal(module)
         if tp == 1:
-            if self.config.sp and self.config.model_fields_set & {"sp"}:
-                rank_zero_info("lightning_seqpar: sp=True is idle at tp=1")
+            self._log_summary(["none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"])
             return None
         hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
         regather = self.config.regather is not False
         record = parallelize(module, plans, self.groups, sp=self.config.sp, regather=regather)
         record.made_by = made_by
-        total, local = record.layout.global_numel(), record.layout.local_numel()
-        rank_zero_info(
-            f"lightning_seqpar: {self.groups.topology}, sp {'on' if self.config.sp else 'off'}, plan from "
-            f"{', '.join(dict.fromkeys(plan.source for plan in plans))}; {local:,} of {total:,} parameters per rank"
-        )
+        self._log_summary([_describe_plan(record, plans)])
         if seen := [name for name in hooked if record.is_inside(name)]:
             rank_zero_warn(
                 f"lightning_seqpar: forward hooks of yours sit on {', '.join(seen[:3])}{' ...' if len(seen) > 3 else ''}; "
@@ -302,6 +262,9 @@ class SeqParallelStrategy(ParallelStrategy):
                 "process first: lightning_seqpar.parity.ParityRecorder and compare"
             )
         return record
+
+    def _log_summary(self, plan: list[str]) -> None:
+        rank_zero_info(summarize(self.groups.topology, self.config, self.num_processes, VERSION, plan))
 
     def _make_replicas_equal(self, module: LightningModule) -> None:
         """The first rank's weights and buffers count for all, while the model is still whole on every rank."""
@@ -400,11 +363,6 @@ class SeqParallelStrategy(ParallelStrategy):
             self._sync.flush_all(check=self._is_due(self._calls["training"]))
             self._flushed = not self._trainer.fit_loop._should_accumulate()  # read in automatic optimization alone
 
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The step, with the partial gradients summed right behind the user's closure."""
 
@@ -482,61 +440,6 @@ class SeqParallelStrategy(ParallelStrategy):
             )
         self._precision_plugin = None if plugin is None else with_global_clipping(plugin, self)
 
-    # ---- metrics speak of replicas; barriers of the world ---------------------------------------------------------
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas: the ranks of one replica hold the same value."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        return _sync_ddp_if_available(tensor, self.groups["dp"] if group is None else group, reduce_op=reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the replicas: ``[dp, ...]``; as in one process (no new dim) where there is one replica.
-
-        ``LightningModule.all_gather`` always passes the world group, so that means the replicas too.
-        """
-        if group is not None and group is not dist.group.WORLD:
-            return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
-        if self.dp_size == 1:
-            return tensor
-        return _all_gather_ddp_if_available(tensor, group=self.groups["dp"], sync_grads=sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (or any) ranks of the world decided so."""
-        told = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(told, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self._world)
-        return bool(told)
-
-    @property
-    def _world(self) -> dist.ProcessGroup:
-        return self.groups[tuple(sorted(self.groups.topology.axes))]
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank of the world."""
-        if not _distributed_is_initialized() or self._groups is None:
-            return
-        devices = [self.root_device.index] if self.root_device.type == "cuda" else None
-        dist.barrier(group=self._world, device_ids=devices)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of rank ``src``, on every rank of the world."""
-        if not _distributed_is_initialized() or self._groups is None:
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src=src, group=self._world)
-        return box[0]
-
-    # ---- data --------------------------------------------------------------------------------------------------
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Deal the samples out over the replicas, in the user's order."""
-        if not isinstance(dataloader, DataLoader):
-            return dataloader
-        if self._user_sampler_flag:
-            dataloader = inject_sampler(dataloader, self.groups, predicting=self._trainer.predicting)
-        replica_workers(dataloader, self.dp_rank)
-        return dataloader
-
     # ---- loops -------------------------------------------------------------------------------------------------
 
     def _on_loop_start(self) -> None:
@@ -545,8 +448,9 @@ class SeqParallelStrategy(ParallelStrategy):
             self.launcher.take_sigterm()
 
     def on_train_start(self) -> None:
-        """Log what a step is made of."""
+        """Compare what the ranks will loop over, and log what a step is made of."""
         self._on_loop_start()
+        check_agreement(self._told_of_training(), self._world, self.root_device)
         if (record := record_of(self._module)) is not None:
             record.check_versions()
         loader = self._trainer.train_dataloader
@@ -557,6 +461,22 @@ class SeqParallelStrategy(ParallelStrategy):
                 f"lightning_seqpar: global batch {size * self.dp_size * accumulate} = {size} × dp {self.dp_size} × "
                 f"accumulate {accumulate}"
             )
+
+    def _told_of_training(self) -> dict[str, Any]:
+        """What makes all ranks of the world take the same steps."""
+        trainer = self._trainer
+        return {
+            "training batches in an epoch": trainer.num_training_batches,
+            "max_steps": trainer.max_steps,
+            "max_epochs": trainer.max_epochs,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm),
+            "precision": str(trainer.precision),
+            "val_check_interval": trainer.val_check_interval,
+            "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+            "the optimizers": [type(_plain(optimizer)).__name__ for optimizer in self.optimizers],
+        }
 
     def on_validation_start(self) -> None:
         """Lightning's hook."""
@@ -647,6 +567,16 @@ class _Redirection(_ForwardRedirection):
     def on_after_outer_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
         if isinstance(wrapper_module, DistributedDataParallel) and not original_module.automatic_optimization:
             wrapper_module.require_backward_grad_sync = True
+
+
+def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan]) -> str:
+    """Where the plan is from, and what it makes of the parameters."""
+    layouts = list(record.layout.values())
+    sharded, partial = (sum(getattr(one, which) for one in layouts) for which in ("is_sharded", "is_partial"))
+    return (
+        f"{', '.join(dict.fromkeys(plan.source for plan in plans))}: {sharded} of {len(layouts)} parameters sharded, "
+        f"{partial} with partial gradients; {record.layout.local_numel():,} of {record.layout.global_numel():,} numbers per rank"
+    )
 
 
 def _plain(optimizer: Any) -> Optimizer:

@@ -304,6 +304,16 @@ class ProcessTopology:
         size, stage = num_layers // chunks, self.get_stage(rank)
         return [range((turn * stages + stage) * size, (turn * stages + stage + 1) * size) for turn in range(rounds)]
 
+    @property
+    def larger_axes(self) -> list[tuple[str, int]]:
+        """The axes with more than one rank, and how many: what there is to see."""
+        return [(axis, size) for axis, size in self if size > 1]
+
+    def get_crossing_lists(self, axis: str, ranks_per_node: int) -> list[list[int]]:
+        """Those lists of ``axis`` whose ranks do not all sit on one node of ``ranks_per_node`` adjacent ranks."""
+        lists = self.get_axis_comm_lists(axis)
+        return [ranks for ranks in lists if len({rank // ranks_per_node for rank in ranks}) > 1]
+
     def __iter__(self) -> Iterator[tuple[str, int]]:
         return iter(zip(self.axes, self.dims, strict=True))
 

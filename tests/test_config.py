@@ -30,7 +30,7 @@ def test_defaults_are_the_contract():
         ("check_every", -1, "check_every=-1: write 0"),
         ("order", "tp-dp", "order='tp-dp': it must name pp, dp, cp, tp once each"),
         ("order", "pp-dp-cp-cp", "once each"),
-        ("timeout", 0, "timeout=0.0 s: a collective needs a positive number"),
+        ("timeout", 0, "timeout=0: a collective needs a positive number"),
         ("plan", "", "plan='': write 'auto'"),
         ("pp_split_rank", 1, "pp_split_rank=1: the decoder's first rank must lie inside the pipeline"),
         ("tpp", 2, "'tpp' is not a field of ParallelConfig; did you mean 'tp'"),
@@ -92,7 +92,7 @@ def test_keywords_and_config():
         ("compile", True),
         ("checkpoint", {"format": "sharded"}),
         ("fp8_groups", True),
-        ("gloo_twins", True),
+        ("fsdp", {"reshard_after_forward": True}),
     ],
 )
 def test_what_does_not_run_yet_is_refused_with_the_value_that_does(field, value):

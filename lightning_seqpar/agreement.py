@@ -1,0 +1,76 @@
+"""Ranks must have been told the same: configs, versions, plans and models are compared before anything depends on them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from lightning_seqpar.config import ParallelConfig
+
+_SHOWN = 4
+"""Ranks that a message names one by one."""
+
+
+def check_agreement(told: Mapping[str, Any], group: ProcessGroup, device: torch.device) -> None:
+    """Compare what the ranks of ``group`` were told; collective.
+
+    One reduction of two numbers where they agree, at any number of ranks; texts are exchanged only to say who differs.
+
+    Raises:
+        ValueError: on every rank, naming each thing that differs and who says what.
+    """
+    texts = {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in told.items()}
+    digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
+    number = int.from_bytes(digest[:7], "big")
+    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    if int(extremes[0]) == -int(extremes[1]):
+        return
+    everybody: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, texts, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    names = list(dict.fromkeys(name for one in everybody for name in one))
+    differing = [name for name in names if len({one.get(name) for one in everybody}) > 1]
+    said = "; ".join(_who_says_what(name, [one.get(name) for one in everybody], ranks) for name in differing)
+    raise ValueError(
+        f"the ranks were not told the same: {said}. Start every rank with the same code, files and arguments"
+    )
+
+
+def _who_says_what(name: str, values: list[str | None], ranks: list[int]) -> str:
+    """``tp is 2 on ranks 0, 1, 2 and 4 on rank 3``, the commonest first."""
+    parts = []
+    for value, count in Counter(values).most_common(_SHOWN):
+        where = [str(rank) for rank, own in zip(ranks, values, strict=True) if own == value]
+        shown = ", ".join(where[:_SHOWN]) + (", ..." if count > _SHOWN else "")
+        text = "missing" if value is None else value if len(value) < 60 else f"{value[:40]}... ({_short(value)})"
+        parts.append(f"{text} on rank{'s' if count > 1 else ''} {shown}")
+    return f"{name} is {' and '.join(parts)}"
+
+
+def _short(text: str) -> str:
+    return f"digest {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def told_at_start(config: ParallelConfig, version: str) -> dict[str, Any]:
+    """The configuration, field by field, and the versions that must be the same everywhere."""
+    versions = {"torch": str(torch.__version__), "lightning": lightning.__version__, "lightning_seqpar": version}
+    return {**config.model_dump(mode="json"), **{f"version of {name}": value for name, value in versions.items()}}
+
+
+def told_of_model(model: nn.Module) -> dict[str, str]:
+    """Names, shapes and dtypes of the parameters, and which of them train."""
+    listed = [
+        f"{name} {list(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ' frozen'}"
+        for name, parameter in model.named_parameters()
+    ]
+    return {"the model's parameters": f"{len(listed)} parameters: {'; '.join(listed)}"}

@@ -1,0 +1,253 @@
+"""From a configuration to processes, groups and the collectives that Lightning asks a strategy for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_seqpar.agreement import check_agreement, told_at_start
+from lightning_seqpar.broadcast import BroadcastLoader
+from lightning_seqpar.config import VERSION, ParallelConfig
+from lightning_seqpar.groups import ParallelGroups
+from lightning_seqpar.guards import check_backend, refuse_notebook
+from lightning_seqpar.launcher import SeqParallelLauncher
+from lightning_seqpar.sampler import inject_sampler, replica_workers
+from lightning_seqpar.topology import ProcessTopology
+
+
+class TopologyStrategy(ParallelStrategy):
+    """A Lightning strategy that knows its topology: who this rank is, whom it speaks to, and which data it reads.
+
+    It knows nothing of models; :class:`~lightning_seqpar.strategy.SeqParallelStrategy` adds them.
+    """
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        *,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+    ) -> None:
+        self.config = config
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._num_nodes = 1
+        self._groups: ParallelGroups | None = None
+        self._user_sampler_flag: bool | None = None
+
+    # ---- what this rank is -------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks this of strategies that it does not know; without it ``sync_dist`` does nothing."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the run."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def groups(self) -> ParallelGroups:
+        """The process groups."""
+        if self._groups is None:
+            raise RuntimeError(
+                "the process groups are made in setup_environment; read them from a hook, not before fit"
+            )
+        return self._groups
+
+    @property
+    def dp_rank(self) -> int:
+        """Which replica this rank belongs to."""
+        return self.groups.rank("dp")
+
+    @property
+    def dp_size(self) -> int:
+        """How many replicas there are."""
+        return self.groups.size("dp")
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """A sampler counts replicas: the ranks of one replica read the same samples."""
+        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
+
+    # ---- environment -------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        # Sizes, names and places are checked before any process is started.
+        ProcessTopology.from_config(self.config, self.num_nodes * self.num_processes)
+        check_backend(self.config.process_group_backend, self.root_device.type)
+        if _IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
+            refuse_notebook(self.num_nodes * self.num_processes)
+        if self._layer_sync is not None:
+            raise ValueError("sync_batchnorm=True: batch norms are not synced over replicas here; leave it out")
+        self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment this process's place; Lightning calls it."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        vars(rank_zero_only)["rank"] = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Connect the processes and make the topology's groups, once."""
+        super().setup_environment()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        backend = self.config.process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        self._connect(backend)
+        topology = ProcessTopology.from_config(self.config, dist.get_world_size())
+        if self._groups is None or self._groups.topology != topology:
+            self._groups = ParallelGroups(
+                topology,
+                dist.get_rank(),
+                timeout=self.config.timeout,
+                split_rank=self.config.pp_split_rank,
+                gloo_twins=self.config.gloo_twins,
+            )
+        if crossing := topology.get_crossing_lists("tp", self.num_processes):
+            rank_zero_warn(
+                f"lightning_seqpar: tensor-parallel ranks {crossing[0]} sit on more than one node of {self.num_processes} "
+                f"ranks ({len(crossing)} such group{'s' * (len(crossing) > 1)}); every layer then waits for the network "
+                f"between nodes. Keep tp within a node: tp at most {self.num_processes}, and last in order"
+            )
+        self._take_over_samplers()
+
+    def _connect(self, backend: str) -> None:
+        """Meet the other ranks, and see that they were told the same."""
+        assert self.cluster_environment is not None
+        try:
+            _init_dist_connection(
+                self.cluster_environment,
+                backend,
+                timeout=self.config.timeout,
+                device_id=self.root_device if self.root_device.type != "cpu" else None,
+            )
+        except dist.DistError as error:
+            place = f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}"
+            raise RuntimeError(
+                f"rank {self.global_rank} of {self.world_size} did not meet the others at {place} within timeout="
+                f"{self.config.timeout.total_seconds():.0f} s: {error}. See that every node runs, with the same "
+                "MASTER_ADDR and MASTER_PORT, devices and num_nodes"
+            ) from error
+        world = dist.group.WORLD
+        assert world is not None
+        check_agreement(told_at_start(self.config, VERSION), world, self.root_device)
+
+    def _take_over_samplers(self) -> None:
+        """Lightning would deal samples out by its own sampler, which shuffles; ours keeps the user's order."""
+        connector = self._trainer._accelerator_connector
+        if self._user_sampler_flag is None:
+            self._user_sampler_flag = connector.use_distributed_sampler
+        connector.use_distributed_sampler = False
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # ---- metrics speak of replicas; barriers of the world ---------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the replicas: the ranks of one replica hold the same value."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return _sync_ddp_if_available(tensor, self.groups["dp"] if group is None else group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the replicas: ``[dp, ...]``; as in one process (no new dim) where there is one replica.
+
+        ``LightningModule.all_gather`` always passes the world group, so that means the replicas too.
+        """
+        if group is not None and group is not dist.group.WORLD:
+            return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+        if self.dp_size == 1:
+            return tensor
+        return _all_gather_ddp_if_available(tensor, group=self.groups["dp"], sync_grads=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) ranks of the world decided so."""
+        told = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(told, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self._world)
+        return bool(told)
+
+    @property
+    def _world(self) -> dist.ProcessGroup:
+        return self.groups[tuple(sorted(self.groups.topology.axes))]
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank of the world."""
+        if not _distributed_is_initialized() or self._groups is None:
+            return
+        devices = [self.root_device.index] if self.root_device.type == "cuda" else None
+        dist.barrier(group=self._world, device_ids=devices)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """``obj`` of rank ``src``, on every rank of the world."""
+        if not _distributed_is_initialized() or self._groups is None:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src=src, group=self._world)
+        return box[0]
+
+    # ---- data --------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Deal the samples out over the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
+        if isinstance(dataloader, DataLoader):
+            if self._user_sampler_flag:
+                dataloader = inject_sampler(dataloader, self.groups, predicting=self._trainer.predicting)
+            replica_workers(dataloader, self.dp_rank)
+        axes = self.groups.replica_axes
+        if self.config.broadcast_batch and self.groups.size(axes) > 1:
+            group = self.groups.gloo(axes) if self.config.gloo_twins else self.groups[axes]
+            return BroadcastLoader(dataloader, group, self.groups.source(axes))
+        return dataloader

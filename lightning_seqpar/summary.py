@@ -1,0 +1,108 @@
+"""What a run is made of, as text for rank 0's log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.topology import ProcessTopology
+
+_MOST = 8
+"""Ranks, rows or groups that are shown in a line before the rest is left out."""
+
+
+def draw(topology: ProcessTopology, ranks_per_node: int) -> list[str]:
+    """The grid of ranks: a row for every set of outer coordinates, a column along the innermost axis of size > 1.
+
+    Example, ``dp`` 2 × ``tp`` 4 on two nodes of four::
+
+               tp 0  tp 1  tp 2  tp 3
+        dp 0      0     1     2     3   node 0
+        dp 1      4     5     6     7   node 1
+    """
+    axes = topology.larger_axes
+    if not axes:
+        return []
+    inner, columns = axes[-1]
+    outer = [axis for axis, _ in axes[:-1]]
+    rows = topology.get_axis_comm_lists(inner)
+    labels = [" ".join(f"{axis} {topology.get_coord(row[0])[axis]}" for axis in outer) for row in rows]
+    shown = _ends(range(columns))
+    width = max(len(f"{inner} {columns - 1}"), len(str(topology.world_size - 1))) + 2
+    left = max(len(label) for label in labels)
+    nodes = topology.world_size // ranks_per_node > 1
+    lines = [" " * left + "".join(_cell(None if at is None else f"{inner} {at}", width) for at in shown)]
+    for at in _ends(range(len(rows))):
+        if at is None:
+            lines.append(" " * left + _cell(None, width))
+            continue
+        row = rows[at]
+        line = f"{labels[at]:<{left}}" + "".join(_cell(None if i is None else str(row[i]), width) for i in shown)
+        held = sorted({rank // ranks_per_node for rank in row})
+        lines.append(line + (f"   node{'s' if len(held) > 1 else ''} {_listed(held)}" if nodes else ""))
+    return lines
+
+
+def _cell(text: str | None, width: int) -> str:
+    return f"{'...' if text is None else text:>{width}}"
+
+
+def _ends(items: Sequence[int]) -> list[int | None]:
+    """All items if they are few; else the first ones, a gap, and the last."""
+    return list(items) if len(items) <= _MOST else [*items[: _MOST - 2], None, items[-1]]
+
+
+def _listed(items: Sequence[object]) -> str:
+    return ", ".join(str(item) for item in items[:_MOST]) + (", ..." if len(items) > _MOST else "")
+
+
+def groups_of(topology: ProcessTopology) -> list[str]:
+    """The rank lists of every axis of size > 1: ``tp  [0 1] [2 3]``."""
+    lines = []
+    for axis, size in topology.larger_axes:
+        lists = topology.get_axis_comm_lists(axis)
+        few = _MOST // 2 if size <= _MOST // 2 else 2
+        shown = " ".join(
+            f"[{' '.join('...' if i is None else str(ranks[i]) for i in _ends(range(len(ranks))))}]"
+            for ranks in lists[:few]
+        )
+        more = f" ... ({len(lists)} groups)" if len(lists) > few else ""
+        lines.append(f"{axis:<4}{shown}{more}")
+    return lines
+
+
+def switches(config: ParallelConfig, tp: int, dp: int) -> tuple[list[str], list[str]]:
+    """What is on, and what is off, each in a few words."""
+    entries = [
+        ("sp", "sequence parallelism", config.sp and tp > 1),
+        (config.data_parallel, "over the replicas", dp > 1),
+        ("broadcast_batch", "one rank of each replica reads", config.broadcast_batch and tp > 1),
+        ("gloo_twins", "a gloo group beside each", config.gloo_twins),
+        ("cp", "context parallelism", config.cp > 1),
+        ("pp", "pipeline parallelism", config.pp > 1),
+        ("recompute", config.recompute, config.recompute != "none"),
+        ("compile", "the model is compiled", config.compile),
+    ]
+    return [f"{name} ({what})" for name, what, on in entries if on], [name for name, _, on in entries if not on]
+
+
+def summarize(
+    topology: ProcessTopology, config: ParallelConfig, ranks_per_node: int, version: str, plan: Sequence[str]
+) -> str:
+    """The start-up summary: sizes, the grid, the groups, what is sharded, what is on and off."""
+    world = topology.world_size
+    sizes = "".join(f"{' ×' if at else ','} {axis} {size}" for at, (axis, size) in enumerate(topology.larger_axes))
+    nodes = max(1, world // ranks_per_node)
+    tp, dp = (topology.get_dim(axis) for axis in ("tp", "dp"))
+    on, off = switches(config, tp, dp)
+    rows = [
+        ("grid", draw(topology, ranks_per_node)),
+        ("groups", groups_of(topology)),
+        ("plan", list(plan)),
+        ("on", [", ".join(on) or "nothing"]),
+        ("off", [", ".join(off) or "nothing"]),
+    ]
+    lines = [f"lightning_seqpar {version}: {world} rank{'s' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}{sizes}"]
+    for name, body in rows:
+        lines += [f"  {name if at == 0 else '':<8}{line}" for at, line in enumerate(body)]
+    return "\n".join(lines)
