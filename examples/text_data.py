@@ -5,9 +5,10 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
+import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 
 def read_text(path: str | None, limit: int) -> bytes:
@@ -40,3 +41,24 @@ class ByteWindows(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return self._bytes[index * self._context : (index + 1) * self._context + 1]
+
+
+class ByteData(L.LightningDataModule):
+    """Shuffled batches of windows, for command lines.
+
+    Args:
+        path: a file or a folder; none takes the standard library's sources.
+        limit: bytes read at most.
+        context: bytes that the model sees at once.
+        batch_size: windows in a batch of one replica.
+    """
+
+    def __init__(
+        self, path: str | None = None, limit: int = 4_000_000, context: int = 128, batch_size: int = 8
+    ) -> None:
+        super().__init__()
+        self.path, self.limit, self.context, self.batch_size = path, limit, context, batch_size
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        windows = ByteWindows(read_text(self.path, self.limit), self.context)
+        return DataLoader(windows, self.batch_size, shuffle=True, drop_last=True)

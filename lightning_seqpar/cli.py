@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import inspect
 import json
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from pydantic import ValidationError
 
 from lightning_seqpar.config import ParallelConfig, nearest
-from lightning_seqpar.strategy import SeqParallelStrategy
 
 OWN = {"schema": "print the JSON schema of ParallelConfig, for editors"}
 """Subcommands beside Lightning's."""
@@ -27,53 +23,66 @@ OWN = {"schema": "print the JSON schema of ParallelConfig, for editors"}
 _UNKNOWN = re.compile(
     r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected|unrecognized arguments?: --([\w.]+)"
 )
-_CLASS = re.compile(r"class_path '([^']+)'")
+_TOLD = re.compile(r"no option '[^']+'; did you mean .*\?")
 
 
-class _Parser(LightningArgumentParser):
-    """Lightning's parser, whose errors begin with the one sentence that matters."""
+class SeqParallelParser(LightningArgumentParser):
+    """Lightning's parser, whose errors are the one sentence that matters, without a page of usage before it.
+
+    For a CLI of your own: ``LightningCLI(MyModel, parser_class=SeqParallelParser)``, or :class:`SeqParallelCLI`.
+    """
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        hint = self._hint(message)
-        super().error(f"{hint}\n\n{message}" if hint else message, ex)
+        """Exit with code 2; within another parser's argument, raise for that one to tell."""
+        text = self._hint(message) or _cause(message)
+        if not self.exit_on_error:
+            super().error(text, ex)
+        prog = getattr(ex, "subcommand_parser", self).prog.replace(" [options]", "")
+        self.exit(2, f"error: {text}\ntip: {prog} --help\n")
 
     def _hint(self, message: str) -> str:
         """The unknown key and the nearest known one; empty if the message is about something else."""
+        if told := _TOLD.findall(message):
+            return str(told[-1])
         found = _UNKNOWN.search(message)
         if found is None:
             return ""
         path = next(group for group in found.groups() if group)
         head, _, key = path.rpartition(".")
-        owners = _CLASS.findall(message[: found.start()])
-        if owners and owners[-1].endswith("SeqParallelStrategy"):
-            known = list(inspect.signature(SeqParallelStrategy.__init__).parameters)[1:]
-            return f"SeqParallelStrategy has no argument {key!r}; did you mean {nearest(key, known)}?"
-        if owners:
-            return f"{owners[-1]} has no argument {key!r}"
-        options = [action.dest for action in self._actions if action.dest and action.dest != "help"]
+        options = [action.dest for action in self._actions if action.dest not in ("help", "config", "print_config")]
         siblings = [o.removeprefix(f"{head}.") for o in options if o.startswith(f"{head}.")] if head else options
-        return f"no option {path!r}; did you mean {nearest(key, sorted({o.split('.')[0] for o in siblings}))}?"
+        known = sorted({o.split(".")[0] for o in siblings})
+        return f"no option {path!r}; did you mean {nearest(key, known)}?" if known else ""
+
+
+def _cause(message: str) -> str:
+    """What went wrong with a class, out of the alternatives that were tried and the dump of the value."""
+    if "Errors:" not in message:
+        return message
+    told = message.split("Errors:")[-1].split("Given value type")[0]
+    causes = [" ".join(part.split()) for part in re.split(r"\n\s*- ", told)]
+    return "; ".join(cause for cause in causes if cause and not cause.startswith("Expected a <class")) or message
 
 
 class SeqParallelCLI(LightningCLI):
-    """``LightningCLI`` with errors that name the nearest option. A plain ``LightningCLI`` works too.
+    """``LightningCLI`` with errors of one sentence, which name the nearest option. A plain ``LightningCLI`` works too.
 
     Use it as Lightning's: ``SeqParallelCLI(MyModel, MyData)``.
     """
 
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Our parser in place of Lightning's."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         require_cli()
-        return _Parser(**kwargs)
+        kwargs.setdefault("parser_class", SeqParallelParser)
+        super().__init__(*args, **kwargs)
 
     def instantiate_classes(self) -> None:
-        """A value that breaks a rule of the configuration ends with its sentence, not with a traceback."""
+        """A strategy that breaks a rule ends with the rule's sentence, not with a traceback."""
         try:
             super().instantiate_classes()
-        except ValidationError as error:
-            if error.title != ParallelConfig.__name__:
+        except ValueError as error:
+            if "class_path='lightning_seqpar.SeqParallelStrategy'" not in str(error):
                 raise
-            self.parser.error("; ".join(item["msg"] for item in error.errors()))
+            self.parser.error(str(error))
 
 
 def require_cli() -> None:
@@ -103,15 +112,12 @@ def main(args: Sequence[str] | None = None) -> None:
     if "" not in sys.path:
         sys.path.insert(0, "")  # classes of the user's are found in the current folder, as under python -m
     SeqParallelCLI(
-        LightningModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
         save_config_kwargs={"overwrite": True},
         parser_kwargs={
+            "prog": "python -m lightning_seqpar" if sys.argv[0].endswith("__main__.py") else "seqpar",
             "description": "Tensor + sequence parallel training: Lightning's command line, with "
             "--trainer.strategy=lightning_seqpar.SeqParallelStrategy in it. Also: "
-            + "; ".join(f"seqpar {name}: {text}" for name, text in OWN.items())
+            + "; ".join(f"seqpar {name}: {text}" for name, text in OWN.items()),
         },
         args=None if args is None else given,
     )

@@ -322,7 +322,15 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
     def _command(local_rank: int) -> tuple[Sequence[str], str | None]:
         if _HYDRA_AVAILABLE:
             from hydra.core.hydra_config import HydraConfig
+            from hydra.types import RunMode
 
             if HydraConfig.initialized():
+                if HydraConfig.get().mode == RunMode.MULTIRUN:
+                    raise ValueError(
+                        "hydra's multirun (-m) with more than one process: the jobs of a sweep share one main process, and "
+                        "the ranks that it starts would each run the whole sweep. Start the jobs one by one (for tp in 1 2; "
+                        "do python train.py strategy.tp=$tp; done), or sweep with a launcher that gives each job processes "
+                        "of its own (hydra-submitit-launcher)"
+                    )
                 return _hydra_subprocess_cmd(local_rank)
         return _basic_subprocess_cmd(), None

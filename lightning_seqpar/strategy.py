@@ -26,6 +26,7 @@ from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -574,8 +575,8 @@ def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan]) -> str:
     layouts = list(record.layout.values())
     sharded, partial = (sum(getattr(one, which) for one in layouts) for which in ("is_sharded", "is_partial"))
     return (
-        f"{', '.join(dict.fromkeys(plan.source for plan in plans))}: {sharded} of {len(layouts)} parameters sharded, "
-        f"{partial} with partial gradients; {record.layout.local_numel():,} of {record.layout.global_numel():,} numbers per rank"
+        f"{', '.join(dict.fromkeys(plan.source for plan in plans))}: {sharded} of {len(layouts)} tensors sharded, "
+        f"{partial} with partial gradients; {record.layout.local_numel():,} of {record.layout.global_numel():,} parameters per rank"
     )
 
 
@@ -589,8 +590,10 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> ParallelConfig:
     """The config; keywords beside it must be at their defaults, as command lines pass every default along."""
-    keywords = {
-        name: value for name, value in given.items() if value is not None or name in ("virtual_pp", "pp_split_rank")
+    keywords: dict[str, Any] = {
+        name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        for name, value in given.items()
+        if value is not None or name in ("virtual_pp", "pp_split_rank")
     }
     if config is None:
         return ParallelConfig(**keywords)
