@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
+    _destroy_dist_connection,
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -27,8 +29,8 @@ from lightning_seqpar.agreement import check_agreement, told_at_start
 from lightning_seqpar.broadcast import BroadcastLoader
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.groups import ParallelGroups
-from lightning_seqpar.guards import check_backend, refuse_notebook
-from lightning_seqpar.launcher import SeqParallelLauncher
+from lightning_seqpar.guards import check_backend, refuse_notebook, refuse_sweep
+from lightning_seqpar.launcher import SeqParallelLauncher, is_hydra_sweep
 from lightning_seqpar.sampler import inject_sampler, replica_workers
 from lightning_seqpar.topology import ProcessTopology
 
@@ -72,6 +74,12 @@ class TopologyStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         """This rank's device."""
         assert self.parallel_devices is not None
+        if self.local_rank >= len(self.parallel_devices):
+            raise ValueError(
+                f"this process has local rank {self.local_rank}, but Trainer(devices={len(self.parallel_devices)}): every "
+                "Trainer of a script must have the same devices, because each rank runs the whole script; use one script "
+                "for each size"
+            )
         return self.parallel_devices[self.local_rank]
 
     @property
@@ -119,8 +127,11 @@ class TopologyStrategy(ParallelStrategy):
         # Sizes, names and places are checked before any process is started.
         ProcessTopology.from_config(self.config, self.num_nodes * self.num_processes)
         check_backend(self.config.process_group_backend, self.root_device.type)
-        if _IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
-            refuse_notebook(self.num_nodes * self.num_processes)
+        if not self.cluster_environment.creates_processes_externally:
+            if _IS_INTERACTIVE:
+                refuse_notebook(self.num_nodes * self.num_processes)
+            if is_hydra_sweep():
+                refuse_sweep(self.num_nodes * self.num_processes)
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm=True: batch norms are not synced over replicas here; leave it out")
         self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -159,6 +170,7 @@ class TopologyStrategy(ParallelStrategy):
     def _connect(self, backend: str) -> None:
         """Meet the other ranks, and see that they were told the same."""
         assert self.cluster_environment is not None
+        first = not _distributed_is_initialized()
         try:
             _init_dist_connection(
                 self.cluster_environment,
@@ -173,8 +185,17 @@ class TopologyStrategy(ParallelStrategy):
                 f"{self.config.timeout.total_seconds():.0f} s: {error}. See that every node runs, with the same "
                 "MASTER_ADDR and MASTER_PORT, devices and num_nodes"
             ) from error
+        if first and backend != "nccl":
+            # Lightning does so for nccl; gloo's threads too should end before the interpreter does.
+            atexit.register(_destroy_dist_connection)
         world = dist.group.WORLD
         assert world is not None
+        if world.size() != self.num_nodes * self.num_processes:
+            raise ValueError(
+                f"this process is one of {world.size()} ranks already, but this Trainer asks for {self.num_nodes} × "
+                f"{self.num_processes}: a process belongs to one world; use the same devices and num_nodes in every Trainer "
+                "of a script, or one script for each size"
+            )
         check_agreement(told_at_start(self.config, VERSION), world, self.root_device)
 
     def _take_over_samplers(self) -> None:

@@ -73,6 +73,20 @@ def refuse_notebook(processes: int) -> None:
         )
 
 
+def refuse_sweep(processes: int) -> None:
+    """Several jobs of a hydra sweep in one process can't each start ranks.
+
+    Raises:
+        ValueError: for more than one process.
+    """
+    if processes > 1:
+        raise ValueError(
+            f"a hydra multirun (-m) with devices={processes}: the jobs of a sweep share one main process, and the ranks that "
+            "it starts would each run the whole sweep. Start the jobs one by one (for tp in 2 4; do python train.py "
+            "strategy.tp=$tp; done), or sweep with a launcher that gives each job processes of its own"
+        )
+
+
 def check_backend(backend: str | None, device_type: str) -> None:
     """A backend's name must be one that torch knows.
 

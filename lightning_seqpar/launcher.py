@@ -235,6 +235,16 @@ def follow_main_process(rank: int) -> bool:
     return True
 
 
+def is_hydra_sweep() -> bool:
+    """Whether this process runs the jobs of a hydra multirun, one after the other."""
+    if not _HYDRA_AVAILABLE:
+        return False
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
 class SeqParallelLauncher(_SubprocessScriptLauncher):
     """Lightning's subprocess launcher with our own watch over the children."""
 
@@ -257,7 +267,8 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
-            self._start_children()
+            if self.num_processes * self.num_nodes > 1:
+                self._start_children()
         elif follow_main_process(environment.global_rank()):
             self._follows = True
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -322,15 +333,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
     def _command(local_rank: int) -> tuple[Sequence[str], str | None]:
         if _HYDRA_AVAILABLE:
             from hydra.core.hydra_config import HydraConfig
-            from hydra.types import RunMode
 
             if HydraConfig.initialized():
-                if HydraConfig.get().mode == RunMode.MULTIRUN:
-                    raise ValueError(
-                        "hydra's multirun (-m) with more than one process: the jobs of a sweep share one main process, and "
-                        "the ranks that it starts would each run the whole sweep. Start the jobs one by one (for tp in 1 2; "
-                        "do python train.py strategy.tp=$tp; done), or sweep with a launcher that gives each job processes "
-                        "of its own (hydra-submitit-launcher)"
-                    )
                 return _hydra_subprocess_cmd(local_rank)
         return _basic_subprocess_cmd(), None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from processes import environment, survivors
 
-ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.launch
 
 SCRIPT = """
@@ -39,7 +37,7 @@ if __name__ == "__main__":
     bad = [Bad()] if "BAD" in os.environ else []
     trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=50, callbacks=bad)
     trainer.fit(models.GPT(), models.loader(4, count=400))
-    print("PID", os.getpid(), "RANK", trainer.global_rank, "STEPS", trainer.global_step, flush=True)
+    os.write(1, f"PID {os.getpid()} RANK {trainer.global_rank} STEPS {trainer.global_step}\\n".encode())
     if os.environ.get("SAVE") and trainer.is_global_zero:
         trainer.save_checkpoint(os.environ["SAVE"])
     if os.environ.get("AFTER") and trainer.global_rank == int(os.environ["AFTER"]):
@@ -53,10 +51,9 @@ def script(tmp_path):
     file.write_text(SCRIPT)
 
     def run(*command: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:
-        keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")}
         return subprocess.run(
             [*(command or (sys.executable,)), str(file)],
-            env={**keep, "SEQPAR_TAG": tmp_path.name, **env},
+            env=environment(SEQPAR_TAG=tmp_path.name, **env),
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -67,18 +64,6 @@ def script(tmp_path):
     yield run
     # No orphan may be left: every process of this run carries the tag in its environment.
     assert survivors(tmp_path.name) == []
-
-
-def survivors(tag: str) -> list[int]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            if f"SEQPAR_TAG={tag}".encode() in (folder / "environ").read_bytes() and state != "Z":
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
 
 
 def test_lightnings_own_launcher(script):
