@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from lightning_seqpar.config import ParallelConfig
 
 _SHOWN = 4
-"""Ranks that a message names one by one."""
+"""Ranks and things that a message names one by one."""
 
 
 def check_agreement(told: Mapping[str, Any], group: ProcessGroup, device: torch.device) -> None:
@@ -40,7 +40,8 @@ def check_agreement(told: Mapping[str, Any], group: ProcessGroup, device: torch.
     ranks = dist.get_process_group_ranks(group)
     names = list(dict.fromkeys(name for one in everybody for name in one))
     differing = [name for name in names if len({one.get(name) for one in everybody}) > 1]
-    said = "; ".join(_who_says_what(name, [one.get(name) for one in everybody], ranks) for name in differing)
+    said = "; ".join(_who_says_what(name, [one.get(name) for one in everybody], ranks) for name in differing[:_SHOWN])
+    said += f"; and {len(differing) - _SHOWN} more things" if len(differing) > _SHOWN else ""
     raise ValueError(
         f"the ranks were not told the same: {said}. Start every rank with the same code, files and arguments"
     )
@@ -64,13 +65,14 @@ def _short(text: str) -> str:
 def told_at_start(config: ParallelConfig, version: str) -> dict[str, Any]:
     """The configuration, field by field, and the versions that must be the same everywhere."""
     versions = {"torch": str(torch.__version__), "lightning": lightning.__version__, "lightning_seqpar": version}
-    return {**config.model_dump(mode="json"), **{f"version of {name}": value for name, value in versions.items()}}
+    told = {**config.model_dump(mode="json"), "timeout": f"{config.timeout.total_seconds()} s"}
+    return {**told, **{f"version of {name}": value for name, value in versions.items()}}
 
 
 def told_of_model(model: nn.Module) -> dict[str, str]:
-    """Names, shapes and dtypes of the parameters, and which of them train."""
-    listed = [
-        f"{name} {list(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ' frozen'}"
-        for name, parameter in model.named_parameters()
-    ]
-    return {"the model's parameters": f"{len(listed)} parameters: {'; '.join(listed)}"}
+    """Names, shapes and dtypes of the parameters and buffers, and which of them train."""
+    told = {
+        f"parameter {name}": f"{list(one.shape)} {one.dtype}{'' if one.requires_grad else ' frozen'}"
+        for name, one in model.named_parameters()
+    }
+    return told | {f"buffer {name}": f"{list(one.shape)} {one.dtype}" for name, one in model.named_buffers()}

@@ -31,27 +31,29 @@ class BroadcastLoader:
     def __iter__(self) -> Iterator[Any]:
         reads = dist.get_rank() == self._source
         batches = iter(self.loader) if reads else None
+        cpu = torch.device("cpu")
         while True:
             box: list[Any] = [None]
             failed: Exception | None = None
             if batches is not None:
                 try:
-                    box = [("batch", next(batches), get_streams(torch.device("cpu")))]
+                    box = [("batch", next(batches), None)]
                 except StopIteration:
                     box = [("end", None, None)]
                 except Exception as error:  # told to the others first, then raised
                     failed = error
                     box = [("failed", f"{type(error).__name__}: {error}", None)]
+                box = [(*box[0][:2], get_streams(cpu))]
             dist.broadcast_object_list(box, src=self._source, group=self._group)
             kind, value, streams = box[0]
-            if kind == "end":
-                return
             if failed is not None:
                 raise failed
             if kind == "failed":
                 raise RuntimeError(f"rank {self._source}, which reads the batches of this replica, raised {value}")
             if not reads:
-                set_streams(streams, torch.device("cpu"))
+                set_streams(streams, cpu)
+            if kind == "end":
+                return
             yield value
 
     def __len__(self) -> int:

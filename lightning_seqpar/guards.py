@@ -227,7 +227,8 @@ def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: 
         raise RuntimeError(
             f"the tensor-parallel ranks of one replica read different {loop} batches (checksums "
             f"{', '.join(f'{float(value):.6g}' for value in values)}). Deal data by strategy.dp_rank and dp_size, not by "
-            "rank and world size, and draw random samples and augmentations from a seed that the replica shares"
+            "rank and world size, and draw random samples and augmentations from a seed that the replica shares; or set "
+            "broadcast_batch=True, and one rank of each replica reads for all"
         )
 
 

@@ -467,7 +467,6 @@ class SeqParallelStrategy(TopologyStrategy):
         """What makes all ranks of the world take the same steps."""
         trainer = self._trainer
         return {
-            "training batches in an epoch": trainer.num_training_batches,
             "max_steps": trainer.max_steps,
             "max_epochs": trainer.max_epochs,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -479,17 +478,33 @@ class SeqParallelStrategy(TopologyStrategy):
             "the optimizers": [type(_plain(optimizer)).__name__ for optimizer in self.optimizers],
         }
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Loaders may be made anew for an epoch: all ranks must take as many steps."""
+        if batch_idx == 0:
+            told = {"training batches in an epoch": self._trainer.num_training_batches}
+            check_agreement(told, self._world, self.root_device)
+
+    def _agree_on_batches(self, loop: str, counts: list[int | float]) -> None:
+        """The ranks of a replica would wait for each other in different loops if one had fewer batches."""
+        group = self.groups[self.groups.replica_axes]
+        check_agreement({f"{loop} batches": counts}, group, self.root_device)
+
     def on_validation_start(self) -> None:
-        """Lightning's hook."""
+        """Compare what the ranks will loop over."""
         self._on_loop_start()
+        checking = self._trainer.sanity_checking
+        counts = self._trainer.num_sanity_val_batches if checking else self._trainer.num_val_batches
+        self._agree_on_batches("validation", list(counts))
 
     def on_test_start(self) -> None:
-        """Lightning's hook."""
+        """Compare what the ranks will loop over."""
         self._on_loop_start()
+        self._agree_on_batches("test", list(self._trainer.num_test_batches))
 
     def on_predict_start(self) -> None:
-        """Prediction writers write once per replica: the first rank of each."""
+        """Compare what the ranks will loop over; prediction writers write on the first rank of each replica."""
         self._on_loop_start()
+        self._agree_on_batches("predict", list(self._trainer.num_predict_batches))
         if self.groups.rank("tp") > 0:
             callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
             self._muted_writers = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, BasePredictionWriter)]
