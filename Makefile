@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable ".[cli,dev]"
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $(STAMP)
 
 demo: $(STAMP)  ## train on two processes and on one, compare (DATA=file-or-folder)

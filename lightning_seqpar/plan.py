@@ -168,7 +168,10 @@ def parse_rule(data: Any) -> Rule:
     if isinstance(data, Rule):
         return data
     if not isinstance(data, Mapping) or "style" not in data or "pattern" not in data:
-        raise ValueError(f"plan rule {data!r}: a rule is a mapping with at least 'pattern' and 'style'")
+        raise ValueError(
+            f"plan rule {data!r}: a rule is a mapping with at least 'pattern' and 'style', such as "
+            "{pattern: layers.*, style: blocks}"
+        )
     style = data["style"]
     if style in LATER_STYLES:
         raise ValueError(f"plan rule {dict(data)}: the style {style!r} does not run yet; leave those modules whole")

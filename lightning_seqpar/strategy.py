@@ -608,7 +608,7 @@ def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> Pa
     keywords: dict[str, Any] = {
         name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for name, value in given.items()
-        if value is not None or name in ("virtual_pp", "pp_split_rank")
+        if value is not None or name not in ("ddp", "fsdp", "checkpoint")
     }
     if config is None:
         return ParallelConfig(**keywords)

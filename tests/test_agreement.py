@@ -56,7 +56,7 @@ def worker_differ(what):
         ({"strategy": [{}, {"dp": 1}]}, 'dp is auto on rank 0 and 1 on rank 1'),
         ({"strategy": [{}, {"timeout": 50}]}, "timeout is 60.0 s on rank 0 and 50.0 s on rank 1"),
         ({"model": [{}, {"dim": 32}]}, r"parameter model.tokens.weight is \[31, 16\] .* rank 0 and \[31, 32\] .*; and \d+ more"),
-        ({"frozen": [(), ("model.norm.weight",)]}, r"parameter model.norm.weight is \[16\] .* on rank 0 and \[16\] .* frozen on rank 1"),
+        ({"frozen": [(), ("model.norm.weight",)]}, r"model.norm.weight is \[16\] .* rank 0 and \[16\] .* frozen on rank 1"),
         ({"trainer": [{}, {"max_steps": 3}]}, "max_steps is 2 on rank 0 and 3 on rank 1"),
         ({"trainer": [{}, {"accumulate_grad_batches": 2}]}, "accumulate_grad_batches is 1 on rank 0 and 2 on rank 1"),
         ({"trainer": [{}, {"gradient_clip_val": 1.0}]}, "gradient_clip_val is null on rank 0 and 1.0 on rank 1"),

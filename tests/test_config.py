@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from datetime import timedelta
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from processes import ROOT
 from pydantic import ValidationError
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
+
+CONF = ROOT / "conf"
 
 
 def test_defaults_are_the_contract():
@@ -103,3 +110,73 @@ def test_what_does_not_run_yet_is_refused_with_the_value_that_does(field, value)
 def test_a_wrong_rule_is_told_before_anything_starts():
     with pytest.raises(ValueError, match="no style 'colum'; did you mean 'column'"):
         SeqParallelStrategy(tp=2, plan=[{"pattern": "a", "style": "colum"}])
+
+
+def test_the_committed_schema_is_fresh():
+    """``seqpar schema > conf/parallel_config.schema.json``."""
+    committed = json.loads((CONF / "parallel_config.schema.json").read_text())
+    assert committed == ParallelConfig.json_schema()
+
+
+def test_the_schema_knows_every_field_and_describes_it():
+    properties = ParallelConfig.json_schema()["properties"]
+    assert set(properties) == {*ParallelConfig.model_fields, "_target_"}
+    assert all(entry.get("description") for entry in properties.values())
+    assert properties["tp"]["minimum"] == 1
+    assert properties["timeout"]["type"] == "number"
+    assert properties["recompute"]["enum"] == ["none", "selective", "full"]
+
+
+def test_the_strategys_keywords_are_the_configs_fields_with_their_defaults_and_texts():
+    """Command lines read the signature and the docstring; the config is the truth."""
+    parameters = inspect.signature(SeqParallelStrategy.__init__).parameters
+    told = " ".join(inspect.getdoc(SeqParallelStrategy).split())
+    default = ParallelConfig()
+    for name, field in ParallelConfig.model_fields.items():
+        shown, own = parameters[name].default, getattr(default, name)
+        assert shown == own or (shown is None and name in ("ddp", "fsdp", "checkpoint")) or name == "timeout", name
+        assert f"{name}: {' '.join(field.description.split())}" in told, name
+    assert parameters["timeout"].default == default.timeout.total_seconds()
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "strategy").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_strategy_is_read(path):
+    assert SeqParallelStrategy(config=ParallelConfig.from_yaml(path)).config.tp >= 1
+    assert path.read_text().startswith("# yaml-language-server: $schema=../parallel_config.schema.json\n")
+
+
+def test_every_shipped_yaml_is_read():
+    for path in sorted(CONF.rglob("*.yaml")):
+        assert OmegaConf.is_dict(OmegaConf.load(path)), path
+    demo = OmegaConf.load(CONF / "demo.yaml")
+    assert ParallelConfig.from_omegaconf(demo.strategy).tp == 2
+    cli = OmegaConf.load(CONF / "cli.yaml")
+    assert SeqParallelStrategy(**cli.trainer.strategy.init_args).config.tp == 2
+
+
+@pytest.mark.parametrize("experiment", [None, *sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))])
+def test_every_composition_is_read(experiment):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose("train", [f"+experiment={experiment}"] if experiment else [])
+    assert isinstance(instantiate(composed.strategy), SeqParallelStrategy)
+    assert set(composed) >= {"strategy", "model", "data", "trainer"}
+
+
+def test_a_saved_configuration_is_read_back():
+    """Lightning's command line writes a timedelta as 0:30:00."""
+    assert ParallelConfig(timeout="0:30:00") == ParallelConfig()
+    assert ParallelConfig(timeout="1:00:00").timeout == timedelta(hours=1)
+    assert ParallelConfig(
+        **ParallelConfig(tp=2, plan=[{"pattern": "a", "style": "row"}]).model_dump()
+    ) == ParallelConfig(tp=2, plan=[{"pattern": "a", "style": "row"}])
+
+
+def test_hydras_containers_are_keywords_too():
+    node = OmegaConf.create({"ddp": {"find_unused_parameters": True}, "plan": [{"pattern": "a", "style": "row"}]})
+    strategy = SeqParallelStrategy(tp=2, **node)
+    assert strategy.config.ddp == {"find_unused_parameters": True}
+    assert type(strategy.config.plan.rules[0]) is dict
+
+
+def test_what_the_strategy_is_called():
+    assert repr(SeqParallelStrategy(tp=2, sp=False)) == "SeqParallelStrategy(tp=2, sp=False) of lightning.pytorch"
