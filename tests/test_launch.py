@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from processes import environment, survivors
+from processes import PYTHON, environment, free_port, run_all, start, survivors
 
 pytestmark = pytest.mark.launch
 
@@ -27,6 +27,7 @@ class Bad(Callback):
             if what == "raise":
                 raise ValueError("on purpose")
             if what == "hang":
+                os.write(1, b"HANGING\\n")
                 signal.pause()
             if what in ("KILL", "TERM"):
                 os.kill(os.getpid(), getattr(signal, "SIG" + what))
@@ -60,7 +61,7 @@ def script(tmp_path):
             check=False,
         )
 
-    run.tag = tmp_path.name
+    run.tag, run.path = tmp_path.name, str(file)
     yield run
     # No orphan may be left: every process of this run carries the tag in its environment.
     assert survivors(tmp_path.name) == []
@@ -127,6 +128,50 @@ def test_torchrun_with_a_killed_rank(script):
     done = script(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", BAD="KILL:1")
     assert done.returncode != 0
     assert "Signal 9" in done.stderr
+
+
+def test_torchrun_with_a_rank_that_raises(script):
+    done = script(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", BAD="raise:1")
+    assert done.returncode != 0
+    assert "lightning_seqpar: rank 1 raised ValueError: on purpose" in done.stderr
+    summary = done.stderr[done.stderr.index("Root Cause") :]
+    assert "ValueError: on purpose" in summary, "torchrun's own summary reads the error file"
+
+
+def test_slurm_with_a_rank_that_dies(script):
+    for bad, says in (
+        ("raise:1", "lightning_seqpar: rank 1 raised ValueError: on purpose"),
+        ("KILL:1", "rank 0 lost another rank"),
+    ):
+        common = {"BAD": bad, "SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+        common |= {
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_NODELIST": "127.0.0.1",
+            "SLURM_NODEID": "0",
+            "MASTER_PORT": str(free_port()),
+        }
+        tag = {"SEQPAR_TAG": script.tag}
+        tasks = [
+            ((PYTHON, script.path), {**common, **tag, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
+            for rank in range(2)
+        ]
+        results = run_all(tasks)
+        assert all(code != 0 for code, _ in results), results
+        assert any(says in told for _, told in results), results
+
+
+def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
+    """Its main thread sits in a collective, where no Python handler runs."""
+    proc = start((PYTHON, script.path), env={"SEQPAR_TAG": script.tag, "BAD": "hang:1", "TIMEOUT": "300", "SAY": "1"})
+    told = ""
+    for line in proc.stdout:
+        told += line
+        if "HANGING" in line:
+            break
+    proc.send_signal(signal.SIGTERM)
+    told += proc.communicate(timeout=60)[0]
+    assert proc.returncode == 128 + signal.SIGTERM, told
+    assert "the run failed: rank 0 got SIGTERM" in told
 
 
 def test_a_wrong_world_is_told_before_any_process_starts(script):
