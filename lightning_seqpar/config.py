@@ -169,15 +169,15 @@ class ParallelConfig(FrozenModel):
     dp: Literal["auto"] | int = "auto"
     """Data-parallel size; ``auto`` takes what the world leaves, a number is checked against it."""
     cp: int = 1
-    """Context-parallel size."""
+    """Context-parallel size. Not run yet: leave it at 1."""
     cp_method: Literal["auto", "ring", "ulysses"] = "auto"
-    """How attention is computed across the context-parallel ranks."""
+    """How attention is computed across the context-parallel ranks. Not run yet."""
     pp: int = 1
-    """Pipeline-parallel size."""
+    """Pipeline-parallel size. Not run yet: leave it at 1."""
     virtual_pp: int | None = None
-    """Stages per pipeline rank (interleaving), or none."""
+    """Stages per pipeline rank (interleaving), or none. Not run yet."""
     pp_split_rank: int | None = None
-    """First pipeline rank of the decoder in an encoder-decoder model."""
+    """First pipeline rank of the decoder in an encoder-decoder model. Not run yet."""
     order: str = "pp-dp-cp-tp"
     """The axes, outermost first; ranks along the last one are adjacent."""
     plan: Annotated[
@@ -186,34 +186,34 @@ class ParallelConfig(FrozenModel):
     ] = "auto"
     """``auto``, a family's name, the path of a YAML file, or ``{base: ..., rules: [...]}``."""
     data_parallel: Literal["ddp", "fsdp"] = "ddp"
-    """What synchronises the data-parallel replicas."""
+    """What synchronises the data-parallel replicas. ``fsdp`` is not run yet."""
     ddp: dict[str, Any] = Field(default_factory=dict)
     """Options passed on to ``DistributedDataParallel``."""
     fsdp: dict[str, Any] = Field(default_factory=dict)
-    """Options passed on to ``fully_shard``."""
+    """Options passed on to ``fully_shard``. Not run yet."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recompute."""
+    """Activation recompute by the strategy. Not run yet; checkpointing inside your model works."""
     regather: Literal["auto"] | bool = "auto"
     """Gather a column linear's input again in the backward instead of keeping the gathered copy."""
     compile: bool = False
-    """Compile the model."""
+    """Compile the model. Not run yet."""
     self_check: bool = True
-    """Prove the plan before training."""
+    """Prove the plan before training. Accepted, and does nothing yet."""
     check_every: int = 0
     """Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..."""
     broadcast_batch: bool = False
     """One rank of each replica reads the batches and sends them to the others: for iterable data sets that give each
     process other samples. Off, every rank reads for itself and checksums are compared."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """Form of the checkpoints."""
+    """Form of the checkpoints: ``{format: single, async_save: false}``; others are not run yet."""
     process_group_backend: str | None = None
     """Backend of the process groups; none means the device's own (gloo on CPU, nccl on CUDA)."""
     timeout: timedelta = timedelta(seconds=1800)
     """How long a collective may wait for its peers, in seconds or as a timedelta."""
     fp8_groups: bool = False
-    """Make the amax-reduction groups (tp × dp)."""
+    """Make the amax-reduction groups (tp × dp) of fp8 training. Not run yet."""
     gloo_twins: bool = False
-    """Make a gloo twin of every group."""
+    """Make a gloo group beside each group of axes, for objects and for threads of their own."""
 
     @field_validator("tp", "cp", "pp", "dp", "virtual_pp", "check_every", "pp_split_rank", mode="before")
     @classmethod

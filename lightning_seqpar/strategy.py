@@ -86,30 +86,30 @@ class SeqParallelStrategy(TopologyStrategy):
         tp: Tensor-parallel size: over how many ranks each linear is split.
         sp: Sequence parallelism over the tensor-parallel group (arXiv 2205.05198); idle at ``tp=1``.
         dp: Data-parallel size; ``auto`` takes what the world leaves, a number is checked against it.
-        cp: Context-parallel size.
-        cp_method: How attention is computed across the context-parallel ranks.
-        pp: Pipeline-parallel size.
-        virtual_pp: Stages per pipeline rank (interleaving), or none.
-        pp_split_rank: First pipeline rank of the decoder in an encoder-decoder model.
+        cp: Context-parallel size. Not run yet: leave it at 1.
+        cp_method: How attention is computed across the context-parallel ranks. Not run yet.
+        pp: Pipeline-parallel size. Not run yet: leave it at 1.
+        virtual_pp: Stages per pipeline rank (interleaving), or none. Not run yet.
+        pp_split_rank: First pipeline rank of the decoder in an encoder-decoder model. Not run yet.
         order: The axes, outermost first; ranks along the last one are adjacent.
         plan: ``auto``, a family's name, the path of a YAML file, or ``{base: ..., rules: [...]}``.
-        data_parallel: What synchronises the data-parallel replicas.
+        data_parallel: What synchronises the data-parallel replicas. ``fsdp`` is not run yet.
         ddp: Options passed on to ``DistributedDataParallel``.
-        fsdp: Options passed on to ``fully_shard``.
-        recompute: Activation recompute.
+        fsdp: Options passed on to ``fully_shard``. Not run yet.
+        recompute: Activation recompute by the strategy. Not run yet; checkpointing inside your model works.
         regather: Gather a column linear's input again in the backward instead of keeping the gathered copy.
-        compile: Compile the model.
-        self_check: Prove the plan before training.
+        compile: Compile the model. Not run yet.
+        self_check: Prove the plan before training. Accepted, and does nothing yet.
         check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ...
         broadcast_batch: One rank of each replica reads the batches and sends them to the others: for iterable
             data sets that give each process other samples. Off, every rank reads for itself and checksums are
             compared.
-        checkpoint: Form of the checkpoints.
+        checkpoint: Form of the checkpoints: ``{format: single, async_save: false}``; others are not run yet.
         process_group_backend: Backend of the process groups; none means the device's own (gloo on CPU, nccl on
             CUDA).
         timeout: How long a collective may wait for its peers, in seconds or as a timedelta.
-        fp8_groups: Make the amax-reduction groups (tp × dp).
-        gloo_twins: Make a gloo twin of every group.
+        fp8_groups: Make the amax-reduction groups (tp × dp) of fp8 training. Not run yet.
+        gloo_twins: Make a gloo group beside each group of axes, for objects and for threads of their own.
         config: all of these as one ``ParallelConfig``, in place of keywords.
         accelerator: Lightning's own; leave it to the Trainer.
         parallel_devices: Lightning's own; leave it to the Trainer.

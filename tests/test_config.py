@@ -180,3 +180,11 @@ def test_hydras_containers_are_keywords_too():
 
 def test_what_the_strategy_is_called():
     assert repr(SeqParallelStrategy(tp=2, sp=False)) == "SeqParallelStrategy(tp=2, sp=False) of lightning.pytorch"
+
+
+def test_the_table_in_the_documentation_is_the_configuration():
+    table = (ROOT / "docs" / "launch.md").read_text()
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == list(ParallelConfig.model_fields)
+    for row, field in zip(rows, ParallelConfig.model_fields.values(), strict=True):
+        assert row.endswith(f"| {' '.join(field.description.replace('``', '`').split())} |"), row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,22 @@ def test_everything_public_is_documented(path):
                     ):
                         continue
                     assert ast.get_docstring(part), f"{node.name}.{part.name}"
+
+
+def test_links_in_the_documentation_lead_somewhere():
+    root = PACKAGE.parent
+    pages = [
+        *(root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        *sorted((root / "docs").glob("*.md")),
+    ]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_an_installed_user_gets_the_plans_and_no_test():
+    """What a wheel holds: modules, plans, the type marker."""
+    text = (PACKAGE.parent / "pyproject.toml").read_text()
+    assert 'lightning_seqpar = ["plans/*.yaml", "py.typed"]' in text
+    assert (PACKAGE / "py.typed").exists()
