@@ -78,7 +78,11 @@ class ChildWatch:
         self._lock = threading.Lock()
         self._told: list[tuple[bool, str]] = []
         self._concluded = False
+        self._verdict = ""
+        self._interrupted = False
+        self._exit_code = 0
         self._hears = False
+        self._handled = threading.Event()
 
     def start(self) -> None:
         """Wait on every child in a thread of its own, and for the end of this process."""
@@ -91,24 +95,41 @@ class ChildWatch:
         """The main process ends badly; a ``symptom`` (a lost peer) yields to any other rank's reason."""
         self._told.append((symptom, reason))
 
-    def hear_signals(self, rank: int) -> None:
-        """End the run on SIGTERM even while the main thread waits in a collective, where no Python handler runs."""
+    def hear_signals(self, taken: set[int], rank: int) -> None:
+        """End the run on the signals ``taken`` (SIGTERM, Ctrl-C) even while the main thread waits in a collective.
+
+        No Python handler runs there, but the interpreter notes every signal in a pipe at once, and a thread reads it.
+        """
         if self._hears:
             return
-        self._hears = True
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        threading.Thread(target=self._hear, args=(reading, rank), name="watch-signals", daemon=True).start()
+        if (theirs := signal.set_wakeup_fd(writing, warn_on_full_buffer=False)) != -1:
+            signal.set_wakeup_fd(theirs)  # an event loop's
+            return
+        self._hears = True
+        threading.Thread(target=self._hear, args=(reading, taken, rank), name="watch-signals", daemon=True).start()
 
-    def _hear(self, reading: int, rank: int) -> None:
-        while signal.SIGTERM not in os.read(reading, 64):
+    def handled(self, signum: int, rank: int) -> None:
+        """The main thread runs its handler for a signal: the run ends by itself."""
+        self._handled.set()
+        self._note(signum, rank)
+
+    def _note(self, signum: int, rank: int) -> None:
+        self._exit_code = 128 + signum
+        if signum == signal.SIGINT:
+            self.interrupt()
+        else:
+            self.fail(f"rank {rank} got {signal.Signals(signum).name}")
+
+    def _hear(self, reading: int, taken: set[int], rank: int) -> None:
+        while not (heard := taken & set(os.read(reading, 64))):
             pass  # other signals have their own handlers
-        if not self._finished.wait(GRACE / 2):
-            self.fail(f"rank {rank} got SIGTERM")
+        if not self._handled.wait(GRACE / 2):
+            self._note(min(heard), rank)
             self._conclude()
-            sys.stdout.flush()
-            os._exit(128 + signal.SIGTERM)
+            self._say_verdict()
+            os._exit(self._exit_code)
 
     def _wait(self, local_rank: int, proc: subprocess.Popen[bytes]) -> None:
         code = proc.wait()
@@ -116,16 +137,17 @@ class ChildWatch:
             if code == 0 or self._ending.is_set():
                 return
             self._ending.set()
+            self._exit_code = code if 0 < code < 128 else 1
         say(f"rank {self._first_rank + local_rank} (pid {proc.pid}) {describe_exit(code)}; ending the other ranks")
         self._conclude()
         if not self._finished.wait(GRACE):
             say(f"rank {self._first_rank} did not end by itself within {GRACE:.0f} s; ending it")
-        sys.stdout.flush()
+        self._say_verdict()
         # A thread can't raise in the main thread, which may wait in a collective for the dead rank.
-        os._exit(code if 0 < code < 128 else 1)
+        os._exit(self._exit_code)
 
     def _conclude(self) -> None:
-        """Let the children end, end those that do not, and say what happened."""
+        """Let the children end, end those that do not, and learn what happened."""
         with self._lock:
             self._ending.set()
             if self._concluded:
@@ -167,7 +189,21 @@ class ChildWatch:
                 )
             causes = [reason for symptom, reason in self._told if not symptom]
             symptoms = [reason for symptom, reason in self._told if symptom]
-            say(f"the run failed: {(causes or symptoms or ['a rank ended early'])[0]}")
+            reason = (causes or symptoms or ["a rank ended early"])[0]
+            self._verdict = "the run was interrupted" if self._interrupted else f"the run failed: {reason}"
+
+    def _say_verdict(self) -> None:
+        """Last of all: below the tracebacks of ranks that only lost another one."""
+        with self._lock:
+            if self._verdict:
+                say(self._verdict)
+                sys.stdout.flush()
+            self._verdict = ""
+
+    def interrupt(self) -> None:
+        """The user pressed Ctrl-C."""
+        self._interrupted = True
+        self._told.append((False, "interrupted"))
 
     @staticmethod
     def _let_end(proc: subprocess.Popen[bytes]) -> bool:
@@ -193,9 +229,10 @@ class ChildWatch:
             if not any(proc.returncode for proc in self._procs):
                 return
         self._conclude()
-        if uncaught is None:
+        self._say_verdict()
+        if uncaught is None or self._exit_code:
             sys.stdout.flush()
-            os._exit(1)
+            os._exit(self._exit_code or 1)
 
 
 def report_exception(rank: int, error: BaseException) -> None:
@@ -276,24 +313,35 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
 
     def kill(self, signum: Any) -> None:
         """Lightning passes signals on with this; the watch ends the children instead, after their own message."""
-        if self.watch is not None:
+        if self.watch is not None and signum == signal.SIGKILL:
+            self.watch.interrupt()  # Lightning sends it to the children after Ctrl-C
+        elif self.watch is not None:
             self.watch.fail(f"the main process got {signal.Signals(signum).name}")
         if signum == signal.SIGKILL:
             super().kill(signum)
 
-    def take_sigterm(self) -> None:
-        """Make SIGTERM end the run, in processes of ours: Lightning's own handler waits in a broadcast for its peers."""
+    def take_signals(self) -> None:
+        """Make SIGTERM end the run, in processes of ours: Lightning's own handler waits in a broadcast for its peers.
+
+        Ctrl-C raises ``KeyboardInterrupt`` as ever; a handler of the user's stays.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         if self._follows:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the main process sees it and names the rank
         elif self.watch is not None:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
-            self.watch.hear_signals(self.cluster_environment.global_rank())
+            taken: set[int] = {signal.SIGTERM}
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                taken.add(signal.SIGINT)
+            for signum in taken:
+                signal.signal(signum, self._on_signal)
+            self.watch.hear_signals(taken, self.cluster_environment.global_rank())
 
-    def _on_sigterm(self, signum: int, frame: Any) -> None:
+    def _on_signal(self, signum: int, frame: Any) -> None:
         assert self.watch is not None
-        self.watch.fail(f"rank {self.cluster_environment.global_rank()} got SIGTERM")
+        self.watch.handled(signum, self.cluster_environment.global_rank())
+        if signum == signal.SIGINT:
+            raise KeyboardInterrupt
         raise SystemExit(128 + signum)
 
     def tell(self, error: BaseException) -> None:

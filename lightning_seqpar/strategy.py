@@ -446,7 +446,7 @@ class SeqParallelStrategy(TopologyStrategy):
     def _on_loop_start(self) -> None:
         self._share_metrics()
         if isinstance(self.launcher, SeqParallelLauncher):
-            self.launcher.take_sigterm()
+            self.launcher.take_signals()
 
     def on_train_start(self) -> None:
         """Compare what the ranks will loop over, and log what a step is made of."""

@@ -346,7 +346,7 @@ MUTANTS = [
     Mutant(
         "SIGTERM not heard in a collective",
         "launcher.py",
-        "            self.watch.hear_signals(self.cluster_environment.global_rank())\n",
+        "            self.watch.hear_signals(taken, self.cluster_environment.global_rank())\n",
         "",
         "tests/test_launch.py",
     ),

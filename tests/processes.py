@@ -23,7 +23,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **more}
 
 
-def start(command: Sequence[str], cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start(
+    command: Sequence[str], cwd: Path = ROOT, env: Mapping[str, str] | None = None, start_new_session: bool = False
+) -> subprocess.Popen[str]:
     """Start ``command`` with its output kept."""
     return subprocess.Popen(
         list(command),
@@ -32,6 +34,7 @@ def start(command: Sequence[str], cwd: Path = ROOT, env: Mapping[str, str] | Non
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=start_new_session,
     )
 
 

@@ -117,10 +117,3 @@ def test_links_in_the_documentation_lead_somewhere():
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
-def test_an_installed_user_gets_the_plans_and_no_test():
-    """What a wheel holds: modules, plans, the type marker."""
-    text = (PACKAGE.parent / "pyproject.toml").read_text()
-    assert 'lightning_seqpar = ["plans/*.yaml", "py.typed"]' in text
-    assert (PACKAGE / "py.typed").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -28,6 +29,10 @@ class Bad(Callback):
                 raise ValueError("on purpose")
             if what == "hang":
                 os.write(1, b"HANGING\\n")
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                signal.pause()
+            if what == "pause":
+                os.write(1, b"HANGING\\n")
                 signal.pause()
             if what in ("KILL", "TERM"):
                 os.kill(os.getpid(), getattr(signal, "SIG" + what))
@@ -50,21 +55,22 @@ if __name__ == "__main__":
 def script(tmp_path):
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
+    tag = f"{tmp_path.parent.name}-{tmp_path.name}"
 
     def run(*command: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*(command or (sys.executable,)), str(file)],
-            env=environment(SEQPAR_TAG=tmp_path.name, **env),
+            env=environment(SEQPAR_TAG=tag, **env),
             capture_output=True,
             text=True,
             timeout=timeout,
             check=False,
         )
 
-    run.tag, run.path = tmp_path.name, str(file)
+    run.tag, run.path = tag, str(file)
     yield run
     # No orphan may be left: every process of this run carries the tag in its environment.
-    assert survivors(tmp_path.name) == []
+    assert survivors(tag) == []
 
 
 def test_lightnings_own_launcher(script):
@@ -160,18 +166,35 @@ def test_slurm_with_a_rank_that_dies(script):
         assert any(says in told for _, told in results), results
 
 
-def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
-    """Its main thread sits in a collective, where no Python handler runs."""
-    proc = start((PYTHON, script.path), env={"SEQPAR_TAG": script.tag, "BAD": "hang:1", "TIMEOUT": "300", "SAY": "1"})
+def read_until(proc, word: str) -> str:
     told = ""
     for line in proc.stdout:
         told += line
-        if "HANGING" in line:
+        if word in line:
             break
+    return told
+
+
+def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
+    """Its main thread sits in a collective, where no Python handler runs."""
+    proc = start((PYTHON, script.path), env={"SEQPAR_TAG": script.tag, "BAD": "hang:1", "TIMEOUT": "300", "SAY": "1"})
+    told = read_until(proc, "HANGING")
     proc.send_signal(signal.SIGTERM)
     told += proc.communicate(timeout=60)[0]
     assert proc.returncode == 128 + signal.SIGTERM, told
     assert "the run failed: rank 0 got SIGTERM" in told
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_ctrl_c(script, hangs):
+    """The terminal sends SIGINT to every process of the run."""
+    env = {"SEQPAR_TAG": script.tag, "BAD": "hang:1" if hangs else "pause:1", "TIMEOUT": "300"}
+    proc = start((PYTHON, script.path), env=env, start_new_session=True)
+    told = read_until(proc, "HANGING")
+    os.killpg(proc.pid, signal.SIGINT)
+    told += proc.communicate(timeout=60)[0]
+    assert proc.returncode != 0, told
+    assert told.rstrip().endswith("lightning_seqpar: the run was interrupted"), told[-1500:]
 
 
 def test_a_wrong_world_is_told_before_any_process_starts(script):
