@@ -159,13 +159,17 @@ class TopologyStrategy(ParallelStrategy):
                 split_rank=self.config.pp_split_rank,
                 gloo_twins=self.config.gloo_twins,
             )
-        if crossing := topology.get_crossing_lists("tp", self.num_processes):
-            rank_zero_warn(
-                f"lightning_seqpar: tensor-parallel ranks {crossing[0]} sit on more than one node of {self.num_processes} "
-                f"ranks ({len(crossing)} such group{'s' * (len(crossing) > 1)}); every layer then waits for the network "
-                f"between nodes. Keep tp within a node: tp at most {self.num_processes}, and last in order"
-            )
+            self._warn_of_slow_links(topology)
         self._take_over_samplers()
+
+    def _warn_of_slow_links(self, topology: ProcessTopology) -> None:
+        per_node = self.num_processes
+        if crossing := topology.get_crossing_lists("tp", per_node):
+            rank_zero_warn(
+                f"lightning_seqpar: tensor-parallel ranks {crossing[0]} sit on more than one node of {per_node} "
+                f"rank{'s' * (per_node > 1)} ({len(crossing)} such group{'s' * (len(crossing) > 1)}); every layer then waits "
+                "for the network between nodes. Keep tp within a node: tp a divisor of its ranks, and last in order"
+            )
 
     def _connect(self, backend: str) -> None:
         """Meet the other ranks, and see that they were told the same."""

@@ -144,26 +144,35 @@ def test_torchrun_with_a_rank_that_raises(script):
     assert "ValueError: on purpose" in summary, "torchrun's own summary reads the error file"
 
 
-def test_slurm_with_a_rank_that_dies(script):
-    for bad, says in (
+def slurm(script, **env: str) -> list[tuple[tuple[str, ...], dict[str, str]]]:
+    common = {**env, "SEQPAR_TAG": script.tag, "SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2"}
+    common |= {"SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
+    common |= {"MASTER_PORT": str(free_port())}
+    return [
+        ((PYTHON, script.path), {**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}) for rank in range(2)
+    ]
+
+
+def test_a_rank_that_nobody_meets(script):
+    ((code, told),) = run_all(slurm(script, TIMEOUT="4")[:1])
+    assert code != 0
+    assert re.search(r"RuntimeError: rank 0 of 2 did not meet the others at 127.0.0.1:\d+ within timeout=4 s", told), (
+        told
+    )
+    assert "with the same MASTER_ADDR and MASTER_PORT, devices and num_nodes" in told
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
         ("raise:1", "lightning_seqpar: rank 1 raised ValueError: on purpose"),
-        ("KILL:1", "rank 0 lost another rank"),
-    ):
-        common = {"BAD": bad, "SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
-        common |= {
-            "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_NODELIST": "127.0.0.1",
-            "SLURM_NODEID": "0",
-            "MASTER_PORT": str(free_port()),
-        }
-        tag = {"SEQPAR_TAG": script.tag}
-        tasks = [
-            ((PYTHON, script.path), {**common, **tag, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
-            for rank in range(2)
-        ]
-        results = run_all(tasks)
-        assert all(code != 0 for code, _ in results), results
-        assert any(says in told for _, told in results), results
+        ("KILL:1", "rank 0 lost another rank, which ended first"),
+    ],
+)
+def test_slurm_with_a_rank_that_dies(script, bad, says):
+    results = run_all(slurm(script, BAD=bad))
+    assert all(code != 0 for code, _ in results), results
+    assert any(says in told for _, told in results), results
 
 
 def read_until(proc, word: str) -> str:

@@ -100,7 +100,7 @@ def test_slurm(script, losses):
 @pytest.mark.launch
 def test_tensor_parallel_ranks_on_two_nodes_are_warned_of_once(script, losses):
     told = check(run_all(slurm(script, free_port(), nodes=2)), losses, {0: 0, 1: 0})
-    assert told.count("tensor-parallel ranks [0, 1] sit on more than one node of 1 ranks (1 such group)") == 1
+    assert told.count("tensor-parallel ranks [0, 1] sit on more than one node of 1 rank (1 such group)") == 1
 
 
 # ---- command lines ---------------------------------------------------------------------------------------------
