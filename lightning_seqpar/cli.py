@@ -10,7 +10,9 @@ import importlib.util
 import json
 import re
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -64,6 +66,12 @@ def _cause(message: str) -> str:
     return "; ".join(cause for cause in causes if cause and not cause.startswith("Expected a <class")) or message
 
 
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether an exception is a sentence of this package, rather than of the user's code or of a library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
+
+
 class SeqParallelCLI(LightningCLI):
     """``LightningCLI`` with errors of one sentence, which name the nearest option. A plain ``LightningCLI`` works too.
 
@@ -76,11 +84,12 @@ class SeqParallelCLI(LightningCLI):
         super().__init__(*args, **kwargs)
 
     def instantiate_classes(self) -> None:
-        """A strategy that breaks a rule ends with the rule's sentence, not with a traceback."""
+        """A strategy or a launch that breaks a rule ends with the rule's sentence, not with a traceback."""
         try:
             super().instantiate_classes()
         except ValueError as error:
-            if "class_path='lightning_seqpar.SeqParallelStrategy'" not in str(error):
+            ours = "class_path='lightning_seqpar.SeqParallelStrategy'" in str(error) or _is_raised_here(error)
+            if not ours:
                 raise
             self.parser.error(str(error))
 

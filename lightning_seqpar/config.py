@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -60,6 +60,12 @@ SYNONYMS = {
     "use_fp8": "fp8_groups",
 }
 """What other systems call our fields."""
+
+
+if TYPE_CHECKING:
+    Seconds = timedelta
+else:
+    Seconds = timedelta | float  # what command lines may hand over; the field itself always holds a timedelta
 
 
 def nearest(word: str, known: Sequence[str], count: int = 3) -> str:
@@ -208,7 +214,7 @@ class ParallelConfig(FrozenModel):
     """Form of the checkpoints: ``{format: single, async_save: false}``; others are not run yet."""
     process_group_backend: str | None = None
     """Backend of the process groups; none means the device's own (gloo on CPU, nccl on CUDA)."""
-    timeout: timedelta = timedelta(seconds=1800)
+    timeout: Seconds = timedelta(seconds=1800)
     """How long a collective may wait for its peers, in seconds or as a timedelta."""
     fp8_groups: bool = False
     """Make the amax-reduction groups (tp × dp) of fp8 training. Not run yet."""
@@ -261,7 +267,7 @@ class ParallelConfig(FrozenModel):
             raise broken(f"timeout={value!r}: write a number of seconds, such as 600, or a timedelta") from None
         if not 0 < seconds < 1e9 or isinstance(value, bool):
             raise broken(f"timeout={value!r}: a collective needs a positive number of seconds, such as 600")
-        return seconds
+        return timedelta(seconds=seconds)
 
     @field_validator("regather", mode="before")
     @classmethod

@@ -184,6 +184,7 @@ def test_every_message_says_what_to_do():
         "such as",
         "drop ",
         "give ",
+        "name each",
     )
     for arguments, _ in (*CONFIGS, *STRATEGIES):
         with pytest.raises(ValueError) as raised:  # noqa: PT011

@@ -1,0 +1,61 @@
+"""The start-up summary, as a user sees it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_seqpar import ParallelConfig, ProcessTopology
+from lightning_seqpar.summary import draw, groups_of, summarize
+
+
+def summary(world: int, per_node: int, **fields) -> str:
+    config = ParallelConfig(**fields)
+    return summarize(ProcessTopology.from_config(config, world), config, per_node, "0.1.0", ["the plan"])
+
+
+def test_two_replicas_on_two_nodes():
+    assert summary(8, 4, tp=4) == (
+        "lightning_seqpar 0.1.0: 8 ranks on 2 nodes, dp 2 × tp 4\n"
+        "  grid          tp 0  tp 1  tp 2  tp 3\n"
+        "          dp 0     0     1     2     3   node 0\n"
+        "          dp 1     4     5     6     7   node 1\n"
+        "  groups  dp  [0 4] [1 5] [2 6] [3 7]\n"
+        "          tp  [0 1 2 3] [4 5 6 7]\n"
+        "  plan    the plan\n"
+        "  on      sp (sequence parallelism), ddp (over the replicas)\n"
+        "  off     broadcast_batch, gloo_twins, cp, pp, recompute, compile"
+    )
+
+
+def test_one_process():
+    assert summary(1, 1) == (
+        "lightning_seqpar 0.1.0: 1 rank on 1 node\n"
+        "  plan    the plan\n"
+        "  on      nothing\n"
+        "  off     sp, ddp, broadcast_batch, gloo_twins, cp, pp, recompute, compile"
+    )
+
+
+def test_tp_outermost_and_across_nodes():
+    told = summary(4, 2, tp=2, order="tp-dp-cp-pp", sp=False, broadcast_batch=True)
+    assert "          tp 1     2     3   node 1" in told
+    assert "groups  tp  [0 2] [1 3]" in told
+    assert "on      ddp (over the replicas), broadcast_batch (one rank of each replica reads)" in told
+    wide = draw(ProcessTopology(["tp"], [4]), 2)
+    assert wide[-1].endswith("nodes 0, 1")
+
+
+def test_every_axis():
+    told = summary(16, 8, tp=2, cp=2, pp=2)
+    assert "pp 1 dp 0 cp 1    10    11   node 1" in told
+    assert "cp  [0 2] [1 3] [4 6] [5 7] ... (8 groups)" in told
+
+
+@pytest.mark.parametrize(("sizes", "per_node"), [([16, 1024, 1, 8], 8), ([1, 2, 1, 64], 8), ([8, 8, 8, 8], 8)])
+def test_large_worlds_stay_small(sizes, per_node):
+    topology = ProcessTopology(["pp", "dp", "cp", "tp"], sizes)
+    lines = [*draw(topology, per_node), *groups_of(topology)]
+    assert len(lines) <= 14
+    assert max(map(len, lines)) <= 120
+    last = topology.world_size - 1
+    assert any(f" {last} " in line or line.endswith(f" {last}") for line in lines), "the last rank is shown"
