@@ -107,14 +107,17 @@ def test_tensor_parallel_ranks_on_two_nodes_are_warned_of_once(script, losses):
 
 
 @pytest.mark.launch
-def test_the_command_line_with_a_config_and_overrides():
+def test_the_command_line_with_a_config_and_overrides(tmp_path):
+    config = str(ROOT / "conf" / "cli.yaml")
+    overrides = ("--trainer.max_steps=2", "--trainer.strategy.sp=false")
     code, told = run(
-        PYTHON, "-m", "lightning_seqpar", "fit", "-c", "conf/cli.yaml", "--trainer.max_steps=2", "--trainer.strategy.sp=false"
+        *(PYTHON, "-m", "lightning_seqpar", "fit", "-c", config, *overrides), cwd=tmp_path, PYTHONPATH=str(ROOT)
     )  # fmt: skip
     assert code == 0, told[-3000:]
     assert told.count("2 ranks on 1 node, tp 2") == 1, "the summary belongs to rank 0 alone"
     assert re.search(r"off +sp, ddp", told)
     assert "`max_steps=2` reached" in told
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["runs/cli/config.yaml"]
 
 
 OWN_CLI = """
