@@ -156,7 +156,7 @@ MUTANTS = [
     ),
     Mutant(
         "metrics over the world",
-        "strategy.py",
+        "environment.py",
         'self.groups["dp"] if group is None else group, reduce_op=reduce_op',
         "self._world if group is None else group, reduce_op=reduce_op",
         "tests/test_data.py",
