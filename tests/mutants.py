@@ -178,7 +178,7 @@ MUTANTS = [
     Mutant(
         "moments of shards in the checkpoint",
         "strategy.py",
-        "        return full_optimizer_state(_plain(optimizer), record.layout, record.groups, self.root_device)",
+        "        return full_optimizer_state(plain_optimizer(optimizer), record.layout, record.groups, self.root_device)",
         "        return super().optimizer_state(optimizer)",
         "tests/test_checkpoint.py",
     ),
@@ -191,7 +191,7 @@ MUTANTS = [
     ),
     Mutant(
         "losses of a replica not compared",
-        "strategy.py",
+        "stepping.py",
         "                check_loss(closure_loss, self.groups)\n",
         "",
         "tests/test_guards.py",
@@ -205,14 +205,14 @@ MUTANTS = [
     ),
     Mutant(
         "batches of a replica not compared",
-        "strategy.py",
+        "stepping.py",
         "                check_batch(args[0], self.groups, self.root_device, loop)\n",
         "                pass\n",
         "tests/test_guards.py",
     ),
     Mutant(
         "readers of partial parameters not looked at",
-        "strategy.py",
+        "stepping.py",
         "                check_readers(closure_loss, record)\n",
         "",
         "tests/test_guards.py",

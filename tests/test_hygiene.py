@@ -14,7 +14,7 @@ PACKAGE = Path(lightning_seqpar.__file__).parent
 LINE = [
     "config", "topology", "groups", "collectives", "measure", "random", "region", "layers", "layout", "plan", "hooks",
     "blueprint", "parallelize", "grad_sync", "checkpoint", "parity", "guards", "metrics", "sampler", "precision",
-    "launcher", "agreement", "broadcast", "summary", "environment", "strategy", "testing", "cli", "__main__",
+    "launcher", "agreement", "broadcast", "summary", "environment", "stepping", "strategy", "testing", "cli", "__main__",
 ]  # fmt: skip
 
 

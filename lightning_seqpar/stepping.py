@@ -1,0 +1,299 @@
+"""From a batch to an update: steps, backward, gradient sync, clipping, and the loops around them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_seqpar.agreement import check_agreement
+from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.environment import TopologyStrategy
+from lightning_seqpar.grad_sync import GradSync, check_replicated, global_grad_norm
+from lightning_seqpar.guards import (
+    check_batch,
+    check_loss,
+    check_parameters,
+    check_readers,
+)
+from lightning_seqpar.launcher import SeqParallelLauncher
+from lightning_seqpar.metrics import share_metrics
+from lightning_seqpar.parallelize import record_of
+from lightning_seqpar.precision import with_global_clipping
+from lightning_seqpar.random import RefuseDropout
+
+
+class SteppingStrategy(TopologyStrategy):
+    """What happens between a batch and an update, in every loop; the model that it happens to is the subclass's matter."""
+
+    def __init__(self, config: ParallelConfig, **plugins: Any) -> None:
+        super().__init__(config, **plugins)
+        self._forward_redirection = _Redirection()
+        self._sync: GradSync | None = None
+        self._steps: dict[int, int] = {}
+        self._calls: Counter[str] = Counter()
+        self._flushed = False
+        self._optimizing: Optimizer | None = None
+        self._muted_writers: list[tuple[int, Any]] = []
+
+    def _share_metrics(self) -> None:
+        share_metrics([self._module, *self._trainer.callbacks], self.groups["dp"])  # type: ignore[attr-defined]
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def _step(self, loop: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A step of the user's: nothing of an earlier call is left when it begins, nor of its own when it ends."""
+        record = record_of(self._module)
+        if record is None:
+            return step(*args, **kwargs)
+        record.reset_calls()
+        self._calls[loop] += 1
+        due = self._is_due(self._calls[loop])
+        if due:
+            self._share_metrics()
+            if args:
+                check_batch(args[0], self.groups, self.root_device, loop)
+        with RefuseDropout(record.in_region) if due and loop == "training" else nullcontext():
+            out = step(*args, **kwargs)
+        record.check_closed(out)
+        return out
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step; at due steps it is watched for random draws that tensor parallelism can't do."""
+        if self._sync is not None:
+            self._sync.attach()
+            self._flushed = False
+        return self._step("training", super().training_step, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        return self._step("validation", super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        return self._step("test", super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step."""
+        return self._step("predict", super().predict_step, args, kwargs)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a check runs at this step: at the first 16, at 32, 64, 128, ... and every ``check_every``."""
+        every = self.config.check_every
+        return step <= 16 or step & (step - 1) == 0 or (every > 0 and step % every == 0)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Before the backward: the loss must be one loss, and must not read what comes in parts."""
+        record = record_of(self._module)
+        if record is not None:
+            assert self._sync is not None
+            self._sync.attach()  # a parameter may have thawed in the step
+            if self._is_due(self._calls["training"]):
+                check_loss(closure_loss, self.groups)
+                check_readers(closure_loss, record)
+                check_parameters(record)
+        if isinstance(self.model, DistributedDataParallel) and not self._module.automatic_optimization:
+            prepare_for_backward(self.model, closure_loss)
+
+    def before_on_after_backward(self) -> None:
+        """Gradients are whole in the user's ``on_after_backward``, and behind ``manual_backward``."""
+        if self._sync is None:
+            return
+        hooked = is_overridden("on_after_backward", self._module) or any(
+            is_overridden("on_after_backward", callback, Callback)
+            for callback in self._trainer.callbacks  # type: ignore[attr-defined]
+        )
+        if hooked or not self._module.automatic_optimization:
+            self._sync.flush_all(check=self._is_due(self._calls["training"]))
+            self._flushed = not self._trainer.fit_loop._should_accumulate()  # read in automatic optimization alone
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """The step, with the partial gradients summed right behind the user's closure."""
+
+        def synced() -> Any:
+            out = closure()
+            self.sync_gradients(optimizer)
+            return out
+
+        self._optimizing = optimizer
+        try:
+            return super().optimizer_step(optimizer, synced, model, **kwargs)
+        finally:
+            self._optimizing = None
+
+    def _guard_raw_steps(self) -> None:
+        """``self.optimizers(use_pl_optimizer=False).step()`` goes past the strategy: sync there too."""
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(self._before_raw_step)
+
+    def _before_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if self._optimizing is not None:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self.sync_gradients(optimizer)
+            self.check_step(optimizer)
+            return None
+
+        def synced() -> Any:
+            with torch.enable_grad():
+                out = closure()
+            self.sync_gradients(optimizer)
+            self.check_step(optimizer)
+            return out
+
+        return ((args[0], synced, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": synced})
+
+    def sync_gradients(self, optimizer: Optimizer) -> None:
+        """Sum the partial gradients of this optimizer's parameters that are due; idempotent."""
+        automatic = self._module.automatic_optimization
+        if self._sync is None or (automatic and self._flushed):
+            return  # between an automatic step's backward and its update nothing can arrive
+        step = self._steps.get(id(optimizer), 0) + 1
+        self._sync.flush(_parameters(optimizer), check=self._is_due(step))
+        # Elsewhere (a raw step, grad_norm in some hook) the backward may still be to come.
+        self._flushed = automatic and self._optimizing is not None
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Parameters that every rank holds whole must get the same gradient on every rank."""
+        optimizer = plain_optimizer(optimizer)
+        step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        record = record_of(self._module)
+        watched = not self._module.automatic_optimization or is_overridden("configure_gradient_clipping", self._module)
+        if record is not None and (watched or self._is_due(step)):
+            check_replicated(_parameters(optimizer), record.layout, self.groups)
+
+    def global_norm(self, parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:
+        """Norm of the whole model's gradient over ``parameters``; equal on all ranks."""
+        record = record_of(self._module)
+        if record is not None:
+            return global_grad_norm(parameters, record.layout, self.groups, norm_type)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        return torch.nn.utils.get_total_norm(grads, norm_type)
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The user's precision plugin, clipping by the global norm."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None and self.config.tp > 1:
+            raise ValueError(
+                "precision='16-mixed' with tp > 1: ranks would disagree about skipping a step; use 'bf16-mixed' or '32-true'"
+            )
+        self._precision_plugin = None if plugin is None else with_global_clipping(plugin, self)
+
+    # ---- loops -------------------------------------------------------------------------------------------------
+
+    def _on_loop_start(self) -> None:
+        self._share_metrics()
+        if isinstance(self.launcher, SeqParallelLauncher):
+            self.launcher.take_signals()
+
+    def on_train_start(self) -> None:
+        """Compare what the ranks will loop over, and log what a step is made of."""
+        self._on_loop_start()
+        check_agreement(self._told_of_training(), self._world, self.root_device)
+        if (record := record_of(self._module)) is not None:
+            record.check_versions()
+        loader = self._trainer.train_dataloader
+        size = getattr(loader, "batch_size", None)
+        if isinstance(size, int):
+            accumulate = self._trainer.accumulate_grad_batches
+            rank_zero_info(
+                f"lightning_seqpar: global batch {size * self.dp_size * accumulate} = {size} × dp {self.dp_size} × "
+                f"accumulate {accumulate}"
+            )
+
+    def _told_of_training(self) -> dict[str, Any]:
+        """What makes all ranks of the world take the same steps."""
+        trainer = self._trainer
+        return {
+            "max_steps": trainer.max_steps,
+            "max_epochs": trainer.max_epochs,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm),
+            "precision": str(trainer.precision),
+            "val_check_interval": trainer.val_check_interval,
+            "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+            "the optimizers": [type(plain_optimizer(optimizer)).__name__ for optimizer in self.optimizers],
+        }
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Loaders may be made anew for an epoch: all ranks must take as many steps."""
+        if batch_idx == 0:
+            told = {"training batches in an epoch": self._trainer.num_training_batches}
+            check_agreement(told, self._world, self.root_device)
+
+    def _agree_on_batches(self, loop: str, counts: list[int | float]) -> None:
+        """The ranks of a replica would wait for each other in different loops if one had fewer batches."""
+        group = self.groups[self.groups.replica_axes]
+        check_agreement({f"{loop} batches": counts}, group, self.root_device)
+
+    def on_validation_start(self) -> None:
+        """Compare what the ranks will loop over."""
+        self._on_loop_start()
+        checking = self._trainer.sanity_checking
+        counts = self._trainer.num_sanity_val_batches if checking else self._trainer.num_val_batches
+        self._agree_on_batches("validation", list(counts))
+
+    def on_test_start(self) -> None:
+        """Compare what the ranks will loop over."""
+        self._on_loop_start()
+        self._agree_on_batches("test", list(self._trainer.num_test_batches))
+
+    def on_predict_start(self) -> None:
+        """Compare what the ranks will loop over; prediction writers write on the first rank of each replica."""
+        self._on_loop_start()
+        self._agree_on_batches("predict", list(self._trainer.num_predict_batches))
+        if self.groups.rank("tp") > 0:
+            callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+            self._muted_writers = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, BasePredictionWriter)]
+            for _, writer in self._muted_writers:
+                callbacks.remove(writer)
+
+    def on_predict_end(self) -> None:
+        """Give the muted writers back."""
+        self._unmute_writers()
+
+    def _unmute_writers(self) -> None:
+        for index, writer in self._muted_writers:
+            self._trainer.callbacks.insert(index, writer)  # type: ignore[attr-defined]
+        self._muted_writers = []
+
+
+class _Redirection(_ForwardRedirection):
+    """Keeps DDP from preparing its reducer in manual optimization; ``pre_backward`` does it for each backward."""
+
+    def on_after_inner_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
+        if isinstance(wrapper_module, DistributedDataParallel) and not original_module.automatic_optimization:
+            wrapper_module.require_backward_grad_sync = False
+
+    def on_after_outer_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
+        if isinstance(wrapper_module, DistributedDataParallel) and not original_module.automatic_optimization:
+            wrapper_module.require_backward_grad_sync = True
+
+
+def plain_optimizer(optimizer: Any) -> Optimizer:
+    """The user's optimizer, out of Lightning's wrapper."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in plain_optimizer(optimizer).param_groups for parameter in group["params"]]
