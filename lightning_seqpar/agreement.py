@@ -11,8 +11,9 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from lightning_seqpar.config import ParallelConfig
 
@@ -63,16 +64,56 @@ def _short(text: str) -> str:
 
 
 def told_at_start(config: ParallelConfig, version: str) -> dict[str, Any]:
-    """The configuration, field by field, and the versions that must be the same everywhere."""
-    versions = {"torch": str(torch.__version__), "lightning": lightning.__version__, "lightning_seqpar": version}
+    """The configuration, field by field, and the versions that must be the same everywhere.
+
+    The path of a plan may differ from node to node; what stands in it is compared later.
+    """
     told = {**config.model_dump(mode="json"), "timeout": f"{config.timeout.total_seconds()} s"}
-    return {**told, **{f"version of {name}": value for name, value in versions.items()}}
+    if isinstance(config.plan, str) and config.plan.endswith((".yaml", ".yml")):
+        told["plan"] = "a file"
+    versions = {"torch": str(torch.__version__), "lightning": lightning.__version__, "lightning_seqpar": version}
+    # torch names a group by how many there are: ranks with other numbers of groups would never meet in a new one.
+    groups = {"process groups made before": len(dist.distributed_c10d._world.pg_names)}
+    return {**told, **{f"version of {name}": value for name, value in versions.items()}, **groups}
 
 
 def told_of_model(model: nn.Module) -> dict[str, str]:
-    """Names, shapes and dtypes of the parameters and buffers, and which of them train."""
+    """The modules with their settings, the parameters and buffers with shapes and dtypes, and which of them train.
+
+    Of a module: its class, what its ``repr`` shows, and its numbers and switches (a head count, an epsilon), except those
+    that speak of the process. The outermost module is the user's own place for such things and is left out.
+    """
     told = {
         f"parameter {name}": f"{list(one.shape)} {one.dtype}{'' if one.requires_grad else ' frozen'}"
         for name, one in model.named_parameters()
     }
-    return told | {f"buffer {name}": f"{list(one.shape)} {one.dtype}" for name, one in model.named_buffers()}
+    told |= {f"buffer {name}": f"{list(one.shape)} {one.dtype}" for name, one in model.named_buffers()}
+    for name, module in model.named_modules():
+        if name:
+            told[f"module {name}"] = f"{type(module).__name__}({module.extra_repr()}){_settings(module)}"
+    return told
+
+
+def _settings(module: nn.Module) -> str:
+    shown = [
+        f"{name}={value}"
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, bool | int | float)
+        and not name.startswith("_")
+        and not any(word in name for word in ("rank", "device", "training"))
+    ]
+    return f" with {', '.join(shown)}" if shown else ""
+
+
+def told_of_optimizer(optimizer: Optimizer) -> list[Any]:
+    """Class, and of every group of parameters the numbers, switches and sizes."""
+    groups = [
+        {
+            name: float(value) if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params" and isinstance(value, bool | int | float | str | tuple | Tensor | None)
+        }
+        | {"params": len(group["params"])}
+        for group in optimizer.param_groups
+    ]
+    return [type(optimizer).__name__, *groups]

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.random import get_streams, set_streams
+
+_CPU = torch.device("cpu")
+
+
+class _End:
+    """Stands for the end of a loader."""
 
 
 class BroadcastLoader:
     """A loader that is read on the first rank of each replica, which sends every batch to the others.
 
-    For iterable data sets that give each process other samples (streams, shards by rank, unseeded shuffles). The random
-    streams of the reading process travel along, so that a draw while reading leaves the ranks in step. An exception of
-    the reader ends all ranks of the replica, with its message.
+    For iterable data sets that give each process other samples (streams, unseeded shuffles). One that deals itself out
+    must deal by replica (``strategy.dp_rank``, ``dp_size``): what the other ranks of the replica would have read is read
+    by nobody. The random streams of the reading process travel along, so that a draw while reading leaves the ranks in
+    step. An exception of the reader ends all ranks of the replica, with its message.
+
+    Making one is collective: the reader's length counts for all.
 
     Args:
         loader: the user's loader, on every rank; the others never iterate it.
@@ -27,37 +38,42 @@ class BroadcastLoader:
 
     def __init__(self, loader: Any, group: ProcessGroup, source: int) -> None:
         self.loader, self._group, self._source = loader, group, source
+        box = [sized_len(loader)]
+        dist.broadcast_object_list(box, src=source, group=group)
+        self._length = box[0]
 
     def __iter__(self) -> Iterator[Any]:
         reads = dist.get_rank() == self._source
-        batches = iter(self.loader) if reads else None
-        cpu = torch.device("cpu")
+        reader = self._read() if reads else None
         while True:
-            box: list[Any] = [None]
+            told: list[Any] = [None]
             failed: Exception | None = None
-            if batches is not None:
+            if reader is not None:
                 try:
-                    box = [("batch", next(batches), None)]
-                except StopIteration:
-                    box = [("end", None, None)]
+                    batch = next(reader, _End)
+                    told = [("end" if batch is _End else "batch", pickle.dumps(batch), get_streams(_CPU))]
                 except Exception as error:  # told to the others first, then raised
                     failed = error
-                    box = [("failed", f"{type(error).__name__}: {error}", None)]
-                box = [(*box[0][:2], get_streams(cpu))]
-            dist.broadcast_object_list(box, src=self._source, group=self._group)
-            kind, value, streams = box[0]
+                    told = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]
+            dist.broadcast_object_list(told, src=self._source, group=self._group)
+            kind, value, streams = told[0]
             if failed is not None:
                 raise failed
+            if not reads:
+                set_streams(streams, _CPU)
             if kind == "failed":
                 raise RuntimeError(f"rank {self._source}, which reads the batches of this replica, raised {value}")
-            if not reads:
-                set_streams(streams, cpu)
             if kind == "end":
                 return
-            yield value
+            yield batch if reads else pickle.loads(value)
+
+    def _read(self) -> Iterator[Any]:
+        yield from self.loader
 
     def __len__(self) -> int:
-        return len(self.loader)
+        if self._length is None:
+            raise TypeError(f"{type(self.loader).__name__} has no length on rank {self._source}, which reads it")
+        return int(self._length)
 
     def __getattr__(self, name: str) -> Any:
         # Whatever else is asked (sampler, dataset, batch_size, ...) is the user's loader's.

@@ -39,7 +39,7 @@ class SeqParallelParser(LightningArgumentParser):
         text = self._hint(message) or _cause(message)
         if not self.exit_on_error:
             super().error(text, ex)
-        prog = getattr(ex, "subcommand_parser", self).prog.replace(" [options]", "")
+        prog = getattr(ex, "subcommand_parser", self).prog.split(" [")[0]
         self.exit(2, f"error: {text}\ntip: {prog} --help\n")
 
     def _hint(self, message: str) -> str:
@@ -59,6 +59,8 @@ class SeqParallelParser(LightningArgumentParser):
 
 def _cause(message: str) -> str:
     """What went wrong with a class, out of the alternatives that were tried and the dump of the value."""
+    message = re.sub(r"\d+ validation errors? for \w+\n(?:\s*\w+\n)?", "", message)
+    message = re.sub(r" \[type=\w+\]", "", message)
     if "Errors:" not in message:
         return message
     told = message.split("Errors:")[-1].split("Given value type")[0]
@@ -91,7 +93,8 @@ class SeqParallelCLI(LightningCLI):
             ours = "class_path='lightning_seqpar.SeqParallelStrategy'" in str(error) or _is_raised_here(error)
             if not ours:
                 raise
-            self.parser.error(str(error))
+            parsers = self._subcommand_parsers if self.subcommand else {}
+            parsers.get(str(self.subcommand), self.parser).error(str(error))
 
 
 def require_cli() -> None:

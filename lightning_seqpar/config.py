@@ -7,11 +7,13 @@ topology is made (:meth:`lightning_seqpar.topology.ProcessTopology.from_config`)
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -19,10 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Discriminator,
     Field,
-    Tag,
-    TypeAdapter,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -79,6 +79,15 @@ def nearest(word: str, known: Sequence[str], count: int = 3) -> str:
 def broken(message: str) -> PydanticCustomError:
     """The error of a rule, without the decoration that Pydantic gives a ``ValueError``."""
     return PydanticCustomError("rule", "{message}", {"message": message})
+
+
+def _read_clock(text: str) -> timedelta | str:
+    """``0:30:00`` or ``1 day, 0:30:00``, as saved configurations show a timedelta; other text as it is."""
+    found = re.fullmatch(r"(?:(\d+) days?, )?(\d+):([0-5]\d):([0-5]\d(?:\.\d+)?)", text)
+    if found is None:
+        return text
+    days, hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
 
 
 def _choices(annotation: Any) -> list[Any]:
@@ -157,6 +166,20 @@ class PlanSpec(FrozenModel):
     rules: tuple[dict[str, Any], ...] = ()
     """Rules as :class:`lightning_seqpar.plan.ShardingPlan` reads them; a later rule wins."""
 
+    @field_validator("base", mode="before")
+    @classmethod
+    def base_is_a_name(cls, value: Any) -> Any:
+        if not isinstance(value, str) or not value:
+            raise broken(f"base={value!r}: write 'auto', 'none', a family's name or the path of a YAML file")
+        return value
+
+    @field_validator("rules", mode="before")
+    @classmethod
+    def rules_are_mappings(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple) or not all(isinstance(rule, Mapping) for rule in value):
+            raise broken(f"rules={value!r}: write a list of rules, each {{pattern: ..., style: ...}}")
+        return value
+
 
 class ParallelConfig(FrozenModel):
     """The whole configuration of :class:`lightning_seqpar.SeqParallelStrategy`.
@@ -186,10 +209,7 @@ class ParallelConfig(FrozenModel):
     """First pipeline rank of the decoder in an encoder-decoder model. Not run yet."""
     order: str = "pp-dp-cp-tp"
     """The axes, outermost first; ranks along the last one are adjacent."""
-    plan: Annotated[
-        Annotated[str, Tag("name")] | Annotated[PlanSpec, Tag("rules")],
-        Discriminator(lambda value: "name" if isinstance(value, str) else "rules"),
-    ] = "auto"
+    plan: str | PlanSpec = "auto"
     """``auto``, a family's name, the path of a YAML file, or ``{base: ..., rules: [...]}``."""
     data_parallel: Literal["ddp", "fsdp"] = "ddp"
     """What synchronises the data-parallel replicas. ``fsdp`` is not run yet."""
@@ -209,7 +229,8 @@ class ParallelConfig(FrozenModel):
     """Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..."""
     broadcast_batch: bool = False
     """One rank of each replica reads the batches and sends them to the others: for iterable data sets that give each
-    process other samples. Off, every rank reads for itself and checksums are compared."""
+    process other samples, dealt out by ``strategy.dp_rank`` and ``dp_size``. Off, every rank reads for itself and
+    checksums are compared."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Form of the checkpoints: ``{format: single, async_save: false}``; others are not run yet."""
     process_group_backend: str | None = None
@@ -260,11 +281,12 @@ class ParallelConfig(FrozenModel):
     @classmethod
     def timeout_is_positive(cls, value: Any) -> Any:
         try:
-            clock = isinstance(value, str) and ":" in value  # as a saved configuration shows it: 0:30:00
-            told = TypeAdapter(timedelta).validate_python(f"{value:0>8}") if clock else value
+            told = _read_clock(value) if isinstance(value, str) else value
             seconds = told.total_seconds() if isinstance(told, timedelta) else float(told)
         except (TypeError, ValueError):
-            raise broken(f"timeout={value!r}: write a number of seconds, such as 600, or a timedelta") from None
+            raise broken(
+                f"timeout={value!r}: write a number of seconds, such as 600, or hours:minutes:seconds, such as 0:10:00"
+            ) from None
         if not 0 < seconds < 1e9 or isinstance(value, bool):
             raise broken(f"timeout={value!r}: a collective needs a positive number of seconds, such as 600")
         return timedelta(seconds=seconds)
@@ -290,7 +312,14 @@ class ParallelConfig(FrozenModel):
     def plan_is_a_name_or_rules(cls, value: Any) -> Any:
         if value == "" or not isinstance(value, str | Mapping | list | tuple | PlanSpec):
             raise broken(f"plan={value!r}: write 'auto', a family's name, the path of a YAML file, or rules")
-        return {"rules": value} if isinstance(value, list | tuple) else value
+        if isinstance(value, list | tuple):
+            value = {"rules": value}
+        if isinstance(value, str | PlanSpec):
+            return value
+        try:
+            return PlanSpec(**{str(key): part for key, part in value.items()})
+        except ValidationError as error:
+            raise broken("; ".join(item["msg"] for item in error.errors())) from None
 
     @model_validator(mode="after")
     def split_rank_needs_a_pipeline(self) -> ParallelConfig:
@@ -361,6 +390,9 @@ class ParallelConfig(FrozenModel):
         properties = schema["properties"]
         for name in ("tp", "cp", "pp"):
             properties[name]["minimum"] = 1
+        properties["dp"]["anyOf"][1]["minimum"] = 1
+        properties["check_every"]["minimum"] = 0
+        properties["order"]["enum"] = ["-".join(axes) for axes in itertools.permutations(AXES)]
         properties["timeout"] = {
             "description": properties["timeout"]["description"],
             "type": "number",
@@ -368,7 +400,7 @@ class ParallelConfig(FrozenModel):
             "default": ParallelConfig().timeout.total_seconds(),
             "title": "Timeout",
         }
-        properties["plan"]["oneOf"].append({"type": "array", "items": {"type": "object"}})
+        properties["plan"]["anyOf"].append({"type": "array", "items": {"type": "object"}})
         properties["_target_"] = {
             "type": "string",
             "description": "What Hydra builds: lightning_seqpar.SeqParallelStrategy.",

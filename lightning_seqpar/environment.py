@@ -267,6 +267,8 @@ class TopologyStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Deal the samples out over the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
+        if isinstance(dataloader, BroadcastLoader):
+            dataloader = dataloader.loader  # Lightning hands a loader that it keeps through here again
         if isinstance(dataloader, DataLoader):
             if self._user_sampler_flag:
                 dataloader = inject_sampler(dataloader, self.groups, predicting=self._trainer.predicting)

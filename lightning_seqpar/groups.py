@@ -96,7 +96,9 @@ class ParallelGroups:
         self._fake = False
         size = topology.world_size
         if isinstance(rank_mapping, Mapping):
-            told: Sequence[int] = [rank_mapping[r] for r in range(size) if r in rank_mapping]
+            told: Sequence[int] = (
+                [rank_mapping[r] for r in range(size)] if set(rank_mapping) == set(range(size)) else ()
+            )
         else:
             told = range(size) if rank_mapping is None else tuple(rank_mapping)
         if len(told) != size or (rank_mapping is not None and len(set(told)) != size):
@@ -172,6 +174,8 @@ class ParallelGroups:
         """The gloo twin of the group along ``axes``."""
         if not self._fake and not self._twins and self._groups:
             raise RuntimeError("no gloo twins were made; pass gloo_twins=True")
+        if self._key(axes) & {"embedding", "position_embedding"}:
+            raise ValueError(f"groups.gloo({axes!r}): groups of axes have twins, named ones have none; use gloo('pp')")
         return self._find(self._twins, axes)
 
     def _find(self, among: Mapping[frozenset[str], ProcessGroup], axes: Axes) -> ProcessGroup:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -93,6 +94,8 @@ def check_backend(backend: str | None, device_type: str) -> None:
     Raises:
         ValueError: naming the nearest.
     """
+    if backend == "nccl" and device_type == "cpu":
+        raise ValueError("process_group_backend='nccl' with accelerator='cpu': nccl speaks between GPUs; use 'gloo'")
     known = [name for name in dist.Backend.backend_list if name != "undefined"]
     for part in (backend or "").split(","):
         name = part.split(":")[-1]
@@ -100,8 +103,8 @@ def check_backend(backend: str | None, device_type: str) -> None:
             raise ValueError(
                 f"process_group_backend={backend!r}: torch knows no {name!r}; did you mean {nearest(name, known)}?"
             )
-    if backend == "nccl" and device_type == "cpu":
-        raise ValueError("process_group_backend='nccl' with accelerator='cpu': nccl speaks between GPUs; use 'gloo'")
+        if backend is not None and not dist.is_backend_available(name):
+            raise ValueError(f"process_group_backend={backend!r}: this build of torch has no {name}; use 'gloo'")
 
 
 TAKEN_DDP_OPTIONS = ("module", "device_ids", "output_device", "process_group", "device_mesh")
@@ -207,12 +210,8 @@ def check_parameters(record: ShardedModel) -> None:
         )
 
 
-def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: str) -> None:
-    """The ranks of one replica must read the same batch.
-
-    Raises:
-        RuntimeError: on every rank of the replica.
-    """
+def checksum(batch: Any, device: torch.device) -> Tensor:
+    """A number that depends on every value of a batch and on its place: 0-dim, float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for at, leaf in enumerate(tree_leaves(batch)):
         if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_nested and not leaf.is_sparse:
@@ -221,14 +220,38 @@ def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: 
             total += (at + 1) * (
                 flat * torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64, device=device)
             ).sum()
-    values = [torch.zeros_like(total) for _ in range(groups.size("tp"))]
-    dist.all_gather(values, total, group=groups["tp"])
-    if any(float(value) != float(values[0]) for value in values):
+    return total
+
+
+def _gathered(number: Tensor, group: dist.ProcessGroup) -> list[float]:
+    values = [torch.zeros_like(number) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(values, number, group=group)
+    return [float(value) for value in values]
+
+
+def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: str) -> None:
+    """The ranks of one replica must read the same batch.
+
+    Raises:
+        RuntimeError: on every rank of the replica.
+    """
+    values = _gathered(checksum(batch, device), groups["tp"])
+    if any(value != values[0] for value in values):
         raise RuntimeError(
             f"the tensor-parallel ranks of one replica read different {loop} batches (checksums "
-            f"{', '.join(f'{float(value):.6g}' for value in values)}). Deal data by strategy.dp_rank and dp_size, not by "
+            f"{', '.join(f'{value:.6g}' for value in values)}). Deal data by strategy.dp_rank and dp_size, not by "
             "rank and world size, and draw random samples and augmentations from a seed that the replica shares; or set "
             "broadcast_batch=True, and one rank of each replica reads for all"
+        )
+
+
+def warn_of_equal_replicas(batch: Any, groups: ParallelGroups, device: torch.device) -> None:
+    """Replicas that all read one stream learn no more than one of them would; they say so. Collective."""
+    values = _gathered(checksum(batch, device), groups["dp"])
+    if len(values) > 1 and all(value == values[0] for value in values):
+        rank_zero_warn(
+            f"lightning_seqpar: all {len(values)} replicas read the same first training batch; deal an iterable data set "
+            "out by trainer.strategy.dp_rank and dp_size, or each sample is read by every replica"
         )
 
 

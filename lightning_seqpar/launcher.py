@@ -81,7 +81,7 @@ class ChildWatch:
         self._verdict = ""
         self._interrupted = False
         self._exit_code = 0
-        self._hears = False
+        self._signals: int | None = None
         self._handled = threading.Event()
 
     def start(self) -> None:
@@ -100,15 +100,22 @@ class ChildWatch:
 
         No Python handler runs there, but the interpreter notes every signal in a pipe at once, and a thread reads it.
         """
-        if self._hears:
+        if self._signals is not None:
             return
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         if (theirs := signal.set_wakeup_fd(writing, warn_on_full_buffer=False)) != -1:
             signal.set_wakeup_fd(theirs)  # an event loop's
             return
-        self._hears = True
+        self._signals = writing
         threading.Thread(target=self._hear, args=(reading, taken, rank), name="watch-signals", daemon=True).start()
+
+    def hear_no_signals(self) -> None:
+        """The run is over: signals mean again what they mean in any process."""
+        if self._signals is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._signals)
+            self._signals = None
 
     def handled(self, signum: int, rank: int) -> None:
         """The main thread runs its handler for a signal: the run ends by itself."""
@@ -123,8 +130,10 @@ class ChildWatch:
             self.fail(f"rank {rank} got {signal.Signals(signum).name}")
 
     def _hear(self, reading: int, taken: set[int], rank: int) -> None:
-        while not (heard := taken & set(os.read(reading, 64))):
-            pass  # other signals have their own handlers
+        while not (heard := taken & set(told := os.read(reading, 64))):
+            if not told:  # the other end was closed
+                os.close(reading)
+                return
         if not self._handled.wait(GRACE / 2):
             self._note(min(heard), rank)
             self._conclude()
@@ -320,22 +329,31 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         if signum == signal.SIGKILL:
             super().kill(signum)
 
-    def take_signals(self) -> None:
+    def take_signals(self, theirs: Any) -> None:
         """Make SIGTERM end the run, in processes of ours: Lightning's own handler waits in a broadcast for its peers.
 
-        Ctrl-C raises ``KeyboardInterrupt`` as ever; a handler of the user's stays.
+        Ctrl-C raises ``KeyboardInterrupt`` as ever; handlers of the user's stay, ``theirs`` for SIGTERM.
         """
         if threading.current_thread() is not threading.main_thread():
             return
-        if self._follows:
+        if callable(theirs) and (self._follows or self.watch is not None):
+            signal.signal(signal.SIGTERM, theirs)
+        elif self._follows:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the main process sees it and names the rank
-        elif self.watch is not None:
-            taken: set[int] = {signal.SIGTERM}
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if self.watch is not None:
+            taken: set[int] = set() if callable(theirs) else {signal.SIGTERM}
+            if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, self._on_signal):
                 taken.add(signal.SIGINT)
             for signum in taken:
                 signal.signal(signum, self._on_signal)
             self.watch.hear_signals(taken, self.cluster_environment.global_rank())
+
+    def give_signals_back(self) -> None:
+        """The run is over; Lightning puts the handlers back that it found."""
+        if self.watch is not None and threading.current_thread() is threading.main_thread():
+            self.watch.hear_no_signals()
+            if signal.getsignal(signal.SIGINT) == self._on_signal:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _on_signal(self, signum: int, frame: Any) -> None:
         assert self.watch is not None

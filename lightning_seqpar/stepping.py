@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_seqpar.agreement import check_agreement
+from lightning_seqpar.agreement import check_agreement, told_of_optimizer
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.environment import TopologyStrategy
 from lightning_seqpar.grad_sync import GradSync, check_replicated, global_grad_norm
@@ -29,6 +30,7 @@ from lightning_seqpar.guards import (
     check_loss,
     check_parameters,
     check_readers,
+    warn_of_equal_replicas,
 )
 from lightning_seqpar.launcher import SeqParallelLauncher
 from lightning_seqpar.metrics import share_metrics
@@ -46,6 +48,7 @@ class SteppingStrategy(TopologyStrategy):
         self._sync: GradSync | None = None
         self._steps: dict[int, int] = {}
         self._calls: Counter[str] = Counter()
+        self._since_start: Counter[str] = Counter()  # of an epoch, or of an evaluation: loaders may begin anew there
         self._flushed = False
         self._optimizing: Optimizer | None = None
         self._muted_writers: list[tuple[int, Any]] = []
@@ -65,8 +68,11 @@ class SteppingStrategy(TopologyStrategy):
         due = self._is_due(self._calls[loop])
         if due:
             self._share_metrics()
-            if args:
-                check_batch(args[0], self.groups, self.root_device, loop)
+        self._since_start[loop] += 1
+        if args and (due or self._is_due(self._since_start[loop])):
+            check_batch(args[0], self.groups, self.root_device, loop)
+            if loop == "training" and self._calls[loop] == 1:
+                warn_of_equal_replicas(args[0], self.groups, self.root_device)
         with RefuseDropout(record.in_region) if due and loop == "training" else nullcontext():
             out = step(*args, **kwargs)
         record.check_closed(out)
@@ -203,7 +209,8 @@ class SteppingStrategy(TopologyStrategy):
     def _on_loop_start(self) -> None:
         self._share_metrics()
         if isinstance(self.launcher, SeqParallelLauncher):
-            self.launcher.take_signals()
+            theirs = self._trainer._signal_connector._original_handlers.get(signal.SIGTERM)
+            self.launcher.take_signals(theirs)
 
     def on_train_start(self) -> None:
         """Compare what the ranks will loop over, and log what a step is made of."""
@@ -232,17 +239,20 @@ class SteppingStrategy(TopologyStrategy):
             "precision": str(trainer.precision),
             "val_check_interval": trainer.val_check_interval,
             "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
-            "the optimizers": [type(plain_optimizer(optimizer)).__name__ for optimizer in self.optimizers],
+            **{f"optimizer {at}": told_of_optimizer(plain_optimizer(one)) for at, one in enumerate(self.optimizers)},
+            "the schedulers": [type(one.scheduler).__name__ for one in self.lr_scheduler_configs],
         }
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Loaders may be made anew for an epoch: all ranks must take as many steps."""
         if batch_idx == 0:
+            self._since_start["training"] = 0
             told = {"training batches in an epoch": self._trainer.num_training_batches}
             check_agreement(told, self._world, self.root_device)
 
     def _agree_on_batches(self, loop: str, counts: list[int | float]) -> None:
         """The ranks of a replica would wait for each other in different loops if one had fewer batches."""
+        self._since_start[loop] = 0
         group = self.groups[self.groups.replica_axes]
         check_agreement({f"{loop} batches": counts}, group, self.root_device)
 

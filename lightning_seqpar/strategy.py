@@ -91,8 +91,8 @@ class SeqParallelStrategy(SteppingStrategy):
         self_check: Prove the plan before training. Accepted, and does nothing yet.
         check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ...
         broadcast_batch: One rank of each replica reads the batches and sends them to the others: for iterable
-            data sets that give each process other samples. Off, every rank reads for itself and checksums are
-            compared.
+            data sets that give each process other samples, dealt out by ``strategy.dp_rank`` and ``dp_size``.
+            Off, every rank reads for itself and checksums are compared.
         checkpoint: Form of the checkpoints: ``{format: single, async_save: false}``; others are not run yet.
         process_group_backend: Backend of the process groups; none means the device's own (gloo on CPU, nccl on
             CUDA).
@@ -329,6 +329,8 @@ class SeqParallelStrategy(SteppingStrategy):
         if self._sync is not None:
             self._sync.remove()
             self._sync = None
+        if isinstance(self.launcher, SeqParallelLauncher):
+            self.launcher.give_signals_back()
         super().teardown()
 
 
@@ -351,15 +353,16 @@ def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> Pa
     }
     if config is None:
         return ParallelConfig(**keywords)
+    default = ParallelConfig()
     for name, value in keywords.items():
-        default = getattr(ParallelConfig(), name)
-        same = value == default or (name == "timeout" and value == default.total_seconds())
-        if not same:
+        own = getattr(default, name)
+        if value != own and not (name == "timeout" and value == own.total_seconds()):
             raise ValueError(
-                f"{name}={value!r} stands beside config=; set it in the config (config.model_copy(update={{{name!r}: "
-                f"{value!r}}})) or drop config="
+                f"{name}={value!r} stands beside config=; put it into the config, ParallelConfig(..., {name}={value!r}), or "
+                "drop config="
             )
-    return config
+    # Read anew: a mapping from a command line, or a copy that was changed without its rules.
+    return ParallelConfig.from_omegaconf(dict(config) if isinstance(config, ParallelConfig) else config)
 
 
 def grad_norm(module: LightningModule, norm_type: float = 2.0) -> Tensor:

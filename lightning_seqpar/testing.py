@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import socket
 import tempfile
 import traceback
+import typing
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -45,6 +48,7 @@ def _rank_main(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
+    os.setsid()  # so that what this rank starts (data workers) ends with it
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), NODE_RANK="0")
     torch.set_num_threads(1)
     try:
@@ -109,6 +113,8 @@ def run_distributed(
                 proc.join(timeout=5)
                 if proc.is_alive():
                     proc.kill()
+                    with contextlib.suppress(ProcessLookupError):  # it had not got a session of its own yet
+                        os.killpg(typing.cast("int", proc.pid), signal.SIGKILL)
                     proc.join()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_seqpar.config import ParallelConfig, nearest
 
@@ -20,6 +21,11 @@ def nearest_multiples(number: int, unit: int) -> str:
     """The multiples of ``unit`` around ``number``, as text for a message: ``4 or 8``."""
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
+
+
+def _as_whole(size: Any) -> Any:
+    """A plain int of whatever counts as one (numpy's, torch's); anything else as it is, to be refused."""
+    return size if isinstance(size, bool) or not hasattr(size, "__index__") else size.__index__()
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:
@@ -64,7 +70,9 @@ class ProcessTopology:
     dims: tuple[int, ...]
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
-        names, sizes = tuple(axes), tuple(dims)
+        if isinstance(axes, str):
+            raise ValueError(f"axes={axes!r}: write a list of names, such as ['dp', 'tp']")
+        names, sizes = tuple(axes), tuple(_as_whole(size) for size in dims)
         if not names or len(names) != len(sizes):
             raise ValueError(f"axes={list(names)} and dims={list(sizes)}: give one size for each axis")
         if len(set(names)) != len(names):
@@ -218,6 +226,10 @@ class ProcessTopology:
         """The rank that holds ``stage`` in ``rank``'s pipeline; further coordinates may be replaced: ``dp=1``."""
         if not 0 <= stage < self.pipeline_size:
             raise ValueError(f"stage {stage} lies outside the pipeline: it has stages 0 to {self.pipeline_size - 1}")
+        if PIPELINE in coord:
+            raise ValueError(
+                f"stage_to_global(..., pp={coord[PIPELINE]}): the stage is its second argument; leave pp out"
+            )
         there = {**self.get_coord(rank), **coord}
         if PIPELINE in self.axes:
             there[PIPELINE] = stage
@@ -277,9 +289,9 @@ class ProcessTopology:
         """Whether ``rank`` holds the model's very first layers, in its ``virtual_stage``-th chunk."""
         return self.get_stage(rank) == 0 and virtual_stage == 0
 
-    def is_last_stage(self, rank: int, virtual_stage: int = 0, virtual_pp: int = 1) -> bool:
+    def is_last_stage(self, rank: int, virtual_stage: int = 0, virtual_pp: int | None = None) -> bool:
         """Whether ``rank`` holds the model's very last layers, in its ``virtual_stage``-th chunk of ``virtual_pp``."""
-        return self.get_stage(rank) == self.pipeline_size - 1 and virtual_stage == virtual_pp - 1
+        return self.get_stage(rank) == self.pipeline_size - 1 and virtual_stage == (virtual_pp or 1) - 1
 
     def stage_layers(self, rank: int, num_layers: int, virtual_pp: int | None = None) -> list[range]:
         """The layers that ``rank`` holds, one range for each of its virtual stages.

@@ -42,6 +42,11 @@ def worker_differ(what):
     strategy = SeqParallelStrategy(**{"tp": 2, "timeout": 60, **mine.get("strategy", {})})
     trainer = quiet_trainer(devices=2, strategy=strategy, **{"max_steps": 2, **mine.get("trainer", {})})
     model = models.GPT(**mine.get("model", {}))
+    model.model.norm.eps = mine.get("eps", 1e-5)
+    if "lr" in mine:
+        model.configure_optimizers = lambda: torch.optim.AdamW(
+            [{"params": [model.model.norm.weight], "lr": mine["lr"]}, {"params": [model.model.norm.bias]}], lr=1e-3
+        )
     for name in mine.get("frozen", ()):
         model.get_parameter(name).requires_grad_(False)
     trainer.fit(model, models.loader(4, count=mine.get("count", 16)))
@@ -56,6 +61,10 @@ def worker_differ(what):
         ({"strategy": [{}, {"dp": 1}]}, 'dp is auto on rank 0 and 1 on rank 1'),
         ({"strategy": [{}, {"timeout": 50}]}, "timeout is 60.0 s on rank 0 and 50.0 s on rank 1"),
         ({"model": [{}, {"dim": 32}]}, r"parameter model.tokens.weight is \[31, 16\] .* rank 0 and \[31, 32\] .*; and \d+ more"),
+        ({"model": [{"n_head": 4}, {"n_head": 2}]}, "module model.blocks.0.attn is .*n_head=4 on rank 0 and .*n_head=2 on rank 1"),
+        ({"eps": [1e-5, 1e-3]}, "module model.norm is .*eps=1e-05.* on rank 0 and .*eps=0.001"),
+        ({"model": [{}, {"optimizer": "sgd"}]}, r'optimizer 0 is \["AdamW".* on rank 0 and \["SGD"'),
+        ({"lr": [1e-3, 2e-3]}, "optimizer 0 is "),
         ({"frozen": [(), ("model.norm.weight",)]}, r"model.norm.weight is \[16\] .* rank 0 and \[16\] .* frozen on rank 1"),
         ({"trainer": [{}, {"max_steps": 3}]}, "max_steps is 2 on rank 0 and 3 on rank 1"),
         ({"trainer": [{}, {"accumulate_grad_batches": 2}]}, "accumulate_grad_batches is 1 on rank 0 and 2 on rank 1"),
@@ -108,3 +117,15 @@ def worker_uneven(loop):
 def test_ranks_of_a_replica_loop_equally_often(loop, says):
     with pytest.raises(RankFailedError, match=says):
         run_distributed(worker_uneven, 2, loop)
+
+
+def worker_group_of_its_own():
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, timeout=60), max_steps=1)
+    trainer.fit(models.GPT(), models.loader(4, count=8))
+
+
+def test_a_group_that_one_rank_made_alone_is_named():
+    with pytest.raises(RankFailedError, match="process groups made before is 2 on rank 0 and 1 on rank 1"):
+        run_distributed(worker_group_of_its_own, 2)

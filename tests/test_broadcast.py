@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fit import quiet_trainer
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -137,3 +139,82 @@ def worker_lists(world: int):
 
 def test_several_loaders_with_lengths_and_epochs():
     assert run_distributed(worker_lists, 2, 2)[0] == 8
+
+
+class Validates(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+
+
+class Sized:
+    """As long as its rank says; only the reader's length counts."""
+
+    def __len__(self) -> int:
+        return 3 + dist.get_rank()
+
+    def __iter__(self):
+        return iter(models.loader(4, count=4 * len(self)))
+
+
+def worker_kept_loader():
+    strategy = SeqParallelStrategy(tp=2, broadcast_batch=True, timeout=30)
+    trainer, model = quiet_trainer(devices=2, strategy=strategy), Validates()
+    kept = CombinedLoader([models.loader(4, count=8)], "sequential")
+    trainer.validate(model, kept)
+    trainer.validate(model, kept)
+    trainer.validate(model, Sized())
+    return model.seen
+
+
+def test_loaders_that_lightning_keeps_and_lengths_that_differ():
+    assert run_distributed(worker_kept_loader, 2) == [2 + 2 + 3] * 2
+
+
+class Unpicklable(IterableDataset):
+    def __iter__(self):
+        for _ in range(2):
+            yield lambda: None
+
+
+class Unstartable(IterableDataset):
+    def __iter__(self):
+        raise OSError("no such shard")
+
+
+def worker_bad_reader(dataset):
+    strategy = SeqParallelStrategy(tp=2, broadcast_batch=True, timeout=30)
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=6)
+    trainer.fit(models.GPT(), DataLoader(dataset, batch_size=None))
+
+
+@pytest.mark.parametrize(("dataset", "says"), [(Unpicklable(), "pickle"), (Unstartable(), "OSError: no such shard")])
+def test_whatever_ends_the_reader_is_told(dataset, says):
+    with pytest.raises(RankFailedError, match=f"rank 1: RuntimeError: rank 0, which reads .* raised .*{says}"):
+        run_distributed(worker_bad_reader, 2, dataset)
+
+
+class OneStream(IterableDataset):
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(8):
+            yield (torch.randint(1, 30, (10,), generator=generator),)
+
+
+def worker_alike():
+    strategy = SeqParallelStrategy(tp=2, broadcast_batch=True, timeout=60)
+    trainer = quiet_trainer(devices=4, strategy=strategy, max_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(models.GPT(), DataLoader(OneStream(), batch_size=4))
+    return [str(one.message) for one in caught if "same first training batch" in str(one.message)]
+
+
+def test_replicas_that_all_read_one_stream_are_warned_of():
+    told = run_distributed(worker_alike, 4)
+    assert len(told[0]) == 1
+    assert "all 2 replicas read the same first training batch; deal an iterable data set out" in told[0][0]
+    assert told[1:] == [[]] * 3

@@ -43,7 +43,7 @@ def refused(capsys, *arguments: str) -> str:
             "--trainer.strategy.recompute=ful",
             "Expected a typing.Literal['none', 'selective', 'full']. Got value: ful\n",
         ),
-        ("--trainer.strategy.tp=0", "tp=0: a size must be 1 or more; leave it out for 1"),
+        ("--trainer.strategy.tp=0", "error: tp=0: a size must be 1 or more; leave it out for 1\n"),
         ("--trainer.strategy.tp=3", "world size 2 does not divide by tp 3 × cp 1 × pp 1 = 3; use 3 processes"),
         ("--trainer.strategy.pp=2", "error: pp=2 does not run yet; use pp=1 (pipeline parallelism;"),
         ("--trainer.strategy.plan=bytegpt", "error: plan='bytegpt' is no family; did you mean 'byte_gpt'?"),
@@ -72,7 +72,11 @@ def test_overrides_reach_the_strategy():
 
 
 @pytest.mark.parametrize(
-    "nested", [["--trainer.strategy.config.tp=2"], ["--trainer.strategy.config={tp: 2, timeout: 60}"]]
+    "nested",
+    [
+        ["--trainer.strategy.config.tp=2"],
+        ["--trainer.strategy.config={tp: 2, timeout: 60, plan: {base: auto, rules: []}}"],
+    ],
 )
 def test_a_nested_config_beside_the_defaults_that_every_command_line_passes(nested):
     plain = [*CONFIG, "--trainer.strategy=SeqParallelStrategy", *nested]

@@ -166,6 +166,7 @@ def test_a_saved_configuration_is_read_back():
     """Lightning's command line writes a timedelta as 0:30:00."""
     assert ParallelConfig(timeout="0:30:00") == ParallelConfig()
     assert ParallelConfig(timeout="1:00:00").timeout == timedelta(hours=1)
+    assert ParallelConfig(timeout=str(timedelta(days=2, seconds=5.5))).timeout == timedelta(days=2, seconds=5.5)
     assert ParallelConfig(
         **ParallelConfig(tp=2, plan=[{"pattern": "a", "style": "row"}]).model_dump()
     ) == ParallelConfig(tp=2, plan=[{"pattern": "a", "style": "row"}])
@@ -176,6 +177,11 @@ def test_hydras_containers_are_keywords_too():
     strategy = SeqParallelStrategy(tp=2, **node)
     assert strategy.config.ddp == {"find_unused_parameters": True}
     assert type(strategy.config.plan.rules[0]) is dict
+
+
+def test_a_config_may_come_as_a_mapping():
+    for told in ({"tp": 2}, OmegaConf.create({"tp": 2})):
+        assert SeqParallelStrategy(config=told).config == ParallelConfig(tp=2)
 
 
 def test_what_the_strategy_is_called():

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from byte_gpt import ByteGPT
 from fit import quiet_trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.guards import ELEMENTWISE_OPTIMIZERS
@@ -556,3 +557,27 @@ def peek() -> int:
 @pytest.mark.parametrize("world", [2, 4])
 def test_one_rank_may_peek_at_a_shuffled_loader(world):
     assert run_distributed(peek, world, timeout=60) == [48 // world] * world
+
+
+class Reshuffled(models.GPT):
+    """Reads the same samples on all ranks in the first epoch, its rank's own order in the second."""
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(dist.get_rank() * self.trainer.current_epoch)
+        return DataLoader(models.tokens(80), batch_size=4, sampler=torch.randperm(80, generator=generator).tolist())
+
+
+def worker_reshuffled():
+    trainer = quiet_trainer(
+        devices=2,
+        strategy=SeqParallelStrategy(tp=2, timeout=60),
+        max_epochs=2,
+        use_distributed_sampler=False,
+        reload_dataloaders_every_n_epochs=1,
+    )
+    trainer.fit(Reshuffled())
+
+
+def test_another_order_in_a_later_epoch_is_seen_at_its_first_batch():
+    with pytest.raises(RankFailedError, match="read different training batches"):
+        run_distributed(worker_reshuffled, 2)

@@ -37,7 +37,13 @@ class Bad(Callback):
             if what in ("KILL", "TERM"):
                 os.kill(os.getpid(), getattr(signal, "SIG" + what))
 
+def mine(signum, frame):
+    os.write(1, f"MY HANDLER {os.environ['LOCAL_RANK']}\\n".encode())
+    os._exit(7)
+
 if __name__ == "__main__":
+    if "MINE" in os.environ:
+        signal.signal(signal.SIGTERM, mine)
     world = int(os.environ.get("WORLD", "2"))
     strategy = SeqParallelStrategy(tp=2, timeout=int(os.environ.get("TIMEOUT", "60")))
     bad = [Bad()] if "BAD" in os.environ else []
@@ -192,6 +198,12 @@ def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
     told += proc.communicate(timeout=60)[0]
     assert proc.returncode == 128 + signal.SIGTERM, told
     assert "the run failed: rank 0 got SIGTERM" in told
+
+
+def test_a_users_own_handler_stays(script):
+    done = script(BAD="TERM:0", MINE="1")
+    assert done.returncode == 7
+    assert "MY HANDLER 0" in done.stdout
 
 
 @pytest.mark.parametrize("hangs", [False, True])
