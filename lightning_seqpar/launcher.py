@@ -75,6 +75,7 @@ class ChildWatch:
         self._procs, self._first_rank, self._lifeline, self._reports = procs, first_rank, lifeline, reports
         self._ending = threading.Event()
         self._finished = threading.Event()
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._told: list[tuple[bool, str]] = []
         self._concluded = False
@@ -108,7 +109,15 @@ class ChildWatch:
             signal.set_wakeup_fd(theirs)  # an event loop's
             return
         self._signals = writing
+        os.register_at_fork(after_in_child=self._forget_signals)
         threading.Thread(target=self._hear, args=(reading, taken, rank), name="watch-signals", daemon=True).start()
+
+    def _forget_signals(self) -> None:
+        """In a forked process (a data worker, a pool): its signals are not the run's, but it has inherited the pipe."""
+        if self._signals is not None:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._signals = None
 
     def hear_no_signals(self) -> None:
         """The run is over: signals mean again what they mean in any process."""
@@ -226,6 +235,8 @@ class ChildWatch:
 
     def _at_exit(self) -> None:
         """The main process is leaving: wait for the children, or end them if the run failed."""
+        if os.getpid() != self._pid:
+            return  # a forked process of the user's
         self._finished.set()
         uncaught = getattr(sys, "last_value", None)
         if uncaught is not None and not self._told:

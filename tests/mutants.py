@@ -351,6 +351,27 @@ MUTANTS = [
         "tests/test_launch.py",
     ),
     Mutant(
+        "signals of forked processes taken for the run's",
+        "launcher.py",
+        "        os.register_at_fork(after_in_child=self._forget_signals)\n",
+        "",
+        "tests/test_launch.py",
+    ),
+    Mutant(
+        "optimizers not compared",
+        "stepping.py",
+        "told_of_optimizer(plain_optimizer(one)) for at",
+        "type(plain_optimizer(one)).__name__ for at",
+        "tests/test_agreement.py",
+    ),
+    Mutant(
+        "batches compared by the run's steps alone",
+        "stepping.py",
+        "if args and (due or self._is_due(self._since_start[loop])):",
+        "if args and due:",
+        "tests/test_guards.py",
+    ),
+    Mutant(
         "a sweep starts ranks",
         "environment.py",
         "                refuse_sweep(self.num_nodes * self.num_processes)\n",

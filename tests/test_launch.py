@@ -14,11 +14,11 @@ from processes import PYTHON, environment, free_port, run_all, start, survivors
 pytestmark = pytest.mark.launch
 
 SCRIPT = """
-import os, signal, sys, time
+import multiprocessing, os, signal, sys, time
 import lightning as L
 import models
 from fit import quiet_trainer
-from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar import SeqParallelStrategy, launcher
 from lightning.pytorch.callbacks import Callback
 
 class Bad(Callback):
@@ -31,6 +31,9 @@ class Bad(Callback):
                 os.write(1, b"HANGING\\n")
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 signal.pause()
+            if what == "pool":
+                with multiprocessing.get_context("fork").Pool(2) as pool:  # ends its workers with SIGTERM
+                    pool.map(abs, range(4))
             if what == "pause":
                 os.write(1, b"HANGING\\n")
                 signal.pause()
@@ -42,6 +45,7 @@ def mine(signum, frame):
     os._exit(7)
 
 if __name__ == "__main__":
+    launcher.GRACE = float(os.environ.get("GRACE", launcher.GRACE))
     if "MINE" in os.environ:
         signal.signal(signal.SIGTERM, mine)
     world = int(os.environ.get("WORLD", "2"))
@@ -198,6 +202,12 @@ def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
     told += proc.communicate(timeout=60)[0]
     assert proc.returncode == 128 + signal.SIGTERM, told
     assert "the run failed: rank 0 got SIGTERM" in told
+
+
+def test_signals_to_forked_processes_are_not_the_runs(script):
+    done = script(BAD="pool:0", GRACE="0.02")
+    assert done.returncode == 0, done.stderr
+    assert "STEPS 50" in done.stdout
 
 
 def test_a_users_own_handler_stays(script):
