@@ -206,8 +206,8 @@ MUTANTS = [
     Mutant(
         "batches of a replica not compared",
         "stepping.py",
-        "                check_batch(args[0], self.groups, self.root_device, loop)\n",
-        "                pass\n",
+        "            check_batch(args[0], self.groups, self.root_device, loop)\n",
+        "",
         "tests/test_guards.py",
     ),
     Mutant(
@@ -332,15 +332,15 @@ MUTANTS = [
     Mutant(
         "a broadcast batch without the reader's random streams",
         "broadcast.py",
-        "                set_streams(streams, cpu)\n",
+        "                set_streams(streams, _CPU)\n",
         "                pass\n",
         "tests/test_broadcast.py",
     ),
     Mutant(
         "a reader's failure kept to itself",
         "broadcast.py",
-        '                    box = [("failed", f"{type(error).__name__}: {error}", None)]\n',
-        '                    box = [("end", None, None)]\n',
+        '                    told = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]\n',
+        '                    told = [("end", None, get_streams(_CPU))]\n',
         "tests/test_broadcast.py",
     ),
     Mutant(
