@@ -14,7 +14,7 @@ from processes import PYTHON, environment, free_port, run_all, start, survivors
 pytestmark = pytest.mark.launch
 
 SCRIPT = """
-import multiprocessing, os, signal, sys, time
+import os, signal, sys, time
 import lightning as L
 import models
 from fit import quiet_trainer
@@ -31,9 +31,15 @@ class Bad(Callback):
                 os.write(1, b"HANGING\\n")
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 signal.pause()
-            if what == "pool":
-                with multiprocessing.get_context("fork").Pool(2) as pool:  # ends its workers with SIGTERM
-                    pool.map(abs, range(4))
+            if what == "fork":  # as a pool or a data worker that is ended with SIGTERM
+                ready, tell = os.pipe()
+                worker = os.fork()
+                if worker == 0:
+                    os.write(tell, b"r")
+                    signal.pause()
+                os.read(ready, 1)
+                os.kill(worker, signal.SIGTERM)
+                os.waitpid(worker, 0)
             if what == "pause":
                 os.write(1, b"HANGING\\n")
                 signal.pause()
@@ -205,7 +211,7 @@ def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
 
 
 def test_signals_to_forked_processes_are_not_the_runs(script):
-    done = script(BAD="pool:0", GRACE="0.02")
+    done = script(BAD="fork:0", GRACE="0.02")
     assert done.returncode == 0, done.stderr
     assert "STEPS 50" in done.stdout
 
