@@ -564,14 +564,14 @@ class Reshuffled(models.GPT):
 
     def train_dataloader(self):
         generator = torch.Generator().manual_seed(dist.get_rank() * self.trainer.current_epoch)
-        return DataLoader(models.tokens(80), batch_size=4, sampler=torch.randperm(80, generator=generator).tolist())
+        return DataLoader(models.tokens(68), batch_size=4, sampler=torch.randperm(68, generator=generator).tolist())
 
 
 def worker_reshuffled():
     trainer = quiet_trainer(
         devices=2,
         strategy=SeqParallelStrategy(tp=2, timeout=60),
-        max_epochs=2,
+        max_steps=31,  # ends before the run's next due step, 32
         use_distributed_sampler=False,
         reload_dataloaders_every_n_epochs=1,
     )
