@@ -348,14 +348,14 @@ MUTANTS = [
         "launcher.py",
         "            self.watch.hear_signals(taken, self.cluster_environment.global_rank())\n",
         "",
-        "tests/test_launch.py",
+        "tests/test_launch.py -k sigterm",
     ),
     Mutant(
         "signals of forked processes taken for the run's",
         "launcher.py",
         "        os.register_at_fork(after_in_child=self._forget_signals)\n",
         "",
-        "tests/test_launch.py",
+        "tests/test_launch.py -k forked",
     ),
     Mutant(
         "optimizers not compared",
@@ -376,7 +376,7 @@ MUTANTS = [
         "environment.py",
         "                refuse_sweep(self.num_nodes * self.num_processes)\n",
         "                pass\n",
-        "tests/test_ways_in.py",
+        "tests/test_ways_in.py -k sweep",
     ),
 ]
 
