@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **more}
 
 
+def _hear_sigint() -> None:
+    # A shell starts background jobs with Ctrl-C ignored, and the tests may be one.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(
     command: Sequence[str], cwd: Path = ROOT, env: Mapping[str, str] | None = None, start_new_session: bool = False
 ) -> subprocess.Popen[str]:
@@ -35,6 +41,7 @@ def start(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=start_new_session,
+        preexec_fn=_hear_sigint,
     )
 
 
