@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_seqpar.config import ParallelConfig, nearest
 
@@ -23,7 +24,8 @@ OWN = {"schema": "print the JSON schema of ParallelConfig, for editors"}
 """Subcommands beside Lightning's."""
 
 _UNKNOWN = re.compile(
-    r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected|unrecognized arguments?: --([\w.]+)"
+    r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected|unrecognized arguments?: -*([\w.]+)"
+    r"|does not accept option '([^']+)'"
 )
 _TOLD = re.compile(r"no option '[^']+'; did you mean .*\?")
 
@@ -50,11 +52,14 @@ class SeqParallelParser(LightningArgumentParser):
         if found is None:
             return ""
         path = next(group for group in found.groups() if group)
-        head, _, key = path.rpartition(".")
         options = [action.dest for action in self._actions if action.dest not in ("help", "config", "print_config")]
-        siblings = [o.removeprefix(f"{head}.") for o in options if o.startswith(f"{head}.")] if head else options
-        known = sorted({o.split(".")[0] for o in siblings})
-        return f"no option {path!r}; did you mean {nearest(key, known)}?" if known else ""
+        parts, head = path.split("."), ""
+        for part in parts:  # down to the first name that does not exist
+            known = sorted({o.removeprefix(head).split(".")[0] for o in options if o.startswith(head)})
+            if part not in known:
+                return f"no option {path!r}; did you mean {nearest(part, known)}?" if known else ""
+            head += f"{part}."
+        return ""
 
 
 def _cause(message: str) -> str:
@@ -90,11 +95,20 @@ class SeqParallelCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
+            if found := re.search(r"invalid strategy name: `strategy='([^']*)'`", str(error)):
+                names = nearest(found.group(1), StrategyRegistry.available_strategies())
+                self._refuse(
+                    f"no strategy {found.group(1)!r}; did you mean {names}? For other sizes: "
+                    "--trainer.strategy=lightning_seqpar.SeqParallelStrategy --trainer.strategy.tp=3"
+                )
             ours = "class_path='lightning_seqpar.SeqParallelStrategy'" in str(error) or _is_raised_here(error)
             if not ours:
                 raise
-            parsers = self._subcommand_parsers if self.subcommand else {}
-            parsers.get(str(self.subcommand), self.parser).error(str(error))
+            self._refuse(str(error))
+
+    def _refuse(self, message: str) -> NoReturn:
+        parsers = self._subcommand_parsers if self.subcommand else {}
+        parsers.get(str(self.subcommand), self.parser).error(message)
 
 
 def require_cli() -> None:

@@ -72,6 +72,8 @@ def nearest(word: str, known: Sequence[str], count: int = 3) -> str:
     """Up to ``count`` of the ``known`` names that look most like ``word``, as text for a message."""
     if SYNONYMS.get(word) in known:
         return repr(SYNONYMS[word])
+    if word.lower() in known:
+        return repr(word.lower())
     found = difflib.get_close_matches(word, known, n=count, cutoff=0.4)
     return ", ".join(repr(name) for name in found) if found else ", ".join(repr(name) for name in known)
 
@@ -124,9 +126,9 @@ class FrozenModel(BaseModel):
     def choices_are_known(cls, value: Any, info: ValidationInfo) -> Any:
         choices = _choices(cls.model_fields[str(info.field_name)].annotation)
         if choices and value not in choices:
-            raise broken(
-                f"{info.field_name}={value!r}: it must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-            )
+            yaml_made_it = " (YAML reads a bare off or no as false; write the word in quotes)" if value is False else ""
+            known = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+            raise broken(f"{info.field_name}={value!r}: it must be {known}{yaml_made_it}")
         return value
 
     @field_validator("*", mode="before")
@@ -249,7 +251,7 @@ class ParallelConfig(FrozenModel):
             return value
         told = str(value).removeprefix("-").removesuffix(".0").isdecimal() and not isinstance(value, bool)
         if not told:
-            also = " or 'auto'" if info.field_name == "dp" else ""
+            also = " or 'auto'" if info.field_name == "dp" else " or null" if info.field_name in cls._OPTIONAL else ""
             raise broken(f"{info.field_name}={value!r}: it counts ranks or steps; write a whole number{also}")
         return int(float(value))
 
@@ -257,7 +259,8 @@ class ParallelConfig(FrozenModel):
     @classmethod
     def sizes_are_positive(cls, value: int | str | None, info: ValidationInfo) -> int | str | None:
         if isinstance(value, int) and value < 1:
-            raise broken(f"{info.field_name}={value}: a size must be 1 or more; leave it out for 1")
+            default = "'auto'" if info.field_name == "dp" else "1"
+            raise broken(f"{info.field_name}={value}: a size must be 1 or more; leave it out for {default}")
         return value
 
     @field_validator("check_every")
@@ -355,6 +358,8 @@ class ParallelConfig(FrozenModel):
             raise ValueError(f"config file {str(path)!r} is not YAML: {error}") from None
         if not isinstance(loaded, DictConfig):
             raise ValueError(f"config file {str(path)!r} must hold a mapping such as 'tp: 2', not a list or a word")
+        if isinstance(overrides, str):
+            raise ValueError(f"overrides={overrides!r}: write a list, such as [{overrides!r}]")
         for override in overrides:
             if "=" not in override:
                 raise ValueError(f"override {override!r}: write it as field=value, such as 'tp=4'")
@@ -374,7 +379,14 @@ class ParallelConfig(FrozenModel):
         except OmegaConfBaseException as error:
             raise ValueError(f"the parallel config can't be resolved: {' '.join(str(error).split())}") from None
         if not isinstance(plain, Mapping):
-            raise ValueError(f"a parallel config must be a mapping such as {{'tp': 2}}, got {plain!r}")
+            file = f"; read a file with ParallelConfig.from_yaml({plain!r})" if isinstance(plain, str) else ""
+            raise ValueError(f"a parallel config must be a mapping such as {{'tp': 2}}, got {plain!r}{file}")
+        for wrapper in ("strategy", "trainer", "init_args", "class_path"):
+            if wrapper in plain:
+                raise ValueError(
+                    f"{wrapper!r} stands in the parallel config, which holds the fields themselves (tp: 2, sp: true); pass what "
+                    f"stands below {'init_args' if wrapper == 'class_path' else wrapper}"
+                )
         return cls(**{str(key): value for key, value in plain.items() if key not in ("_target_", "_convert_")})
 
     def to_yaml(self) -> str:

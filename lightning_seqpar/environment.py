@@ -30,7 +30,7 @@ from lightning_seqpar.broadcast import BroadcastLoader
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.guards import check_backend, refuse_notebook, refuse_sweep
-from lightning_seqpar.launcher import SeqParallelLauncher, is_hydra_sweep
+from lightning_seqpar.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.sampler import inject_sampler, replica_workers
 from lightning_seqpar.topology import ProcessTopology
 
@@ -128,7 +128,7 @@ class TopologyStrategy(ParallelStrategy):
         ProcessTopology.from_config(self.config, self.num_nodes * self.num_processes)
         check_backend(self.config.process_group_backend, self.root_device.type)
         if not self.cluster_environment.creates_processes_externally:
-            if _IS_INTERACTIVE:
+            if _IS_INTERACTIVE or not is_script():
                 refuse_notebook(self.num_nodes * self.num_processes)
             if is_hydra_sweep():
                 refuse_sweep(self.num_nodes * self.num_processes)

@@ -68,9 +68,9 @@ def refuse_notebook(processes: int) -> None:
     """
     if processes > 1:
         raise ValueError(
-            f"devices={processes} in a notebook or at an interactive prompt: the other ranks are started by running the same "
-            "file again, and here there is none. Put the code into a script and start it with python or torchrun; with "
-            "devices=1 (tp=1) it runs here"
+            f"devices={processes} in a notebook, at an interactive prompt or in python -c: the other ranks are started by "
+            "running the same file again, and here there is none. Put the code into a script and start it with python or "
+            "torchrun; with devices=1 (tp=1) it runs here"
         )
 
 

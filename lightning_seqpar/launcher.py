@@ -266,7 +266,11 @@ def report_exception(rank: int, error: BaseException) -> None:
 
 def tell_external_launcher(rank: int, error: BaseException) -> None:
     """Under torchrun or srun: name the rank in our own words, and write torchrun's error file for its summary."""
-    if is_lost_peer(error):
+    if is_lost_peer(error) and "imed out" in str(error):
+        say(
+            f"rank {rank} waited for another rank, which did not answer within the timeout; look for the one that hangs"
+        )
+    elif is_lost_peer(error):
         say(f"rank {rank} lost another rank, which ended first; look for its message above or in its own log")
     else:
         say(f"rank {rank} raised {type(error).__name__}: {error}")
@@ -290,6 +294,13 @@ def follow_main_process(rank: int) -> bool:
 
     threading.Thread(target=wait, name="follow-main-process", daemon=True).start()
     return True
+
+
+def is_script() -> bool:
+    """Whether there is a file or a module that another process can run again: not ``python -c`` or standard input."""
+    import __main__
+
+    return __main__.__spec__ is not None or sys.argv[0] not in ("", "-", "-c")
 
 
 def is_hydra_sweep() -> bool:

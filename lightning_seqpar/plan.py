@@ -29,16 +29,14 @@ LATER_STYLES = ("vocab", "local_heads", "full_width", "copy")
 """Styles of the vocabulary that do not run yet."""
 
 EXAMPLE = """\
-plan:
-  base: none
-  rules:
-  - {pattern: "layers.*", style: blocks, dim: 1}                   # the repeated blocks; dim of the sequence
-  - {pattern: "layers.*.{attn,mlp}", style: gather}                # whole sequence in, once for all columns
-  - {pattern: "layers.*.attn.{q,k,v}", style: column, units: n_head}
-  - {pattern: "layers.*.attn", style: set, divide: [n_head]}       # head counts that forward reads
-  - {pattern: "layers.*.mlp.up", style: column}
-  - {pattern: "layers.*.{attn.out,mlp.down}", style: row}
-  - {pattern: "norm", style: exit}                                 # the region ends behind it"""
+rules:
+- {pattern: "layers.*", style: blocks, dim: 1}                   # the repeated blocks; dim of the sequence
+- {pattern: "layers.*.{attn,mlp}", style: gather}                # whole sequence in, once for all columns
+- {pattern: "layers.*.attn.{q,k,v}", style: column, units: n_head}
+- {pattern: "layers.*.attn", style: set, divide: [n_head]}       # head counts that forward reads
+- {pattern: "layers.*.mlp.up", style: column}
+- {pattern: "layers.*.{attn.out,mlp.down}", style: row}
+- {pattern: "norm", style: exit}                                 # the region ends behind it"""
 
 
 class Rule(FrozenModel):
@@ -249,6 +247,10 @@ class ShardingPlan:
             data = yaml.safe_load(file.read_text())
         except yaml.YAMLError as error:
             raise ValueError(f"plan {str(path)!r} is not YAML: {error}") from None
+        if isinstance(data, Mapping) and isinstance(data.get("plan"), Mapping):
+            raise ValueError(
+                f"plan {str(path)!r}: 'rules' stands under 'plan' there; in a plan's own file it stands at the top"
+            )
         if not isinstance(data, Mapping) or not isinstance(data.get("rules"), list):
             raise ValueError(f"plan {str(path)!r}: it must hold a list 'rules', for example\n{EXAMPLE}")
         return cls.from_rules(data["rules"], source=str(path))
@@ -420,8 +422,10 @@ def check_plan(spec: str | PlanSpec) -> None:
 
 def _family_named(name: str, known: Sequence[Family]) -> Family:
     found = [family for family in known if family.family == name]
+    if name == "none":
+        raise ValueError("plan='none' has no rules; write plan={'base': 'none', 'rules': [...]}")
     if not found:
-        names = ["auto", "none", *(family.family for family in known)]
+        names = ["auto", *(family.family for family in known)]
         raise ValueError(f"plan={name!r} is no family; did you mean {nearest(name, names)}? (a file ends in .yaml)")
     return found[0]
 
@@ -449,6 +453,7 @@ def _how_to_write_a_plan(model: nn.Module, known: Sequence[Family], refused: Seq
     why = "".join(f"\n  - {line}" for line in refused)
     return (
         f"plan='auto': no shipped plan fits {type(model).__name__} (shipped: "
-        f"{', '.join(family.family for family in known)}).{why}\nWrite one, in the config or a YAML file, with the "
-        f"module names of your model:\n{EXAMPLE}"
+        f"{', '.join(family.family for family in known)}).{why}\nWrite one with the module names of your model, in "
+        "a YAML file (plan='my_plan.yaml') or in the config (plan={'base': 'none', 'rules': [...]}):\n"
+        f"{EXAMPLE}"
     )

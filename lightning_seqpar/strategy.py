@@ -336,11 +336,10 @@ class SeqParallelStrategy(SteppingStrategy):
 
 def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan]) -> str:
     """Where the plan is from, and what it makes of the parameters."""
-    layouts = list(record.layout.values())
-    sharded, partial = (sum(getattr(one, which) for one in layouts) for which in ("is_sharded", "is_partial"))
+    sharded = sum(layout.is_sharded for layout in record.layout.values())
     return (
-        f"{', '.join(dict.fromkeys(plan.source for plan in plans))}: {sharded} of {len(layouts)} tensors sharded, "
-        f"{partial} with partial gradients; {record.layout.local_numel():,} of {record.layout.global_numel():,} parameters per rank"
+        f"{', '.join(dict.fromkeys(plan.source for plan in plans))}: {sharded} of {len(record.layout)} tensors sharded; "
+        f"{record.layout.local_numel():,} of {record.layout.global_numel():,} parameters per rank"
     )
 
 

@@ -74,16 +74,14 @@ def groups_of(topology: ProcessTopology) -> list[str]:
 def switches(config: ParallelConfig, tp: int, dp: int) -> tuple[list[str], list[str]]:
     """What is on, and what is off, each in a few words."""
     entries = [
+        ("tp", "linears split", tp > 1),
         ("sp", "sequence parallelism", config.sp and tp > 1),
         (config.data_parallel, "over the replicas", dp > 1),
         ("broadcast_batch", "one rank of each replica reads", config.broadcast_batch and tp > 1),
         ("gloo_twins", "a gloo group beside each", config.gloo_twins),
-        ("cp", "context parallelism", config.cp > 1),
-        ("pp", "pipeline parallelism", config.pp > 1),
-        ("recompute", config.recompute, config.recompute != "none"),
-        ("compile", "the model is compiled", config.compile),
     ]
-    return [f"{name} ({what})" for name, what, on in entries if on], [name for name, _, on in entries if not on]
+    off = [f"{name} (one replica)" if name == config.data_parallel else name for name, _, on in entries if not on]
+    return [f"{name} ({what})" for name, what, on in entries if on], off
 
 
 def summarize(
@@ -101,6 +99,7 @@ def summarize(
         ("plan", list(plan)),
         ("on", [", ".join(on) or "nothing"]),
         ("off", [", ".join(off) or "nothing"]),
+        ("later", ["cp, pp, recompute, compile (not run yet)"]),
     ]
     lines = [f"lightning_seqpar {version}: {world} rank{'s' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}{sizes}"]
     for name, body in rows:

@@ -304,7 +304,7 @@ MUTANTS = [
     Mutant(
         "message without its fix",
         "config.py",
-        "a size must be 1 or more; leave it out for 1",
+        "a size must be 1 or more; leave it out for {default}",
         "a size must be 1 or more",
         "tests/test_bad_input.py",
     ),

@@ -37,6 +37,8 @@ def refused(capsys, *arguments: str) -> str:
         ("--trainer.strategy.sequence_parallel=true", "error: no option 'sequence_parallel'; did you mean 'sp'?\n"),
         ("--trainer.strategy.config.tpp=2", "error: no option 'tpp'; did you mean 'tp', 'pp', 'virtual_pp'?\n"),
         ("--trainer.devcies=2", "error: no option 'trainer.devcies'; did you mean 'devices'"),
+        ("--trainer.startegy.tp=2", "error: no option 'trainer.startegy.tp'; did you mean 'strategy'"),
+        ("--trainer.strategy=seqpar_tp3", "error: no strategy 'seqpar_tp3'; did you mean 'seqpar_tp"),
         ("--model.dimm=3", "error: no option 'dimm'; did you mean 'dim'"),
         ("--trainer.strategy.tp=two", "Parser key \"tp\": Expected a <class 'int'>. Got value: two\n"),
         (

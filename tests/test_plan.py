@@ -144,9 +144,12 @@ def test_users_rules_go_over_the_base():
     assert [plan.source for plan in plans] == ["family byte_gpt", "your plan"]
 
 
-def test_the_printed_example_is_a_plan():
+def test_the_printed_example_is_a_plan(tmp_path):
+    """Pasted into a plan's own file, and into a configuration."""
     data = yaml.safe_load(EXAMPLE)
-    assert ShardingPlan.from_rules(ParallelConfig(**data).plan.rules).rules
+    assert ShardingPlan.from_rules(ParallelConfig(plan={"base": "none", **data}).plan.rules).rules
+    (tmp_path / "plan.yaml").write_text(EXAMPLE)
+    assert len(ShardingPlan.from_yaml(tmp_path / "plan.yaml").rules) == len(data["rules"])
 
 
 def test_every_yaml_of_the_repository_parses():

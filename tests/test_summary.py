@@ -22,8 +22,9 @@ def test_two_replicas_on_two_nodes():
         "  groups  dp  [0 4] [1 5] [2 6] [3 7]\n"
         "          tp  [0 1 2 3] [4 5 6 7]\n"
         "  plan    the plan\n"
-        "  on      sp (sequence parallelism), ddp (over the replicas)\n"
-        "  off     broadcast_batch, gloo_twins, cp, pp, recompute, compile"
+        "  on      tp (linears split), sp (sequence parallelism), ddp (over the replicas)\n"
+        "  off     broadcast_batch, gloo_twins\n"
+        "  later   cp, pp, recompute, compile (not run yet)"
     )
 
 
@@ -32,7 +33,8 @@ def test_one_process():
         "lightning_seqpar 0.1.0: 1 rank on 1 node\n"
         "  plan    the plan\n"
         "  on      nothing\n"
-        "  off     sp, ddp, broadcast_batch, gloo_twins, cp, pp, recompute, compile"
+        "  off     tp, sp, ddp (one replica), broadcast_batch, gloo_twins\n"
+        "  later   cp, pp, recompute, compile (not run yet)"
     )
 
 
@@ -40,7 +42,9 @@ def test_tp_outermost_and_across_nodes():
     told = summary(4, 2, tp=2, order="tp-dp-cp-pp", sp=False, broadcast_batch=True)
     assert "          tp 1     2     3   node 1" in told
     assert "groups  tp  [0 2] [1 3]" in told
-    assert "on      ddp (over the replicas), broadcast_batch (one rank of each replica reads)" in told
+    assert (
+        "on      tp (linears split), ddp (over the replicas), broadcast_batch (one rank of each replica reads)" in told
+    )
     wide = draw(ProcessTopology(["tp"], [4]), 2)
     assert wide[-1].endswith("nodes 0, 1")
 

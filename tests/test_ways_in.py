@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 from fit import fit, quiet_trainer
-from processes import PYTHON, ROOT, TORCHRUN, free_port, run, run_all
+from processes import PYTHON, ROOT, TORCHRUN, environment, free_port, run, run_all
 
 from lightning_seqpar import SeqParallelStrategy
 
@@ -115,7 +116,7 @@ def test_the_command_line_with_a_config_and_overrides(tmp_path):
     )  # fmt: skip
     assert code == 0, told[-3000:]
     assert told.count("2 ranks on 1 node, tp 2") == 1, "the summary belongs to rank 0 alone"
-    assert re.search(r"off +sp, ddp", told)
+    assert re.search(r"off +sp, ddp \(one replica\)", told)
     assert "`max_steps=2` reached" in told
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["runs/cli/config.yaml"]
 
@@ -147,7 +148,7 @@ def test_a_users_own_lightning_cli_with_a_nested_config_and_a_file(tmp_path):
     )
     code, told = run(PYTHON, "own.py", "fit", "-c", "run.yaml", "--trainer.strategy.config.sp=true", cwd=tmp_path)
     assert code == 0, told[-3000:]
-    assert re.search(r"on +sp \(sequence parallelism\)", told)
+    assert re.search(r"on +tp .*, sp \(sequence parallelism\)", told)
 
 
 @pytest.mark.launch
@@ -215,13 +216,26 @@ quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2))
 """
 
 
+@pytest.mark.parametrize("how", ["-c", "-"])
+def test_code_without_a_file_is_refused(how):
+    code = "import models; from fit import quiet_trainer; import lightning_seqpar; quiet_trainer(devices=2, strategy='seqpar_tp2')"
+    done = subprocess.run(
+        [PYTHON, how, *([code] if how == "-c" else [])],
+        input=code if how == "-" else None, env=environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert (
+        "ValueError: devices=2 in a notebook, at an interactive prompt or in python -c: the other ranks" in done.stderr
+    )
+
+
 @pytest.mark.launch
 def test_a_notebook_is_refused_with_a_sentence():
     code, told = run(PYTHON, "-c", NOTEBOOK)
     assert code == 1
     assert "one process ran" in told
     assert (
-        "ValueError: devices=2 in a notebook or at an interactive prompt: the other ranks are started by running"
+        "ValueError: devices=2 in a notebook, at an interactive prompt or in python -c: the other ranks are started"
         in told
     )
     assert "with devices=1 (tp=1) it runs here" in told
