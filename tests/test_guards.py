@@ -376,7 +376,11 @@ CASES = {
         {"plan": "torch_encoder_batch_first"},
         r"the model has no module of class torch.nn",
     ),
-    "auto finds nothing": ("Direct", {}, r"no shipped plan fits Direct .*Write one, in the config or a YAML file"),
+    "auto finds nothing": (
+        "Direct",
+        {},
+        r"no shipped plan fits Direct .*Write one with the module names of your model, in a YAML file",
+    ),
     "changed source": ("SharedBlockless", {}, r"'extra' \(LayerNorm\) is not a part of this family"),
 }
 
