@@ -1,0 +1,413 @@
+"""What a recorded forward says of a model: its blocks, which linears are rows and columns, where to gather."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from lightning_seqpar.plan import Argument
+from lightning_seqpar.trace import Call, Op, Trace, Value
+
+RES, ENC = "<residual>", "<other input>"
+_SUMS = ("add", "sub", "rsub", "addcmul", "lerp", "_foreach_add")
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+
+
+class CantInferError(ValueError):
+    """The data flow does not say how to shard; the message names the module and the rule to write."""
+
+
+@dataclass
+class Linear:
+    """One product of an activation and a parameter, in one block.
+
+    Attributes:
+        name: the module that owns the weight (or an ``nn.MultiheadAttention``).
+        parameter: the weight's name; empty for an ``nn.MultiheadAttention``.
+        upstream: the nearest linears that its input comes from, or :data:`RES`, :data:`ENC`.
+        op: index of the product.
+        reads: the activation that it reads.
+        makes: what it makes.
+    """
+
+    name: str
+    parameter: str
+    upstream: frozenset[str]
+    op: int
+    reads: int
+    makes: tuple[int, ...]
+
+
+@dataclass
+class BlockFlow:
+    """The data flow of one block."""
+
+    call: Call
+    arg: Argument
+    linears: dict[str, Linear] = field(default_factory=dict)
+    rows: list[str] = field(default_factory=list)
+    columns: dict[str, list[str]] = field(default_factory=dict)
+    gathers: dict[tuple[str, str], list[Argument]] = field(default_factory=dict)
+    attentions: list[str] = field(default_factory=list)
+    residual_in: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of the block."""
+        return self.call.name
+
+    @property
+    def all_columns(self) -> list[str]:
+        """Columns of all rows, each once."""
+        return list(dict.fromkeys(column for row in self.rows for column in self.columns[row]))
+
+
+@dataclass
+class StackFlow:
+    """A stack of blocks: their flows, and where the region ends."""
+
+    blocks: list[BlockFlow]
+    exit: str | None = None
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------
+
+
+def _activation(trace: Trace, call: Call) -> Argument | None:
+    """The argument that the call maps to an output of the same shape: the activation."""
+    if not call.outputs:
+        return None
+    out = trace.values[call.outputs[0]]
+    if not out.floating or len(out.shape) not in (2, 3):
+        return None
+    for key, value in call.args.items():
+        given = trace.values[value]
+        if given.floating and given.shape == out.shape:
+            return key
+    return None
+
+
+def find_stacks(trace: Trace, model: nn.Module) -> list[list[Call]]:
+    """The repeated blocks, by stack: first calls, in order of execution.
+
+    A block maps an activation to one of the same shape, holds linears, and is one of several alike, or is called
+    several times; of nested candidates the outermost counts.
+    """
+    weighty = {
+        name
+        for name, module in model.named_modules()
+        if name
+        and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.MultiheadAttention)
+        and any(True for _ in module.children())
+        and sum(parameter.ndim >= 2 for parameter in module.parameters()) >= 2
+    }
+    fitting = [call for call in trace.calls if call.name in weighty and _activation(trace, call) is not None]
+    names = {id(module): name for name, module in model.named_modules()}
+    by_kind: dict[tuple[str, type], list[Call]] = defaultdict(list)
+    for call in fitting:
+        parent = _parent(model, names, call.name)
+        by_kind[parent, type(call.module)].append(call)
+    repeated: set[str] = set()
+    for (parent, _), calls in by_kind.items():
+        listed = isinstance(model.get_submodule(parent) if parent else model, nn.ModuleList | nn.Sequential)
+        if len(calls) > 1 or (listed and not _is_pipe(model, calls[0])):
+            repeated |= {call.name for call in calls}
+    outermost = [
+        call for call in fitting if call.name in repeated and not _encloses(trace, call, repeated)
+    ]
+    stacks: dict[str, list[Call]] = defaultdict(list)
+    for call in outermost:
+        stack = stacks[_parent(model, names, call.name)]
+        if all(call.name != other.name for other in stack):
+            stack.append(call)
+    return list(stacks.values())
+
+
+def _is_pipe(model: nn.Module, call: Call) -> bool:
+    """Whether the call's module is the whole of what a Sequential does once, rather than a block of a stack."""
+    parent = call.name.rpartition(".")[0]
+    return parent == ""
+
+
+def _parent(model: nn.Module, names: dict[int, str], name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _encloses(trace: Trace, call: Call, among: set[str]) -> bool:
+    at = call.parent
+    while at is not None:
+        if trace.calls[at].name in among:
+            return True
+        at = trace.calls[at].parent
+    return False
+
+
+# ---- the flow of one block -------------------------------------------------------------------------------------
+
+
+class _Flow:
+    def __init__(self, trace: Trace, call: Call, model: nn.Module) -> None:
+        self.trace, self.call, self.model = trace, call, model
+        arg = _activation(trace, call)
+        assert arg is not None
+        self.out = BlockFlow(call, arg)
+        self.up: dict[int, frozenset[str]] = {}
+        self.rows: dict[str, None] = {}
+        self.ops = trace.ops_in(call)
+        self.shape = trace.values[call.args[arg]].shape
+
+    def value(self, number: int) -> Value:
+        return self.trace.values[number]
+
+    def run(self) -> BlockFlow:
+        for key, number in self.call.args.items():
+            mark = RES if key == self.out.arg else ENC
+            if self.value(number).floating:
+                self.up[number] = frozenset({mark})
+        attention: Call | None = None
+        for op in self.ops:
+            inside = self._attention_of(op)
+            if attention is not None and inside is not attention:
+                self._close(attention)
+            attention = inside
+            if attention is None:
+                self._step(op)
+        if attention is not None:
+            self._close(attention)
+        self._leave()
+        self._order()
+        return self.out
+
+    def _attention_of(self, op: Op) -> Call | None:
+        for number in op.stack:
+            call = self.trace.calls[number]
+            if call.id > self.call.id and isinstance(call.module, nn.MultiheadAttention):
+                return call
+        return None
+
+    def _close(self, call: Call) -> None:
+        upstream = self._union(call.args.values())
+        reads = call.args.get(0, call.args.get("query", -1))
+        self.out.linears[call.name] = Linear(call.name, "", upstream, call.first_op, reads, tuple(call.outputs))
+        if call.name not in self.out.attentions:
+            self.out.attentions.append(call.name)
+        for number in call.outputs:
+            self.up[number] = frozenset({call.name})
+
+    def _union(self, numbers: Iterable[int]) -> frozenset[str]:
+        return frozenset().union(*(self.up.get(number, frozenset()) for number in numbers))
+
+    def _step(self, op: Op) -> None:
+        weights = [n for n in op.inputs if (v := self.value(n)).parameter is not None and len(v.shape) >= 2]
+        others = [n for n in op.inputs if self.value(n).parameter is None]
+        if op.is_product and len(weights) == 1 and others:
+            self._product(op, weights[0], others)
+            return
+        result: frozenset[str] = frozenset()
+        if not op.is_empty:
+            result = self._union(op.inputs)
+        if op.name in _SUMS:
+            result = self._sum(op, result)
+        for number in op.outputs:
+            if self.value(number).floating:
+                self.up[number] = self.up.get(number, frozenset()) | result if op.name == "rewrite" else result
+
+    def _product(self, op: Op, weight: int, others: list[int]) -> None:
+        parameter = self.value(weight).parameter
+        assert parameter is not None
+        owner = parameter.rpartition(".")[0]
+        upstream = self._union(others)
+        known = self.out.linears.get(owner)
+        if known is not None and known.parameter != parameter:
+            owner = parameter  # a module with several weights: each stands for itself
+            known = self.out.linears.get(owner)
+        if known is None:
+            self.out.linears[owner] = Linear(owner, parameter, upstream, op.index, others[0], op.outputs)
+        else:
+            known.upstream |= upstream
+            known.makes += op.outputs
+        for number in op.outputs:
+            self.up[number] = frozenset({owner})
+
+    def _sum(self, op: Op, result: frozenset[str]) -> frozenset[str]:
+        sides = [self.up[n] for n in op.inputs if self.up.get(n)]
+        through = [side for side in sides if RES in side]
+        added = [side for side in sides if RES not in side]
+        if through and added and self._is_activation(op.outputs[0]):
+            for side in added:
+                for name in sorted(side - {ENC}):
+                    self.rows[name] = None
+            return frozenset({RES})
+        return result
+
+    def _is_activation(self, number: int) -> bool:
+        shape = self.value(number).shape
+        whole = 1
+        for size in self.shape:
+            whole *= size
+        count = 1
+        for size in shape:
+            count *= size
+        return count == whole and shape[-1] == self.shape[-1]
+
+    def _leave(self) -> None:
+        """What leaves the block without a residual was made by rows too."""
+        for name in sorted(self._union(self.call.outputs[:1]) - {RES, ENC}):
+            self.rows[name] = None
+        # A linear between two pairs: its own input comes from linears, and it feeds a column.
+        while True:
+            fresh: dict[str, None] = {}
+            for row in self.rows:
+                for column in self.out.linears[row].upstream - {RES, ENC}:
+                    for feeding in self.out.linears[column].upstream - {RES, ENC}:
+                        deep = self.out.linears[feeding].upstream - {RES, ENC}
+                        if feeding not in self.rows and deep:
+                            fresh[feeding] = None
+            if not fresh:
+                return
+            self.rows.update(fresh)
+
+    def _order(self) -> None:
+        linears = self.out.linears
+        order = list(linears)
+        for row in sorted(self.rows, key=order.index):
+            found = linears[row]
+            if row in self.out.attentions:
+                self.out.rows.append(row)
+                self.out.columns[row] = []
+                continue
+            columns = sorted(found.upstream - {RES, ENC}, key=order.index)
+            if not columns:
+                continue  # it reads the residual and is added straight back: whole, on shards
+            self.out.rows.append(row)
+            self.out.columns[row] = columns
+            self.out.residual_in[row] = RES in found.upstream
+
+
+def read_blocks(trace: Trace, calls: Iterable[Call], model: nn.Module) -> list[BlockFlow]:
+    """The data flow of every block, one call each."""
+    flows = [_Flow(trace, call, model).run() for call in calls]
+    reduced = {number for flow in flows for row in flow.rows for number in flow.linears[row].makes}
+    for flow in flows:
+        gathering = _Gathering(trace, flow, reduced, [other.call for other in flows])
+        for row in flow.rows:
+            for column in flow.columns[row]:
+                gathering.find(column)
+            gathering.merge(row)
+    return flows
+
+
+# ---- where to gather -------------------------------------------------------------------------------------------
+
+
+class _Gathering:
+    """Finds the modules at whose entry the columns' input is gathered."""
+
+    def __init__(self, trace: Trace, flow: BlockFlow, reduced: set[int], blocks: list[Call]) -> None:
+        self.trace, self.flow, self.reduced = trace, flow, reduced
+        self.blocks = {call.name for call in blocks}
+
+    def _leaks(self, call: Call, root: int) -> bool:
+        """Whether something that the call makes of ``root`` leaves the block past the rows."""
+        trace, block = self.trace, self.flow.call
+        tainted: set[int] = set()
+        for op in trace.ops[call.first_op :]:
+            inside = op.index < call.last_op
+            reads = any(n in tainted or (inside and trace.values[n].root == root) for n in op.inputs)
+            if op.is_empty or not reads:
+                continue
+            if op.index >= block.last_op and not any(trace.calls[n].name in self.blocks for n in op.stack):
+                return True
+            moved = not inside or any(n in tainted for n in op.inputs)
+            for number in op.outputs:
+                value = trace.values[number]
+                if value.floating and number not in self.reduced and (moved or value.root != root):
+                    tainted.add(number)
+        return any(number in tainted for number in block.outputs[:1])
+
+    def find(self, column: str) -> None:
+        """The gather of one column: the outermost call that is given its input and lets it out through rows only."""
+        trace, flow = self.trace, self.flow
+        linear = flow.linears[column]
+        if column in flow.rows:
+            return
+        style = "gather" if RES in linear.upstream else "copy" if linear.upstream == {ENC} else ""
+        if not style:
+            return  # fed by another linear, which reads what is gathered
+        root = trace.values[linear.reads].root
+        stack = trace.ops[linear.op].stack
+        for number in stack[stack.index(flow.call.id) + 1 :]:
+            call = trace.calls[number]
+            given = [key for key, value in call.args.items() if trace.values[value].root == root]
+            if given and not self._leaks(call, root):
+                args = flow.gathers.setdefault((call.name, style), [])
+                args += [key for key in given if key not in args]
+                return
+        raise CantInferError(f"{column}: its input is given to no module that could gather it")
+
+    def merge(self, row: str) -> None:
+        """Columns of one row that would each gather for themselves gather where their module is entered, if they can."""
+        trace, flow = self.trace, self.flow
+        alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
+        if len(alone) < 2 or row in flow.attentions:
+            return
+        stacks = [trace.ops[flow.linears[name].op].stack for name in (*alone, row)]
+        common = [number for number in stacks[0] if all(number in stack for stack in stacks)]
+        for number in common[common.index(flow.call.id) + 1 :]:
+            call = trace.calls[number]
+            given = [key for key, value in call.args.items() if self._is_activation(trace.values[value])]
+            if len(given) == 1 and not self._leaks(call, trace.values[call.args[given[0]]].root):
+                for column in alone:
+                    del flow.gathers[column, "gather"]
+                flow.gathers[call.name, "gather"] = given
+                return
+
+    def _is_activation(self, value: Value) -> bool:
+        return value.floating and value.shape == self.trace.values[self.flow.call.args[self.flow.arg]].shape
+
+
+# ---- the end of the region -------------------------------------------------------------------------------------
+
+
+def find_exit(trace: Trace, stack: list[BlockFlow], model: nn.Module) -> str | None:
+    """The final norm, if nothing else reads the last block's output; none if the last block itself is the end.
+
+    Raises:
+        CantInferError: if something between the blocks, or beside them, reads a block's output.
+    """
+    names = {flow.name for flow in stack}
+    calls = [call for call in trace.calls if call.name in names]
+    last = max(calls, key=lambda call: call.last_op)
+    root = trace.values[last.outputs[0]].root
+    readers = [op for op in trace.ops[last.last_op :] if any(trace.values[n].root == root for n in op.inputs)]
+    heads = {op.stack[len(last_stack)] if len(op.stack) > len(last_stack := _owners(trace, last)) else None for op in readers}
+    if len(heads) != 1 or None in heads:
+        return None
+    call = trace.calls[next(iter(head for head in heads if head is not None))]
+    given = [key for key, value in call.args.items() if trace.values[value].root == root]
+    pointwise = isinstance(call.module, _NORMS) or _looks_like_norm(call.module)
+    same = bool(call.outputs) and trace.values[call.outputs[0]].shape == trace.values[last.outputs[0]].shape
+    return call.name if pointwise and same and given else None
+
+
+def _owners(trace: Trace, call: Call) -> tuple[int, ...]:
+    """The calls around a block, without containers' own."""
+    found: list[int] = []
+    at = call.parent
+    while at is not None:
+        found.insert(0, at)
+        at = trace.calls[at].parent
+    return tuple(found)
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    return (
+        not any(True for _ in module.children())
+        and bool(parameters)
+        and all(parameter.ndim == 1 for parameter in parameters)
+        and "norm" in type(module).__name__.lower()
+    )

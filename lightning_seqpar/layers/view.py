@@ -1,0 +1,29 @@
+"""Another value for some attributes of an object that others share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class AttributeView:
+    """Answers like ``held``, except for a few attributes; ``held`` itself, shared by many modules, stays as it is.
+
+    Never a copy: libraries write to a shared config after the model is made, and a copy would not hear of it.
+    """
+
+    def __init__(self, held: Any, values: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "_held", held)
+        object.__setattr__(self, "_values", dict(values))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and pickling ask before anything is there
+            raise AttributeError(name)
+        values = object.__getattribute__(self, "_values")
+        return values[name] if name in values else getattr(object.__getattribute__(self, "_held"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "_held"), name, value)
+
+    def __reduce__(self) -> Any:
+        return AttributeView, (object.__getattribute__(self, "_held"), object.__getattribute__(self, "_values"))

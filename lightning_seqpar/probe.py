@@ -1,0 +1,394 @@
+"""Harmless runs of a model: a detached copy, an example of its input, and no luck involved."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_seqpar.random import get_streams, set_streams
+
+LARGE = 30_000_000
+"""Parameters above which equal blocks of a copy share one block's weights."""
+
+
+class NoExampleError(ValueError):
+    """No example input was found, or none ends in something with a gradient."""
+
+
+class Quiet(TorchDispatchMode):
+    """Random draws become their middle value: two runs of one model are alike, dropout or not."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.name().split("::")[-1].split(".")[0]
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        out = func(*args, **(kwargs or {}))
+        if name in ("bernoulli", "bernoulli_"):
+            return out.fill_(1)
+        if name in ("rand", "rand_like"):
+            return out.fill_(0.5)
+        if name == "uniform_":
+            low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])[:2]
+            return out.fill_((low + high) / 2)
+        if name in ("randn", "randn_like"):
+            return out.zero_()
+        if name == "normal_":
+            return out.fill_(args[1] if len(args) > 1 else 0.0)
+        if name == "randperm":
+            return out.copy_(torch.arange(out.numel(), device=out.device))
+        return out
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------
+
+
+def _kind(module: nn.Module, index: int) -> Any:
+    """What makes two blocks of a stack alike: classes, shapes and plain settings, the block's own index aside."""
+
+    def settings(part: nn.Module) -> tuple[Any, ...]:
+        return tuple(
+            (key, value)
+            for key, value in sorted(vars(part).items())
+            if isinstance(value, bool | float | str) or (isinstance(value, int) and value != index)
+        )
+
+    return tuple(
+        (name, type(part), settings(part), tuple((n, tuple(p.shape)) for n, p in part.named_parameters(recurse=False)))
+        for name, part in module.named_modules()
+    )
+
+
+def _share_equal_blocks(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Let equal blocks of the copy be one: the depth stays, the memory is that of one block of each kind."""
+    for stack in model.modules():
+        if not isinstance(stack, nn.ModuleList | nn.Sequential) or len(stack) < 3:
+            continue
+        first: dict[Any, Any] = {}
+        for index, block in enumerate(stack):
+            if id(block) in memo or not any(True for _ in block.children()):
+                continue
+            kind = _kind(block, index)
+            if kind not in first:
+                first[kind] = copy.deepcopy(block, memo)
+            memo[id(block)] = first[kind]
+
+
+def detached_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | None = torch.float64) -> nn.Module:
+    """A copy of ``model`` that no trainer knows, in ``dtype``, with weights at which no gradient hides.
+
+    Weights are those of the model moved by seeded noise (zeros, ones and tiny scales hide wrong gradients), or all
+    noise for a model on the meta device. Large models share the weights of equal blocks.
+    """
+    memo: dict[int, Any] = {}
+    for attribute in ("_trainer", "_fabric"):
+        for module in model.modules():
+            held = module.__dict__.get(attribute)
+            if held is not None:
+                memo[id(held)] = None
+    if sum(parameter.numel() for parameter in model.parameters()) > LARGE:
+        _share_equal_blocks(model, memo)
+    copied = copy.deepcopy(model, memo)
+    if any(tensor.is_meta for tensor in copied.parameters()):
+        copied = copied.to_empty(device=device)
+        with torch.no_grad():
+            for tensor in (*copied.parameters(), *copied.buffers()):
+                tensor.zero_()
+    copied = copied.to(device)
+    if dtype is not None:
+        copied = copied.to(dtype)
+    _move_weights(copied)
+    copied.train()
+    for name, module in model.named_modules():
+        if not module.training and name:
+            copied.get_submodule(name).train(False)  # a frozen tower in evaluation mode stays so
+    return copied
+
+
+def _move_weights(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(20220505)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_floating_point():
+                continue
+            fan_in = parameter.shape[-1] if parameter.ndim > 1 else 1
+            scale = 0.5 / math.sqrt(fan_in) if parameter.ndim > 1 else 0.2
+            noise = torch.randn(parameter.shape, generator=generator) * scale
+            if parameter.ndim == 1 and float(parameter.detach().abs().max()) < 0.05:
+                noise += 0.5  # a layer scale that starts near zero hides its branch
+            parameter.add_(noise.to(device=parameter.device, dtype=parameter.dtype))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Let the tensors that a forward makes have ``dtype``."""
+    before = torch.get_default_dtype()
+    if dtype is not None:
+        torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def kept_streams(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn inside, the random streams come back as they were."""
+    before = get_streams(device)
+    try:
+        yield
+    finally:
+        set_streams(before, device)
+
+
+# ---- examples --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Example:
+    """An input of a model and what to do with it.
+
+    Attributes:
+        source: where it is from, for messages.
+        method: the method that takes it: ``forward`` or a step.
+        args: positional arguments.
+        kwargs: named arguments.
+    """
+
+    source: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def to(self, device: torch.device, dtype: torch.dtype | None) -> Example:
+        """The same on a device, floats in ``dtype``."""
+
+        def move(tensor: Tensor) -> Tensor:
+            kind = dtype if tensor.is_floating_point() and dtype is not None else tensor.dtype
+            return tensor.detach().to(device=device, dtype=kind)
+
+        args, kwargs = tree_map_only(Tensor, move, (self.args, dict(self.kwargs)))
+        return Example(self.source, self.method, args, kwargs)
+
+    def run(self, model: nn.Module) -> Tensor:
+        """One number with a gradient: the step's loss, or a fixed projection of the outputs.
+
+        Raises:
+            NoExampleError: if nothing that comes out has a gradient, or the step needs more of the trainer than a
+                copy has.
+        """
+        logged: list[Tensor] = []
+        losses: list[Tensor] = []
+        if isinstance(model, LightningModule):
+            _answer_harmlessly(model, logged, losses)
+        target = model if self.method == "forward" else getattr(model, self.method)
+        out = target(*self.args, **self.kwargs)
+        if self.method != "forward":
+            loss = out.get("loss") if isinstance(out, Mapping) else out
+            if losses:
+                return torch.stack([one.double().sum() for one in losses]).sum()
+            if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+                return loss.sum()
+        found = [leaf for leaf in (*tree_leaves(out), *logged) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not found:
+            raise NoExampleError(f"{self.method} with {self.source} gives nothing that has a gradient")
+        return torch.stack([_project(leaf) for leaf in found]).sum()
+
+
+def _project(tensor: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(tensor.numel())
+    weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+    return (tensor.double() * weights.to(tensor.device)).sum() / math.sqrt(max(1, tensor.numel()))
+
+
+_PLAIN = (bool, int, float, str, type(None), torch.device)
+
+
+class _TrainerView:
+    """What a step may read of the trainer while it runs on a copy."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._real = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "logger":
+            return DummyLogger()
+        if name == "loggers":
+            return [DummyLogger()]
+        if name == "datamodule":
+            return self._real.datamodule
+        value = getattr(self._real, name)
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, dict):
+            return dict(value)
+        raise NoExampleError(f"the step uses self.trainer.{name}, which a copy of the module does not have")
+
+
+class _NoStep:
+    """An optimizer, or a scheduler, that is in the step's hands and does nothing."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("param_groups", "state", "defaults"):
+            return getattr(self._real, name)
+        return lambda *args, **kwargs: None
+
+
+def _answer_harmlessly(model: LightningModule, logged: list[Tensor], losses: list[Tensor]) -> None:
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, Tensor) and value.requires_grad:
+            logged.append(value)
+
+    def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for name, value in values.items():
+            log(name, value)
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def optimizers(*args: Any, **kwargs: Any) -> Any:
+        made = type(model).configure_optimizers(model)
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list):
+            made = made[0]
+        made = [item["optimizer"] if isinstance(item, Mapping) else item for item in _as_list(made)]
+        return _NoStep(made[0]) if len(made) == 1 else [_NoStep(item) for item in made]
+
+    answers: dict[str, Any] = {
+        "log": log,
+        "log_dict": log_dict,
+        "print": nothing,
+        "manual_backward": lambda loss, *args, **kwargs: losses.append(loss),
+        "optimizers": optimizers,
+        "lr_schedulers": lambda: _NoStep(None),
+        "toggle_optimizer": nothing,
+        "untoggle_optimizer": nothing,
+        "clip_gradients": nothing,
+    }
+    for name, answer in answers.items():
+        model.__dict__[name] = answer
+
+
+def attach_view(model: nn.Module, trainer: Trainer | None) -> None:
+    """Let a copy's steps read plain facts of the trainer."""
+    if isinstance(model, LightningModule) and trainer is not None:
+        model.__dict__["_trainer"] = _TrainerView(trainer)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+_LOOPS = {
+    TrainerFn.FITTING: ("fit_loop", "training_step", "training"),
+    TrainerFn.VALIDATING: ("validate_loop", "validation_step", "validation"),
+    TrainerFn.TESTING: ("test_loop", "test_step", "test"),
+    TrainerFn.PREDICTING: ("predict_loop", "predict_step", "predict"),
+}
+
+
+def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example]:
+    """Examples of the module's input, the best first: its own, its model's, the first batch of the loop.
+
+    Raises:
+        NoExampleError: if a loader can be read once only.
+    """
+    own = module.example_input_array
+    if own is not None:
+        if isinstance(own, Mapping):
+            yield Example("example_input_array", "forward", (), own)
+        else:
+            yield Example("example_input_array", "forward", own if isinstance(own, tuple) else (own,), {})
+    loop, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
+    batch = peek_batch(getattr(trainer, loop)._data_source.dataloader, name)
+    batch = small(batch)
+    for method in dict.fromkeys(("training_step", step)):
+        if type(module).__dict__.get(method) is not None or hasattr(type(module), method):
+            takes = _step_args(getattr(module, method), batch)
+            yield Example(f"the first {name} batch", method, takes, {})
+
+
+def _step_args(method: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
+    import inspect
+
+    names = [
+        p for p in inspect.signature(method).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return (batch, 0, 0)[: max(1, len(names))] if len(names) < 3 else (batch, 0)
+
+
+def peek_batch(make_loaders: Callable[[], Any], what: str) -> Any:
+    """The first batch, read by a loader of its own in this process; random streams and the user's loader stay.
+
+    Raises:
+        NoExampleError: for a stream that can be read once only.
+    """
+    with kept_streams(torch.device("cpu")):
+        loaders = make_loaders()
+        if isinstance(loaders, DataLoader):
+            return _first(loaders, what)
+        if isinstance(loaders, list | tuple | dict | CombinedLoader):
+            combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "min_size")
+            flat = [_first(one, what) for one in combined.flattened]
+            return combined.iterables if not flat else _unflatten(combined, flat)
+        return _first(loaders, what)
+
+
+def _unflatten(combined: CombinedLoader, flat: list[Any]) -> Any:
+    from torch.utils._pytree import tree_unflatten
+
+    return tree_unflatten(flat, combined._spec)
+
+
+def _first(loader: Any, what: str) -> Any:
+    advice = "set example_input_array on the module (a tensor, tuple or dict that its forward takes)"
+    if isinstance(loader, DataLoader):
+        data = loader.dataset
+        if isinstance(data, IterableDataset):
+            iterator = iter(data)
+            if iterator is data:
+                raise NoExampleError(f"the {what} data set is a stream that can be read once only; {advice}")
+            if loader.batch_size is None:
+                return loader.collate_fn(next(iterator))
+            samples = list(islice(iterator, loader.batch_size))
+        elif loader.batch_sampler is not None:
+            samples = [data[index] for index in next(iter(loader.batch_sampler))]
+        else:
+            return loader.collate_fn(data[next(iter(loader.sampler))])
+        if not samples:
+            raise NoExampleError(f"the {what} loader is empty; {advice}")
+        return loader.collate_fn(samples)
+    iterator = iter(loader)
+    if iterator is loader:
+        raise NoExampleError(f"the {what} loader is a stream that can be read once only; {advice}")
+    return next(iterator)
+
+
+def small(batch: Any, limit: int = 4096) -> Any:
+    """The first samples of a batch, if it is large and all its tensors share the first dim."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    sizes = {tensor.shape[0] for tensor in tensors}
+    largest = max((tensor.numel() for tensor in tensors), default=0)
+    if len(sizes) != 1 or largest <= limit or not any(tensor.ndim > 1 for tensor in tensors):
+        return batch
+    size = sizes.pop()
+    keep = min(size, max(4, size * limit // largest))
+    return tree_map_only(Tensor, lambda tensor: tensor[:keep] if tensor.ndim else tensor, batch)

@@ -1,0 +1,429 @@
+"""Which features belong together: Jacobian support of one block, and a rehearsal of one rank's part of it.
+
+Everything here runs on one process, on a copy of one block in float64, with inputs of a recorded forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_seqpar.dataflow import BlockFlow, CantInferError
+from lightning_seqpar.layers import AttributeView
+from lightning_seqpar.probe import Quiet
+
+Ranges = tuple[tuple[int, int], ...]
+
+_EQUAL = 1e-8
+"""Largest difference, relative to the largest value, that counts as equal: blocks run in float64."""
+
+
+@dataclass(frozen=True)
+class ColumnLayout:
+    """How a column's out-features are dealt out.
+
+    Attributes:
+        ranges: what each rank holds.
+        units: how many whole units each segment has.
+        segments: sizes of the fused parts.
+    """
+
+    ranges: tuple[Ranges, ...]
+    segments: tuple[int, ...]
+    units: tuple[int, ...]
+
+
+@dataclass
+class GroupLayout:
+    """One row, its columns, and what else must change with them.
+
+    Attributes:
+        units: whole units among the row's in-features.
+        columns: layouts by column; a column that is missing stays whole.
+        full_width: norms over the whole sharded width.
+    """
+
+    row: str
+    features: int
+    units: int
+    columns: dict[str, ColumnLayout] = field(default_factory=dict)
+    full_width: list[str] = field(default_factory=list)
+
+
+class Block:
+    """One block of a copy, with the input that a recorded forward gave it."""
+
+    def __init__(self, model: nn.Module, flow: BlockFlow) -> None:
+        self.model, self.flow = model, flow
+        self.module = flow.call.module
+        self.modules = {name: model.get_submodule(name) for name, _ in model.named_modules()}
+
+    def inputs(self, seed: int = 0, grad: bool = False) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+        """Fresh leaves in place of the recorded arguments; the activation is noise for ``seed`` > 0."""
+
+        def leaf(tensor: Tensor) -> Tensor:
+            return tensor.detach().clone()
+
+        args, kwargs = tree_map_only(Tensor, leaf, self.flow.call.given)
+        args = list(args)
+        holder: Any = args if isinstance(self.flow.arg, int) else kwargs
+        x = holder[self.flow.arg]
+        if seed:
+            generator = torch.Generator().manual_seed(seed)
+            x = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+        x.requires_grad_(grad)
+        holder[self.flow.arg] = x
+        return tuple(args), kwargs, x
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's forward, without luck."""
+        with Quiet():
+            return self.module(*args, **kwargs)
+
+    # ---- sequence --------------------------------------------------------------------------------------------
+
+    def sequence_dim(self) -> int:
+        """The dim along which the block mixes positions: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or ``[t, h]``.
+
+        Raises:
+            CantInferError: if it mixes along both.
+        """
+        args, kwargs, x = self.inputs(grad=True)
+        out = self.run(args, kwargs)
+        first = out[0] if isinstance(out, list | tuple) else out
+        if x.ndim == 2:
+            return 0
+        mixed = [False, False]
+        for at in ((-1, -1), (0, 0)):
+            cotangent = torch.zeros_like(first)
+            cotangent[at[0], at[1]] = torch.randn(first.shape[-1], dtype=first.dtype)
+            (grad,) = torch.autograd.grad(first, x, cotangent, retain_graph=True)
+            touched = grad.abs().amax(-1) > 0
+            mixed[0] |= bool(touched.any(1).sum() > 1)
+            mixed[1] |= bool(touched.any(0).sum() > 1)
+        if all(mixed):
+            raise CantInferError(
+                f"{self.flow.name}: it mixes both the first and the second dim of its input {list(x.shape)}, so neither is "
+                "a batch; name the sequence's dim by {pattern: ..., style: blocks, dim: 1}"
+            )
+        return 0 if mixed[0] else 1
+
+    # ---- which features belong together ----------------------------------------------------------------------
+
+    def group(self, row: str, tp: int) -> GroupLayout:
+        """The layout of one row and its columns for ``tp`` ranks.
+
+        Raises:
+            CantInferError: if the features do not fall apart into ``tp`` parts.
+        """
+        columns = self.flow.columns[row]
+        for name in (row, *columns):
+            if not isinstance(self.modules.get(name), nn.Linear):
+                raise CantInferError(f"{name}: its weight belongs to no nn.Linear")
+        skipped: list[str] = []
+        probes = [_Probe(self, row, columns, seed, skipped) for seed in (0, 1, 2)]
+        features = probes[0].features
+        if features % tp:
+            raise CantInferError(f"{row}: its {features} in-features do not divide by tp={tp}")
+        counts = {column: _units(probes, column, features) for column in columns}
+        if max(counts.values(), default=1) < tp:
+            skipped = self._wide_norms(row, columns)
+            if skipped:
+                probes = [_Probe(self, row, columns, seed, skipped) for seed in (0, 1, 2)]
+                counts = {column: _units(probes, column, features) for column in columns}
+        units = max(counts.values(), default=1)
+        if units % tp or units < tp:
+            works = [n for n in range(2, units + 1) if units % n == 0]
+            raise CantInferError(
+                f"{row}: its {features} in-features fall apart into {units} units (heads), which do not divide by tp={tp}"
+                + (f"; use tp of {', '.join(map(str, works))}" if works else "")
+            )
+        out = GroupLayout(row, features, units, full_width=skipped)
+        for column in columns:
+            layout = _deal(probes, column, features, tp, counts[column])
+            if layout is not None:
+                out.columns[column] = layout
+        if not out.columns:
+            raise CantInferError(f"{row}: every rank would need all features of its columns")
+        return out
+
+    def _wide_norms(self, row: str, columns: Sequence[str]) -> list[str]:
+        """Modules without children that stand between the columns and the row and keep their input's shape."""
+        found: list[str] = []
+        hooks = []
+        dense = {self.modules[name] for name in (row, *columns)}
+        prefix = self.flow.name + "."
+        shapes: dict[str, bool] = {}
+        for name, module in self.modules.items():
+            if name.startswith(prefix) and module not in dense and not any(True for _ in module.children()):
+                if any(p.ndim == 1 for p in module.parameters()):
+
+                    def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
+                        fits = args and isinstance(args[0], Tensor) and isinstance(out, Tensor)
+                        shapes[name] = bool(fits and args[0].shape == out.shape and args[0].ndim <= 3)
+
+                    hooks.append(module.register_forward_hook(note))
+        try:
+            with torch.no_grad():
+                args, kwargs, _ = self.inputs()
+                self.run(args, kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        widths = {self.modules[name].out_features for name in columns}
+        for name, fits in shapes.items():
+            module = self.modules[name]
+            if fits and all(p.shape[0] in widths for p in module.parameters()):
+                found.append(name)
+        return found
+
+    # ---- one rank's part, rehearsed --------------------------------------------------------------------------
+
+    def rehearse(self, groups: Sequence[GroupLayout], tp: int, edits: Mapping[tuple[str, str], Any]) -> str | None:
+        """Run the block as each rank would, with ``edits`` of attributes; what is wrong, or none.
+
+        Each row's input must be exactly this rank's part of the whole one's.
+        """
+        wanted = self._inputs_of([g.row for g in groups] + [n for g in groups for n in g.full_width])
+        for rank in range(tp):
+            try:
+                with self._cut(groups, tp, rank, edits, wanted), torch.no_grad():
+                    args, kwargs, _ = self.inputs()
+                    self.run(args, kwargs)
+            except _MismatchError as error:
+                return str(error)
+            except (RuntimeError, ValueError, IndexError, AssertionError, TypeError) as error:
+                return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return None
+
+    def _inputs_of(self, names: Sequence[str]) -> dict[str, list[Tensor]]:
+        kept: dict[str, list[Tensor]] = {name: [] for name in names}
+        with ExitStack() as stack, torch.no_grad():
+            for name in kept:
+
+                def keep(module: nn.Module, args: Any, name: str = name) -> None:
+                    kept[name].append(args[0])
+
+                stack.callback(self.modules[name].register_forward_pre_hook(keep).remove)
+            args, kwargs, _ = self.inputs()
+            self.run(args, kwargs)
+        return kept
+
+    @contextmanager
+    def _cut(
+        self,
+        groups: Sequence[GroupLayout],
+        tp: int,
+        rank: int,
+        edits: Mapping[tuple[str, str], Any],
+        wanted: Mapping[str, list[Tensor]],
+    ) -> Iterator[None]:
+        counts = dict.fromkeys(wanted, 0)
+
+        def check(name: str, x: Tensor, held: Tensor) -> Tensor:
+            at = counts[name]
+            counts[name] += 1
+            if at >= len(wanted[name]):
+                raise _MismatchError(f"{name} runs more often than in the whole model")
+            whole = wanted[name][at]
+            part = whole.index_select(-1, held)
+            if x.shape != part.shape:
+                raise _MismatchError(f"{name}: its input is {list(x.shape)}, expected {list(part.shape)}")
+            scale = float(part.abs().max()) if part.numel() else 0.0
+            if not float((x - part).abs().max()) <= _EQUAL * max(scale, 1e-30):
+                raise _MismatchError(f"{name}: its input is not this rank's part of the whole one's")
+            return whole
+
+        with ExitStack() as stack:
+            for group in groups:
+                size = group.features // tp
+                mine = torch.arange(rank * size, (rank + 1) * size)
+                for column, layout in group.columns.items():
+                    module = self.modules[column]
+                    held = _indices(layout.ranges[rank])
+
+                    def cut(module: nn.Module, args: Any, out: Tensor, held: Tensor = held) -> Tensor:
+                        return out.index_select(-1, held.to(out.device))
+
+                    stack.callback(module.register_forward_hook(cut).remove)
+                    stack.enter_context(_attribute(module, "out_features", len(held)))
+                for name in (group.row, *group.full_width):
+
+                    def swap(module: nn.Module, args: Any, name: str = name, mine: Tensor = mine) -> Any:
+                        held = mine
+                        if module is not self.modules[group.row]:
+                            width = wanted[name][0].shape[-1]
+                            held = torch.arange(rank * (width // tp), (rank + 1) * (width // tp))
+                        return (check(name, args[0], held.to(args[0].device)), *args[1:])
+
+                    stack.callback(self.modules[name].register_forward_pre_hook(swap).remove)
+                for name in group.full_width:
+
+                    def slice_(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+                        width = out.shape[-1] // tp
+                        return out.narrow(-1, rank * width, width)
+
+                    stack.callback(self.modules[name].register_forward_hook(slice_).remove)
+                stack.enter_context(_attribute(self.modules[group.row], "in_features", size))
+            for (name, attribute), value in edits.items():
+                stack.enter_context(_attribute(self.modules[name], attribute, value))
+            yield
+            for name, count in counts.items():
+                if count != len(wanted[name]):
+                    raise _MismatchError(f"{name} runs {count} times, in the whole model {len(wanted[name])} times")
+
+
+class _MismatchError(Exception):
+    """A rehearsal went wrong."""
+
+
+@contextmanager
+def _attribute(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value for an attribute; a dotted name is answered by a view of the object that holds it."""
+    holder, _, leaf = name.rpartition(".")
+    if holder:
+        name, value = holder, AttributeView(getattr(module, holder), {leaf: value})
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _indices(ranges: Ranges) -> Tensor:
+    return torch.cat([torch.arange(start, stop) for start, stop in ranges])
+
+
+class _Probe:
+    """One forward of the block with the graph from its columns' outputs to its row's input kept."""
+
+    def __init__(self, block: Block, row: str, columns: Sequence[str], seed: int, skipped: Sequence[str]) -> None:
+        self.made: dict[str, list[Tensor]] = {name: [] for name in columns}
+        self._reads: list[Tensor] = []
+        with ExitStack() as stack:
+            for name in columns:
+
+                def cut(module: nn.Module, args: Any, out: Tensor, name: str = name) -> Tensor:
+                    leaf = out.detach().requires_grad_()
+                    self.made[name].append(leaf)
+                    return leaf
+
+                stack.callback(block.modules[name].register_forward_hook(cut).remove)
+            for name in skipped:
+                hook = block.modules[name].register_forward_hook(lambda module, args, out: args[0])
+                stack.callback(hook.remove)
+
+            def keep(module: nn.Module, args: Any) -> None:
+                self._reads.append(args[0])
+
+            stack.callback(block.modules[row].register_forward_pre_hook(keep).remove)
+            with torch.enable_grad():
+                args, kwargs, _ = block.inputs(seed)
+                block.run(args, kwargs)
+        if not self._reads:
+            raise CantInferError(f"{row}: the block did not run it")
+        self.read = self._reads[0]
+        self.features = self.read.shape[-1]
+        self._seed = seed
+
+    def support(self, features: Tensor) -> dict[str, Tensor]:
+        """For each column, which of its out-features the row's input ``features`` (indices) depend on: bool ``[f]``."""
+        generator = torch.Generator().manual_seed(17 + self._seed)
+        cotangent = torch.zeros_like(self.read)
+        shape = (*self.read.shape[:-1], len(features))
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.read)
+        cotangent.index_copy_(-1, features.to(self.read.device), noise)
+        leaves = [(name, leaf) for name, made in self.made.items() for leaf in made]
+        grads = torch.autograd.grad(
+            self.read, [leaf for _, leaf in leaves], cotangent, retain_graph=True, allow_unused=True
+        )
+        out: dict[str, Tensor] = {}
+        for (name, leaf), grad in zip(leaves, grads, strict=True):
+            touched = torch.zeros(leaf.shape[-1], dtype=torch.bool, device=leaf.device)
+            if grad is not None:
+                touched = grad.reshape(-1, leaf.shape[-1]).abs().amax(0) > 0
+            out[name] = out[name] | touched if name in out else touched
+        return {name: touched.cpu() for name, touched in out.items()}
+
+
+def _union(probes: Sequence[_Probe], features: Tensor, column: str) -> Tensor:
+    touched = [probe.support(features)[column] for probe in probes]
+    return torch.stack(touched).any(0)
+
+
+def _units(probes: Sequence[_Probe], column: str, features: int) -> int:
+    """Into how many units, side by side, the row's in-features fall apart as far as one column goes."""
+    first = _union(probes, torch.tensor([0]), column)
+    for size in range(1, features):
+        if features % size == 0 and not (first & _union(probes, torch.tensor([size]), column)).any():
+            return features // size
+    return 1
+
+
+def _runs(touched: Tensor) -> Ranges:
+    held = touched.nonzero().flatten().tolist()
+    runs: list[list[int]] = []
+    for index in held:
+        if runs and runs[-1][1] == index:
+            runs[-1][1] = index + 1
+        else:
+            runs.append([index, index + 1])
+    return tuple((start, stop) for start, stop in runs)
+
+
+def _deal(probes: Sequence[_Probe], column: str, features: int, tp: int, units: int) -> ColumnLayout | None:
+    """What each rank needs of a column; none if every rank needs all of it."""
+    size = features // tp
+    touched = [_union(probes, torch.arange(rank * size, (rank + 1) * size), column) for rank in range(tp)]
+    covered = torch.stack(touched).any(0)
+    if not covered.all():
+        missing = int((~covered).nonzero()[0])
+        raise CantInferError(f"{column}: out-feature {missing} reaches nothing, so no rank would own it")
+    if all(bool(one.all()) for one in touched):
+        return None
+    ranges = _split_at_all_ends([_runs(one) for one in touched])
+    owners = torch.stack(touched).sum(0)
+    parts = len(ranges[0])
+    if any(len(runs) != parts for runs in ranges):
+        raise CantInferError(f"{column}: ranks need parts of it that are not alike: {_shown(ranges)}")
+    segments, counts, start = [], [], 0
+    for part in range(parts):
+        runs = [runs[part] for runs in ranges]
+        distinct = list(dict.fromkeys(runs))
+        stop = start
+        for low, high in distinct:
+            if low != stop:
+                raise CantInferError(f"{column}: the parts that ranks need are not side by side: {_shown(ranges)}")
+            stop = high
+        shared = int(owners[start]) > 1
+        segments.append(stop - start)
+        counts.append(len(distinct) if shared else units)
+        start = stop
+    if start != len(covered):
+        raise CantInferError(f"{column}: the parts that ranks need leave a gap: {_shown(ranges)}")
+    return ColumnLayout(ranges, tuple(segments), tuple(counts))
+
+
+def _split_at_all_ends(ranges: Sequence[Ranges]) -> tuple[Ranges, ...]:
+    """Runs cut wherever another rank's begins or ends: parts that happen to lie side by side are told apart."""
+    ends = sorted({end for runs in ranges for run in runs for end in run})
+    split = []
+    for runs in ranges:
+        parts = []
+        for start, stop in runs:
+            cuts = [start, *(end for end in ends if start < end < stop), stop]
+            parts += list(pairwise(cuts))
+        split.append(tuple(parts))
+    return tuple(split)
+
+
+def _shown(ranges: Sequence[Ranges]) -> str:
+    return "; ".join(f"rank {rank}: {', '.join(f'{a}-{b - 1}' for a, b in runs)}" for rank, runs in enumerate(ranges[:2]))
