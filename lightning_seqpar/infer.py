@@ -193,7 +193,7 @@ def _unit_name(model: nn.Module, name: str, count: int) -> int | str:
             if type(value) is int and value == count and "head" in key.lower():
                 found.append(key)
         if found:
-            return sorted(found, key=lambda key: ("kv" in key or "key" in key, len(key)))[0]
+            return sorted(found, key=lambda key: ("dim" in key or "size" in key, "kv" in key or "key" in key, len(key)))[0]
     return count
 
 
@@ -226,13 +226,12 @@ def _candidates(
     """Attributes that may count something which is now dealt out, with their value on one rank."""
     shares: dict[int, int] = {}
     for group in groups:
-        numbers = [group.units, group.features]
         kv = {count for layout in group.columns.values() for count in layout.units if count < tp}
-        for layout in group.columns.values():
-            numbers += [*layout.units, *layout.segments, sum(layout.segments)]
-        numbers += [block.modules[column].out_features for column in group.columns]
-        whole = [c for c in block.flow.columns[group.row] if c not in group.columns]
-        kv |= {1} if whole else set()
+        kv |= {1} if len(group.columns) < len(block.flow.columns[group.row]) else set()
+        numbers = [group.features, *(block.modules[column].out_features for column in group.columns)]
+        numbers += [size for layout in group.columns.values() for size in layout.segments]
+        # Heads, kv heads, groups: whatever the features can be made of.
+        numbers += [n for n in range(2, group.features + 1) if group.features % n == 0]
         for number in numbers:
             if number % tp == 0:
                 shares.setdefault(number, number // tp)

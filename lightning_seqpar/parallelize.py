@@ -49,6 +49,7 @@ class ShardedModel:
         regions: the sequence regions, one per stack of blocks.
         doubtful: partial parameters whose class the module tree alone does not prove; checked when training runs.
         choices: ``(module, style, who decided)`` for each planned module, in order.
+        is_copy: the model is a copy that no trainer trains.
     """
 
     model: nn.Module
@@ -63,6 +64,7 @@ class ShardedModel:
     reading: bool = False
     strategy: Callable[[], Any] = lambda: None
     made_by: object = None
+    is_copy: bool = False
     versions: dict[str, int] = field(default_factory=dict)
 
     def note_versions(self) -> None:
@@ -263,6 +265,7 @@ def _open_call(region: SequenceRegion, model: nn.Module) -> Callable[..., None]:
         if (
             trainer is not None
             and record is not None
+            and not record.is_copy
             and trainer.training
             and trainer.strategy is not record.strategy()
         ):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -255,6 +255,11 @@ class ShardingPlan:
             raise ValueError(f"plan {str(path)!r}: it must hold a list 'rules', for example\n{EXAMPLE}")
         return cls.from_rules(data["rules"], source=str(path))
 
+    @classmethod
+    def from_yaml_text(cls, text: str, *, source: str = "inferred") -> ShardingPlan:
+        """From what :meth:`to_yaml` wrote."""
+        return cls.from_rules(yaml.safe_load(text)["rules"], source=source)
+
     def to_yaml(self) -> str:
         """The rules as YAML that :meth:`from_yaml` reads back; patterns carry the prefix."""
         lines = [
@@ -390,16 +395,23 @@ def _search_families(model: nn.Module, known: Sequence[Family], *, strict: bool)
     return search
 
 
-def resolve_plans(spec: str | PlanSpec, model: nn.Module) -> list[ShardingPlan]:
+def resolve_plans(
+    spec: str | PlanSpec, model: nn.Module, infer: Callable[[], ShardingPlan] | None = None
+) -> list[ShardingPlan]:
     """The plans that a config's ``plan`` stands for on ``model``: the base's, then the user's own rules.
+
+    Args:
+        spec: the config's field.
+        model: the whole model.
+        infer: makes a plan where ``auto`` finds no family.
 
     Raises:
         ValueError: if ``auto`` finds nothing (the message says how to write a plan), or a name is unknown.
     """
     if isinstance(spec, str):
-        return _resolve_base(spec, model)
+        return _resolve_base(spec, model, infer)
     own = ShardingPlan.from_rules(spec.rules, source="your plan")
-    base = [] if spec.base == "none" else _resolve_base(spec.base, model)
+    base = [] if spec.base == "none" else _resolve_base(spec.base, model, infer)
     return [*base, own]
 
 
@@ -430,7 +442,9 @@ def _family_named(name: str, known: Sequence[Family]) -> Family:
     return found[0]
 
 
-def _resolve_base(base: str, model: nn.Module) -> list[ShardingPlan]:
+def _resolve_base(
+    base: str, model: nn.Module, infer: Callable[[], ShardingPlan] | None = None
+) -> list[ShardingPlan]:
     if base.endswith((".yaml", ".yml")):
         return [ShardingPlan.from_yaml(base)]
     known = load_families()
@@ -438,6 +452,8 @@ def _resolve_base(base: str, model: nn.Module) -> list[ShardingPlan]:
         search = _search_families(model, known, strict=True)
         if search.plans:
             return search.plans
+        if infer is not None:
+            return [infer()]
         raise ValueError(_how_to_write_a_plan(model, known, search.refused))
     chosen = _family_named(base, known)
     search = _search_families(model, [chosen], strict=False)

@@ -43,7 +43,8 @@ from lightning_seqpar.guards import (
 )
 from lightning_seqpar.launcher import SeqParallelLauncher
 from lightning_seqpar.parallelize import ShardedModel, parallelize, record_of, unshard
-from lightning_seqpar.plan import ShardingPlan, check_plan, resolve_plans
+from lightning_seqpar.plan import ShardingPlan, check_plan
+from lightning_seqpar.proof import Prover
 from lightning_seqpar.random import DROPOUT_FIX, find_dropout, share_streams
 from lightning_seqpar.stepping import SteppingStrategy, plain_optimizer
 from lightning_seqpar.summary import summarize
@@ -220,30 +221,24 @@ class SeqParallelStrategy(SteppingStrategy):
             if found.made_by == made_by:
                 return found
             unshard(module)  # another topology or plan: start from the whole model
-        told = told_of_model(module)
-        if tp > 1:
-            plans = resolve_plans(self.config.plan, module)
-            told["the plan"] = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
-        check_agreement(told, self._world, self.root_device)
+        check_agreement(told_of_model(module), self._world, self.root_device)
         self._make_replicas_equal(module)
         if tp == 1:
             self._log_summary(["none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"])
             return None
+        proved = Prover(module, self._trainer, self.config, self.groups, self.root_device).prove()
+        plans = proved.plans
+        told = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
+        check_agreement({"the plan": told}, self._world, self.root_device)
         hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
         regather = self.config.regather is not False
         record = parallelize(module, plans, self.groups, sp=self.config.sp, regather=regather)
         record.made_by = made_by
-        self._log_summary([_describe_plan(record, plans)])
+        self._log_summary([_describe_plan(record, plans), *proved.lines])
         if seen := [name for name in hooked if record.is_inside(name)]:
             rank_zero_warn(
                 f"lightning_seqpar: forward hooks of yours sit on {', '.join(seen[:3])}{' ...' if len(seen) > 3 else ''}; "
                 "they will see this rank's part of the activations"
-            )
-        if any(not plan.source.startswith("family") for plan in plans):
-            rank_zero_warn(
-                "lightning_seqpar: the plan is your own, and nothing proves it yet: a wrong rule (a head count not divided, "
-                "segments left out, a block that mixes positions) can train without an error. Compare a small run with one "
-                "process first: lightning_seqpar.parity.ParityRecorder and compare"
             )
         return record
 

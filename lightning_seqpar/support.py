@@ -127,31 +127,27 @@ class Block:
         for name in (row, *columns):
             if not isinstance(self.modules.get(name), nn.Linear):
                 raise CantInferError(f"{name}: its weight belongs to no nn.Linear")
-        skipped: list[str] = []
-        probes = [_Probe(self, row, columns, seed, skipped) for seed in (0, 1, 2)]
-        features = probes[0].features
-        if features % tp:
-            raise CantInferError(f"{row}: its {features} in-features do not divide by tp={tp}")
-        counts = {column: _units(probes, column, features) for column in columns}
-        if max(counts.values(), default=1) < tp:
-            skipped = self._wide_norms(row, columns)
-            if skipped:
-                probes = [_Probe(self, row, columns, seed, skipped) for seed in (0, 1, 2)]
-                counts = {column: _units(probes, column, features) for column in columns}
-        units = max(counts.values(), default=1)
-        if units % tp or units < tp:
-            works = [n for n in range(2, units + 1) if units % n == 0]
+        found = _Supports(self, row, columns, (), tp)
+        if any(found.is_shared(column) for column in columns) and (norms := self._wide_norms(row, columns)):
+            without = _Supports(self, row, columns, norms, tp)
+            if sum(map(without.is_shared, columns)) < sum(map(found.is_shared, columns)):
+                found = without
+        counts = {column: found.units(column) for column in columns if not found.is_shared(column)}
+        if not counts:
             raise CantInferError(
-                f"{row}: its {features} in-features fall apart into {units} units (heads), which do not divide by tp={tp}"
-                + (f"; use tp of {', '.join(map(str, works))}" if works else "")
+                f"{row}: each of its {found.features} in-features depends on all features of {', '.join(columns)}, so they "
+                f"can't be dealt out to tp={tp} ranks (a norm or a mix over the whole width?)"
             )
-        out = GroupLayout(row, features, units, full_width=skipped)
-        for column in columns:
-            layout = _deal(probes, column, features, tp, counts[column])
-            if layout is not None:
-                out.columns[column] = layout
-        if not out.columns:
-            raise CantInferError(f"{row}: every rank would need all features of its columns")
+        heads = max((count for count in counts.values() if count < found.features), default=found.features)
+        if heads % tp:
+            works = [n for n in range(2, heads + 1) if heads % n == 0]
+            raise CantInferError(
+                f"{row}: its {found.features} in-features fall apart into {heads} units (heads), which do not divide by "
+                f"tp={tp}" + (f"; use tp of {', '.join(map(str, works))}" if works else "")
+            )
+        out = GroupLayout(row, found.features, heads, full_width=list(found.skipped))
+        for column, count in counts.items():
+            out.columns[column] = found.deal(column, min(count, heads))
         return out
 
     def _wide_norms(self, row: str, columns: Sequence[str]) -> list[str]:
@@ -354,18 +350,54 @@ class _Probe:
         return {name: touched.cpu() for name, touched in out.items()}
 
 
-def _union(probes: Sequence[_Probe], features: Tensor, column: str) -> Tensor:
-    touched = [probe.support(features)[column] for probe in probes]
-    return torch.stack(touched).any(0)
+class _Supports:
+    """What each rank's part of a row's input depends on, over several draws: ReLU hides features in one of them."""
 
+    def __init__(self, block: Block, row: str, columns: Sequence[str], skipped: Sequence[str], tp: int) -> None:
+        self.skipped = skipped
+        self._probes = [_Probe(block, row, columns, seed, skipped) for seed in (0, 1, 2)]
+        self._features = self._probes[0].features
+        self._tp = tp
+        if self.features % tp:
+            raise CantInferError(f"{row}: its {self.features} in-features do not divide by tp={tp}")
+        size = self.features // tp
+        self._parts = [self._union(torch.arange(rank * size, (rank + 1) * size)) for rank in range(tp)]
 
-def _units(probes: Sequence[_Probe], column: str, features: int) -> int:
-    """Into how many units, side by side, the row's in-features fall apart as far as one column goes."""
-    first = _union(probes, torch.tensor([0]), column)
-    for size in range(1, features):
-        if features % size == 0 and not (first & _union(probes, torch.tensor([size]), column)).any():
-            return features // size
-    return 1
+    @property
+    def features(self) -> int:
+        """In-features of the row."""
+        return self._features
+
+    def _union(self, features: Tensor) -> dict[str, Tensor]:
+        found = [probe.support(features) for probe in self._probes]
+        return {name: torch.stack([one[name] for one in found]).any(0) for name in found[0]}
+
+    def _owners(self, column: str) -> Tensor:
+        return torch.stack([part[column] for part in self._parts]).sum(0)
+
+    def is_shared(self, column: str) -> bool:
+        """Whether every rank needs all of a column."""
+        return bool((self._owners(column) == self._tp).all())
+
+    def units(self, column: str) -> int:
+        """Into how many units side by side the row's in-features fall apart, as far as one column's own part goes."""
+        own = self._owners(column) == 1
+        everything = torch.arange(self.features)
+        for size in range(1, self.features):
+            if self.features % size == 0:
+                first, rest = (self._union(part)[column] & own for part in (everything[:size], everything[size:]))
+                if first.any() and not (first & rest).any():
+                    return self.features // size
+        # Kept in whole groups, as shared kv heads are: as many as are distinct.
+        return len({tuple(part[column].tolist()) for part in self._parts})
+
+    def deal(self, column: str, units: int) -> ColumnLayout:
+        """The parts of a column, by rank.
+
+        Raises:
+            CantInferError: for parts that no list of segments describes.
+        """
+        return _deal(column, [part[column] for part in self._parts], units)
 
 
 def _runs(touched: Tensor) -> Ranges:
@@ -379,18 +411,13 @@ def _runs(touched: Tensor) -> Ranges:
     return tuple((start, stop) for start, stop in runs)
 
 
-def _deal(probes: Sequence[_Probe], column: str, features: int, tp: int, units: int) -> ColumnLayout | None:
-    """What each rank needs of a column; none if every rank needs all of it."""
-    size = features // tp
-    touched = [_union(probes, torch.arange(rank * size, (rank + 1) * size), column) for rank in range(tp)]
-    covered = torch.stack(touched).any(0)
+def _deal(column: str, touched: Sequence[Tensor], units: int) -> ColumnLayout:
+    covered = torch.stack(list(touched)).any(0)
     if not covered.all():
         missing = int((~covered).nonzero()[0])
         raise CantInferError(f"{column}: out-feature {missing} reaches nothing, so no rank would own it")
-    if all(bool(one.all()) for one in touched):
-        return None
     ranges = _split_at_all_ends([_runs(one) for one in touched])
-    owners = torch.stack(touched).sum(0)
+    owners = torch.stack(list(touched)).sum(0)
     parts = len(ranges[0])
     if any(len(runs) != parts for runs in ranges):
         raise CantInferError(f"{column}: ranks need parts of it that are not alike: {_shown(ranges)}")

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import models
 import torch
+import zoo
 from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar import SeqParallelStrategy
@@ -44,11 +45,11 @@ def fit(
     precision: str = "64-true",
     callbacks: list[Callback] | None = None,
 ) -> Trace:
-    """Train ``models.<model>`` for ``steps`` optimizer steps and return the trace (whole tensors)."""
+    """Train ``<model>`` of models or zoo for ``steps`` optimizer steps and return the trace (whole tensors)."""
     torch.manual_seed(0)
     chosen = SeqParallelStrategy(**strategy) if strategy is not None else "auto"
     dp = world // strategy.get("tp", 1) if strategy is not None else 1
-    module = getattr(models, model)(**model_args)
+    module = (getattr(models, model, None) or getattr(zoo, model))(**model_args)
     recorder = ParityRecorder()
     trainer = quiet_trainer(
         devices=world,

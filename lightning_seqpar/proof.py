@@ -1,0 +1,290 @@
+"""From a config's ``plan`` to plans that are proved: families, the user's rules, inference, and the self-check."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_seqpar.agreement import told_of_model
+from lightning_seqpar.config import VERSION, ParallelConfig
+from lightning_seqpar.dataflow import CantInferError
+from lightning_seqpar.groups import ParallelGroups
+from lightning_seqpar.infer import Inference, infer_plan
+from lightning_seqpar.plan import EXAMPLE, ShardingPlan, resolve_plans
+from lightning_seqpar.probe import (
+    Example,
+    NoExampleError,
+    Quiet,
+    attach_view,
+    default_dtype,
+    detached_copy,
+    find_examples,
+    kept_streams,
+)
+from lightning_seqpar.selfcheck import SelfCheckError, self_check
+
+_WAYS_OUT = (
+    "set example_input_array on the module (a tensor, tuple or dict that its forward takes), or self_check=False to train "
+    "unproved with a plan of your own"
+)
+
+
+@dataclass
+class Proved:
+    """The plans, and a line on each step for the start-up summary."""
+
+    plans: list[ShardingPlan] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+class Prover:
+    """Finds and proves the plans of one model; every method is collective over the world.
+
+    Args:
+        module: the whole model, equal on every rank.
+        trainer: where batches are found.
+        config: what the user asked for.
+        groups: the process groups.
+        device: this rank's device.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        trainer: Trainer,
+        config: ParallelConfig,
+        groups: ParallelGroups,
+        device: torch.device,
+    ) -> None:
+        self._module, self._trainer, self._config, self._groups, self._device = module, trainer, config, groups, device
+        self._world = groups[tuple(sorted(groups.topology.axes))]
+        self._tp = groups.size("tp")
+        self._found: tuple[Example | None, torch.dtype | None, list[str]] | None = None
+        self._reasons: list[str] = []
+
+    def prove(self) -> Proved:
+        """The plans for the model.
+
+        Raises:
+            ValueError: if no plan is found, or none that is right; the message says what to write.
+        """
+        out = Proved()
+        key = _fingerprint(self._module, self._config, self._tp)
+        known = self._from_first_rank(lambda: _read(key))
+        cached = None if known is None else ShardingPlan.from_yaml_text(known["plan"]) if known["plan"] else None
+        started = time.monotonic()
+        out.plans = resolve_plans(self._config.plan, self._module, lambda: cached or self._infer())
+        inferred = [plan for plan in out.plans if plan.source == "inferred"]
+        if inferred:
+            out.lines += [f"why: {reason}" for reason in self._reasons]
+        if not self._config.self_check:
+            rank_zero_warn(
+                "lightning_seqpar: self_check=False: nothing proves the plan, and a wrong rule (a head count not divided, "
+                "segments left out, a block that mixes positions) can train without an error"
+            )
+            return out
+        if known is not None:
+            out.lines.append("self-check: passed before, for the same source, plan and versions")
+            return out
+        if self._check(out):
+            self._from_first_rank(lambda: _write(key, inferred[0].to_yaml() if inferred else ""))
+            _, _, source = self._example_source()
+            out.lines.append(f"self-check: passed, with {source}, in {time.monotonic() - started:.1f} s")
+        return out
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def _from_first_rank(self, work: Callable[[], Any]) -> Any:
+        """What the world's first rank makes of ``work``; an error there is one everywhere."""
+        box: list[Any] = [None, None]
+        if dist.get_rank(self._world) == 0:
+            try:
+                box[0] = work()
+            except (CantInferError, NoExampleError) as error:
+                box[1] = str(error)
+        dist.broadcast_object_list(box, src=dist.get_process_group_ranks(self._world)[0], group=self._world)
+        if box[1] is not None:
+            raise CantInferError(box[1])
+        return box[0]
+
+    def _example(self) -> tuple[Example | None, torch.dtype | None, list[str]]:
+        if self._found is None:
+            self._found = self._from_first_rank(self._seek_example)
+        return self._found
+
+    def _example_source(self) -> tuple[Example, torch.dtype | None, str]:
+        example, dtype, _ = self._example()
+        assert example is not None
+        return example, dtype, example.source
+
+    def _seek_example(self) -> tuple[Example | None, torch.dtype | None, list[str]]:
+        why: list[str] = []
+        try:
+            for example in find_examples(self._module, self._trainer):
+                for dtype in (torch.float64, None):
+                    if (wrong := self._try(example, dtype)) is None:
+                        return example.to(torch.device("cpu"), None), dtype, why
+                    why.append(f"{example.method} with {example.source}: {wrong}")
+        except NoExampleError as error:
+            why.append(str(error))
+        return None, None, why
+
+    def _try(self, example: Example, dtype: torch.dtype | None) -> str | None:
+        with kept_streams(self._device), default_dtype(dtype):
+            copied = detached_copy(self._module, self._device, dtype)
+            attach_view(copied, self._trainer)
+            try:
+                with Quiet():
+                    loss = example.to(self._device, dtype).run(copied)
+                if not bool(torch.isfinite(loss.detach())):
+                    return f"the loss is {float(loss.detach())}"
+                loss.backward()  # type: ignore[no-untyped-call]
+            except Exception as error:  # told to the user if no other example does
+                return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return None
+
+    def _infer(self) -> ShardingPlan:
+        name = type(self._module).__name__
+        example, dtype, why = self._example()
+        if example is None:
+            raise ValueError(
+                f"plan='auto': no shipped plan fits {name}, and to infer one an example input is needed: "
+                f"{'; '.join(dict.fromkeys(why))}. Set example_input_array on the module (a tensor, tuple or dict that its "
+                f"forward takes), or write a plan:\n{EXAMPLE}"
+            )
+
+        def work() -> Inference:
+            cpu = torch.device("cpu")
+            with kept_streams(cpu):
+                copied = detached_copy(self._module, cpu, dtype)
+                attach_view(copied, self._trainer)
+                return infer_plan(copied, example.to(cpu, dtype), self._tp)
+
+        try:
+            found = self._from_first_rank(work)
+        except CantInferError as error:
+            raise ValueError(
+                f"plan='auto': no shipped plan fits {name}, and inference stops at\n  {error}\nWrite the rules for it (the "
+                "others are found as before: plan={'rules': [...]}), a whole plan (plan='my_plan.yaml' or plan={'base': "
+                f"'none', 'rules': [...]}}), with the module names of your model:\n{EXAMPLE}"
+            ) from None
+        self._reasons = found.reasons
+        return found.plan
+
+    def _check(self, out: Proved) -> bool:
+        example, dtype, why = self._example()
+        sources = ", ".join(dict.fromkeys(plan.source for plan in out.plans))
+        if example is None:
+            told = f"the plan ({sources}) can't be proved: no example input: {'; '.join(dict.fromkeys(why))}"
+            if all(plan.source.startswith("family") for plan in out.plans):
+                rank_zero_warn(f"lightning_seqpar: {told}. It was proved on this source when it was shipped; {_WAYS_OUT}")
+                out.lines.append("self-check: not run, there is no example input")
+                return False
+            raise ValueError(f"self_check: {told}; {_WAYS_OUT}")
+        verdict = self_check(
+            self._module,
+            out.plans,
+            self._groups,
+            example,
+            sp=self._config.sp,
+            regather=self._config.regather is not False,
+            device=self._device,
+            dtype=dtype,
+            prepare=lambda copied: attach_view(copied, self._trainer),
+        )
+        flag = torch.tensor([len(verdict.wrong)], device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world)
+        if int(flag):
+            what = "; ".join(verdict.wrong) or "another replica found it wrong"
+            rules = "".join(f"\n  {line}" for plan in out.plans for line in plan.to_yaml().splitlines()[1:])
+            raise SelfCheckError(
+                f"self_check: with the plan ({sources}) the sharded model does not do what the whole one does, so nothing is "
+                f"trained ({example.method} with {example.source}): {what}.\nThe rules were:{rules}\nMend them with "
+                "plan={'rules': [...]} (later rules win), or leave the module whole"
+            )
+        if verdict.idle:
+            rank_zero_warn(
+                f"lightning_seqpar: the self-check's example does not run {', '.join(verdict.idle[:5])}"
+                f"{' ...' if len(verdict.idle) > 5 else ''}: the plan is not proved for them"
+            )
+        return True
+
+
+# ---- what is remembered ----------------------------------------------------------------------------------------
+
+
+def _fingerprint(module: LightningModule, config: ParallelConfig, tp: int) -> str:
+    """Digest of all that a proof depends on: the model, every source file that is the user's, the plan, versions."""
+    told: dict[str, Any] = {
+        "versions": [VERSION, torch.__version__, sys.version],
+        "plan": config.model_dump(mode="json", include={"plan", "sp", "regather"}),
+        "tp": tp,
+        "model": told_of_model(module),
+        "trained": [p.requires_grad for p in module.parameters()],
+        "training": [m.training for m in module.modules()],
+        "classes": sorted({f"{type(m).__module__}.{type(m).__qualname__}" for m in module.modules()}),
+    }
+    packages = {type(m).__module__.split(".")[0] for m in module.modules()}
+    for package in sorted(packages):
+        try:
+            told[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            told[package] = "source"
+    if isinstance(config.plan, str) and config.plan.endswith((".yaml", ".yml")):
+        told["file"] = Path(config.plan).read_text()
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+    for file in _own_files():
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _own_files() -> list[Path]:
+    """Source files of loaded modules that no installed package owns; they may change between two runs."""
+    installed = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    found = set()
+    for loaded in list(sys.modules.values()):
+        name = getattr(loaded, "__file__", None)
+        if isinstance(name, str) and name.endswith(".py"):
+            file = Path(name)
+            if file.is_file() and not any(file.is_relative_to(folder) for folder in installed):
+                found.add(file)
+    return sorted(found)
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "lightning_seqpar" / "proofs"
+
+
+def _read(key: str) -> dict[str, str] | None:
+    file = _folder() / f"{key}.json"
+    if not file.is_file():
+        return None
+    found = json.loads(file.read_text())
+    return {"plan": str(found["plan"])}
+
+
+def _write(key: str, plan: str) -> None:
+    folder = _folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"{key}.{os.getpid()}.part"
+        part.write_text(json.dumps({"plan": plan}))
+        part.replace(folder / f"{key}.json")
+    except OSError as error:
+        rank_zero_info(f"lightning_seqpar: the proof is not remembered, {folder} can't be written ({error})")
+
