@@ -6,17 +6,27 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_seqpar.groups import ParallelGroups
-from lightning_seqpar.layers import ParallelMultiheadAttention, Shard
+from lightning_seqpar.layers import (
+    LinearKind,
+    ParallelMultiheadAttention,
+    Shard,
+    features,
+    linear_kind,
+    read_attribute,
+)
 from lightning_seqpar.layout import ParamLayout
 from lightning_seqpar.plan import (
     Argument,
     BlocksRule,
     ColumnRule,
+    CopyRule,
     ExitRule,
+    FullWidthRule,
     GatherRule,
+    LocalHeadsRule,
     Match,
     ReplaceRule,
     RowRule,
@@ -24,6 +34,8 @@ from lightning_seqpar.plan import (
     ScatterRule,
     SetRule,
     ShardingPlan,
+    WholeRule,
+    match_pattern,
 )
 from lightning_seqpar.region import SequenceRegion
 
@@ -55,6 +67,11 @@ class Stack:
     arg: Argument = 0
     exits: list[str] = field(default_factory=list)
 
+    @property
+    def shown(self) -> str:
+        """How messages call the stack's region."""
+        return self.owner or "the model"
+
     def covers(self, name: str) -> bool:
         """Whether the module is a block or a part of one."""
         return any(inside(name, block) for block in self.blocks)
@@ -83,16 +100,29 @@ class Blueprint:
             first.setdefault(id(module), name)
         # A module that stands under several names (a shared block) is one module: its first name counts.
         self.canonical = {name: first[id(module)] for name, module in self.modules.items()}
-        matches = [match for plan in plans for match in plan.match(model) if self.canonical[match.name] == match.name]
+        matches = [
+            match
+            for plan in plans
+            for match in plan.match(model)
+            if self.canonical.get(match.name, match.name) == match.name
+        ]
+        self._let_whole_win(matches)
         self.matches = matches
         self.linear = self._last(matches, (ColumnRule, RowRule, ReplaceRule))
         self.gathers = self._last(matches, (GatherRule,))
+        self.copies = self._last(matches, (CopyRule,))
+        self.wholes = self._last(matches, (WholeRule,))
+        self.wide = self._last(matches, (FullWidthRule,))
+        heads = self._last(matches, (LocalHeadsRule,))
+        self.sliced_args = {n: m.rule for n, m in heads.items() if isinstance(m.rule, LocalHeadsRule) and m.rule.args}
+        self.sliced_tensors = {
+            n: m.rule for n, m in heads.items() if isinstance(m.rule, LocalHeadsRule) and not m.rule.args
+        }
+        self.kinds: dict[str, LinearKind] = {}
         self.sets = [match for match in matches if isinstance(match.rule, SetRule)]
         self.stacks = self._find_stacks()
         self.regions = {
-            stack.owner: SequenceRegion(
-                groups["tp"], stack.dim, sp=sp, name=stack.owner or "the model", regather=regather
-            )
+            stack.blocks[0]: SequenceRegion(groups["tp"], stack.dim, sp=sp, name=stack.shown, regather=regather)
             for stack in self.stacks
         }
         self.shards: dict[str, Shard] = {}
@@ -125,18 +155,11 @@ class Blueprint:
             while isinstance(self.modules[owner], _CONTAINERS) and owner:
                 owner = owner.rpartition(".")[0]
             stacks.append(Stack(owner, [name for name, _ in found], found[-1][1].dim))
-        owners = [stack.owner for stack in stacks]
-        for owner in owners:
-            if owners.count(owner) > 1:
-                raise ValueError(
-                    f"plan: {owner or 'the model'!r} runs several stacks of blocks itself "
-                    f"({', '.join(s.blocks[0] for s in stacks if s.owner == owner)}, ...); a region needs a module of its own"
-                )
         for match in self.matches:
             if isinstance(match.rule, ScatterRule):
                 self._stack_of_blocks(match, stacks).arg = match.rule.arg
             elif isinstance(match.rule, ExitRule):
-                self._nearest_stack(match.name, stacks).exits.append(match.name)
+                self._stack_of_exit(match.name, match.rule, stacks).exits.append(match.name)
         return stacks
 
     @staticmethod
@@ -145,6 +168,17 @@ class Blueprint:
             if match.name in stack.blocks:
                 return stack
         raise ValueError(f"plan rule for {match.name!r}: 'scatter' names a block, and this is none")
+
+    def _stack_of_exit(self, name: str, rule: ExitRule, stacks: Sequence[Stack]) -> Stack:
+        if rule.blocks is None:
+            return self._nearest_stack(name, stacks)
+        for stack in stacks:
+            if any(match_pattern(rule.blocks, block) for block in stack.blocks):
+                return stack
+        raise ValueError(
+            f"plan: the exit {name!r} names blocks={rule.blocks!r}, which no 'blocks' rule does; the stacks begin with "
+            f"{', '.join(stack.blocks[0] for stack in stacks)}"
+        )
 
     @staticmethod
     def _nearest_stack(name: str, stacks: Sequence[Stack]) -> Stack:
@@ -159,7 +193,8 @@ class Blueprint:
         nearest = [stack for stack in stacks if closeness(stack) == best]
         if len(nearest) > 1:
             raise ValueError(
-                f"plan: the exit {name!r} could end several regions; put each stack in a module of its own"
+                f"plan: the exit {name!r} could end the region of {' or '.join(stack.blocks[0] for stack in nearest)}; say "
+                "which by its blocks: {pattern: ..., style: exit, blocks: 'decoder.*'}"
             )
         return nearest[0]
 
@@ -167,11 +202,24 @@ class Blueprint:
         """The region whose blocks hold the module."""
         for stack in self.stacks:
             if stack.covers(name):
-                return self.regions[stack.owner]
+                return self.regions[stack.blocks[0]]
         raise ValueError(
             f"plan: {name!r} is planned but lies outside the blocks "
             f"({', '.join(stack.blocks[0] for stack in self.stacks)}, ...); only what the blocks hold can be sharded"
         )
+
+    def region_owned_by(self, owner: str) -> SequenceRegion | None:
+        """The region of the first stack that the module runs."""
+        return next((self.regions[stack.blocks[0]] for stack in self.stacks if stack.owner == owner), None)
+
+    def _let_whole_win(self, matches: list[Match]) -> None:
+        """A 'whole' undoes what earlier rules said of the module and its inside."""
+        for at in range(len(matches) - 1, -1, -1):
+            rule, name = matches[at].rule, matches[at].name
+            if isinstance(rule, WholeRule):
+                earlier = matches[:at]
+                kept = [m for m in earlier if not inside(m.name, name) or isinstance(m.rule, BlocksRule | ScatterRule)]
+                matches[:at] = kept
 
     # ---- checks, before anything changes -----------------------------------------------------------------------
 
@@ -179,7 +227,7 @@ class Blueprint:
         """Refuse what can't be done right; plan the shards."""
         for name, match in self.linear.items():
             if name in self.encoders:
-                if name not in self.regions:
+                if self.region_owned_by(name) is None:
                     raise ValueError(
                         f"{name or 'the model'}: 'replace' takes an nn.TransformerEncoder whose layers are blocks"
                     )
@@ -189,8 +237,14 @@ class Blueprint:
                 self._check_replace(name, region)
             else:
                 self._check_linear(name, match.rule)
-        for name in self.gathers:
+        for name in (*self.gathers, *self.copies, *self.wholes, *self.wide, *self.sliced_args, *self.sliced_tensors):
             self.region_of(name)
+        for name in self.wholes:
+            self._check_whole(name)
+        for name, rule in self.sliced_tensors.items():
+            self._check_sliced(name, rule)
+        for name in self.wide:
+            self._check_wide(name)
         for match in self.sets:
             self._check_set(match)
         if not self.linear.keys() - self.encoders:
@@ -206,23 +260,78 @@ class Blueprint:
                 f"{name}: 'replace' knows nn.MultiheadAttention, and this is a {type(module).__name__}; use column and row"
             )
         ParallelMultiheadAttention.check(module, region, name)
-        Shard.by_segments(0, [module.embed_dim], [module.num_heads], self.size, name)
+        if module.num_heads % self.size:
+            works = ", ".join(str(n) for n in range(1, module.num_heads + 1) if module.num_heads % n == 0)
+            raise ValueError(
+                f"{name}: {module.num_heads} units (heads) do not divide by tp={self.size}; use tp of {works}"
+            )
 
     def _check_linear(self, name: str, rule: Rule) -> None:
         module = self.modules[name]
-        if type(module) is not nn.Linear:
+        kind = linear_kind(module)
+        if kind is None:
             raise ValueError(
-                f"{name}: style {rule.style!r} takes an nn.Linear, and this is a {type(module).__module__}."
-                f"{type(module).__name__}, whose weight may mean something else; leave it whole"
+                f"{name}: style {rule.style!r} takes a linear ({{weight [out, in] or [in, out], bias}} and nothing else), and "
+                f"this {type(module).__module__}.{type(module).__name__} is none that is known to be one; leave it whole"
             )
-        if set(dict(module.named_parameters(recurse=False))) - {"weight", "bias"}:
-            raise ValueError(f"{name}: its weight is made of other parameters (weight norm?); leave it whole")
+        out, into = features(module, kind)
+        self.kinds[name] = kind
         if isinstance(rule, ColumnRule):
-            segments = self._segments(name, rule, module.out_features)
-            self.shards[name] = Shard.by_segments(0, segments, self._units(name, rule.units, segments), self.size, name)
+            segments = self._segments(name, rule, out)
+            units = self._units(name, rule.units, segments)
+            self.shards[name] = Shard.by_segments(0 if kind == "out_in" else 1, segments, units, self.size, name)
         elif isinstance(rule, RowRule):
-            segments = [module.in_features]
-            self.shards[name] = Shard.by_segments(1, segments, self._units(name, rule.units, segments), self.size, name)
+            units = self._units(name, rule.units, [into])
+            if units[0] % self.size:
+                works = ", ".join(str(n) for n in range(1, units[0] + 1) if units[0] % n == 0)
+                raise ValueError(
+                    f"{name}: {units[0]} units (heads or features) do not divide by tp={self.size}; use tp of {works}"
+                )
+            self.shards[name] = Shard.by_segments(1 if kind == "out_in" else 0, [into], units, self.size, name)
+
+    def _check_whole(self, name: str) -> None:
+        for stack in self.stacks:
+            if name in stack.blocks:
+                raise ValueError(
+                    f"{name}: 'whole' names a module inside a block, and this is a block; leave it out of 'blocks'"
+                )
+        planned = [n for n in (*self.linear, *self.gathers, *self.copies) if inside(n, name)]
+        if planned:
+            raise ValueError(
+                f"{name} is computed whole on every rank, but {planned[0]} inside it is planned; drop one of both"
+            )
+
+    def _tensor(self, name: str) -> Tensor:
+        module, _, leaf = name.rpartition(".")
+        tensor = getattr(self.modules[module], leaf)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def _check_sliced(self, name: str, rule: LocalHeadsRule) -> None:
+        tensor, module = self._tensor(name), name.rpartition(".")[0]
+        if module in self.linear:
+            raise ValueError(f"{name}: it belongs to a linear that is a {self.linear[module].rule.style} already")
+        if not -tensor.ndim <= rule.dim < tensor.ndim:
+            raise ValueError(f"{name}: it has shape {list(tensor.shape)} and no dim {rule.dim}")
+        if tensor.shape[rule.dim] % self.size:
+            raise ValueError(
+                f"{name}: {tensor.shape[rule.dim]} heads or features at dim {rule.dim} do not divide by tp={self.size}"
+            )
+
+    def sliced_shard(self, name: str) -> Shard | None:
+        """How 'local_heads' deals out a parameter or a buffer; none if it does not."""
+        rule = self.sliced_tensors.get(name)
+        if rule is None:
+            return None
+        tensor = self._tensor(name)
+        dim = rule.dim % tensor.ndim
+        length = tensor.shape[dim]
+        return Shard.by_segments(dim, [length], [length], self.size, name)
+
+    def _check_wide(self, name: str) -> None:
+        wrong = [n for n, p in self.modules[name].named_parameters() if p.ndim != 1]
+        if wrong or any(inside(n, name) for n in self.linear):
+            raise ValueError(f"{name}: 'full_width' takes a norm, whose parameters are vectors over the whole width")
 
     @staticmethod
     def _segments(name: str, rule: ColumnRule, features: int) -> list[int]:
@@ -240,30 +349,42 @@ class Blueprint:
             )
         return [features // count] * count
 
-    def _units(self, name: str, units: int | str | None, segments: Sequence[int]) -> list[int]:
+    def _units(self, name: str, units: int | str | tuple[int | str, ...] | None, segments: Sequence[int]) -> list[int]:
         if units is None:
             return list(segments)
-        if isinstance(units, int):
-            return [units] * len(segments)
+        if not isinstance(units, tuple):
+            units = (units,) * len(segments)
+        if len(units) != len(segments):
+            raise ValueError(
+                f"{name}: {len(units)} units for {len(segments)} segments; give one for all, or one for each"
+            )
+        return [unit if isinstance(unit, int) else self._number_at(name, unit) for unit in units]
+
+    def _number_at(self, name: str, attribute: str) -> int:
+        """A whole-number attribute of a module, or of the nearest one around it."""
         at = name
         while True:
-            value = getattr(self.modules[at], units, None)
+            value = getattr(self.modules[at], attribute, None)
             if isinstance(value, int):
-                return [value] * len(segments)
+                return value
             if at == "":
-                raise ValueError(f"{name}: units={units!r} is no whole-number attribute of it or of a module around it")
+                raise ValueError(
+                    f"{name}: units={attribute!r} is no whole-number attribute of it or of a module around it"
+                )
             at = at.rpartition(".")[0]
 
     def _check_set(self, match: Match) -> None:
         rule, module = match.rule, self.modules[match.name]
         assert isinstance(rule, SetRule)
         for attribute in (*rule.divide, *rule.values):
-            if not hasattr(module, attribute):
+            try:
+                read_attribute(module, attribute)
+            except AttributeError:
                 raise ValueError(
                     f"{match.name}: 'set' names {attribute!r}, which {type(module).__name__} does not have"
-                )
+                ) from None
         for attribute in rule.divide:
-            value = getattr(module, attribute)
+            value = read_attribute(module, attribute)
             if not isinstance(value, int) or value % self.size:
                 raise ValueError(f"{match.name}.{attribute} is {value!r} and can't be divided by tp={self.size}")
 
@@ -271,11 +392,13 @@ class Blueprint:
         replaced = {n for n, m in self.linear.items() if isinstance(m.rule, ReplaceRule)}
         gathered = [*self.gathers, *sorted(replaced - self.encoders)]
         for name, module in self.modules.items():
-            if isinstance(module, _NOT_POINTWISE) and self.in_region(name):
+            whole = any(inside(name, other) for other in self.wholes)
+            if isinstance(module, _NOT_POINTWISE) and self.in_region(name) and not whole:
                 raise ValueError(
                     f"{name}: a {type(module).__name__} mixes positions (or needs whole features), and here each rank has a "
                     f"part of them{' (inside a gather it sees local features)' if any(inside(name, g) for g in gathered) else ''};"
-                    " leave those blocks out of the plan, or set sp=False if it lies outside every gather"
+                    f" compute the module around it whole, {{pattern: {name.rpartition('.')[0] or name}, style: whole}}, leave "
+                    "those blocks out of the plan, or set sp=False if it lies outside every gather"
                 )
 
     def in_region(self, name: str) -> bool:
@@ -312,6 +435,11 @@ class Blueprint:
             over = frozenset({"tp"}) if partial else frozenset()
             return ParamLayout(parameter, shape, shard, over, reason or "whole activations: identical gradients")
 
+        sliced = self.sliced_shard(parameter)
+        if sliced is not None:
+            return ParamLayout(parameter, shape, sliced, reason="local_heads: sliced along its heads", free=True), False
+        if any(inside(module, name) for name in self.wholes):
+            return layout(reason="computed whole on every rank: identical gradients"), False
         around = next(
             (
                 name
@@ -324,15 +452,18 @@ class Blueprint:
             return self._attention_layout(parameter, around, leaf, layout), False
         match = self.linear.get(module)
         if match is not None:
+            held, free = self.shards[module], self.kinds[module] == "in_out"
             if isinstance(match.rule, ColumnRule):
-                dim = self.shards[module]
-                return layout(Shard(0, dim.length, dim.ranges), reason="column: out-features sharded"), False
+                dim = held.dim if leaf == "weight" else 0
+                over = frozenset({"tp"}) if held.has_shared else frozenset()
+                reason = "column: out-features sharded" + (", some of them by several ranks" if over else "")
+                return ParamLayout(parameter, shape, Shard(dim, held.length, held.ranges), over, reason, free), False
             if leaf == "weight":
-                return layout(self.shards[module], reason="row: in-features sharded"), False
+                return ParamLayout(parameter, shape, held, reason="row: in-features sharded", free=free), False
             return layout(partial=self.sp, reason="row bias: added to shards" if self.sp else ""), False
         if not self.in_region(module):
             return layout(), False
-        in_gather = any(inside(module, name) for name in self.gathers)
+        in_gather = any(inside(module, name) for name in (*self.gathers, *self.copies, *self.wide))
         if self.sp:
             return layout(partial=True, reason="between gather and row" if in_gather else "sees sequence shards"), False
         return layout(partial=in_gather, reason="between copy and row" if in_gather else ""), in_gather
@@ -345,7 +476,10 @@ class Blueprint:
         width, heads = module.embed_dim, module.num_heads
         if leaf.startswith("in_proj"):
             shard = Shard.by_segments(0, [width] * 3, [heads] * 3, self.size, name)
-            return layout(shard, reason="column: heads sharded, [q|k|v]")
+            reason = "column: heads sharded, [q|k|v]"
+            return ParamLayout(
+                parameter, tuple(self.model.get_parameter(parameter).shape), shard, reason=reason, free=True
+            )
         if parameter.endswith("out_proj.weight"):
             return layout(Shard.by_segments(1, [width], [heads], self.size, name), reason="row: heads sharded")
         return layout(partial=self.sp, reason="row bias: added to shards" if self.sp else "")

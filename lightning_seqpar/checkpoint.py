@@ -50,7 +50,7 @@ def full_state_dict(record: ShardedModel, device: torch.device) -> dict[str, Any
         local = record.model.state_dict(keep_vars=True)
     return {
         name: _assemble(value, layout, record.groups, device)
-        if isinstance(value, Tensor) and (layout := record.layout.of(value)) is not None
+        if isinstance(value, Tensor) and (layout := record.layout.of(value) or record.buffers.get(name)) is not None
         else (value.detach() if isinstance(value, Tensor) else value)
         for name, value in local.items()
     }
@@ -67,7 +67,7 @@ def load_full_state_dict(record: ShardedModel, state: Mapping[str, Any], *, stri
     rank = record.groups.rank("tp")
     sliced = dict(state)
     for name, value in local.items():
-        layout = record.layout.of(value) if isinstance(value, Tensor) else None
+        layout = (record.layout.of(value) or record.buffers.get(name)) if isinstance(value, Tensor) else None
         if layout is not None and name in sliced:
             sliced[name] = layout.take(sliced[name], rank)
     return record.model.load_state_dict(sliced, strict=strict)

@@ -76,7 +76,7 @@ class StackFlow:
 # ---- blocks ----------------------------------------------------------------------------------------------------
 
 
-def _activation(trace: Trace, call: Call) -> Argument | None:
+def activation(trace: Trace, call: Call) -> Argument | None:
     """The argument that the call maps to an output of the same shape: the activation."""
     if not call.outputs:
         return None
@@ -104,7 +104,7 @@ def find_stacks(trace: Trace, model: nn.Module) -> list[list[Call]]:
         and any(True for _ in module.children())
         and sum(parameter.ndim >= 2 for parameter in module.parameters()) >= 2
     }
-    fitting = [call for call in trace.calls if call.name in weighty and _activation(trace, call) is not None]
+    fitting = [call for call in trace.calls if call.name in weighty and activation(trace, call) is not None]
     names = {id(module): name for name, module in model.named_modules()}
     by_kind: dict[tuple[str, type], list[Call]] = defaultdict(list)
     for call in fitting:
@@ -115,9 +115,7 @@ def find_stacks(trace: Trace, model: nn.Module) -> list[list[Call]]:
         listed = isinstance(model.get_submodule(parent) if parent else model, nn.ModuleList | nn.Sequential)
         if len(calls) > 1 or (listed and not _is_pipe(model, calls[0])):
             repeated |= {call.name for call in calls}
-    outermost = [
-        call for call in fitting if call.name in repeated and not _encloses(trace, call, repeated)
-    ]
+    outermost = [call for call in fitting if call.name in repeated and not _encloses(trace, call, repeated)]
     stacks: dict[str, list[Call]] = defaultdict(list)
     for call in outermost:
         stack = stacks[_parent(model, names, call.name)]
@@ -151,7 +149,7 @@ def _encloses(trace: Trace, call: Call, among: set[str]) -> bool:
 class _Flow:
     def __init__(self, trace: Trace, call: Call, model: nn.Module) -> None:
         self.trace, self.call, self.model = trace, call, model
-        arg = _activation(trace, call)
+        arg = activation(trace, call)
         assert arg is not None
         self.out = BlockFlow(call, arg)
         self.up: dict[int, frozenset[str]] = {}
@@ -383,7 +381,9 @@ def find_exit(trace: Trace, stack: list[BlockFlow], model: nn.Module) -> str | N
     last = max(calls, key=lambda call: call.last_op)
     root = trace.values[last.outputs[0]].root
     readers = [op for op in trace.ops[last.last_op :] if any(trace.values[n].root == root for n in op.inputs)]
-    heads = {op.stack[len(last_stack)] if len(op.stack) > len(last_stack := _owners(trace, last)) else None for op in readers}
+    heads = {
+        op.stack[len(last_stack)] if len(op.stack) > len(last_stack := _owners(trace, last)) else None for op in readers
+    }
     if len(heads) != 1 or None in heads:
         return None
     call = trace.calls[next(iter(head for head in heads if head is not None))]

@@ -100,12 +100,20 @@ class GradSync:
             if not partial.fired and kept is not None and kept is partial.synced:
                 # Not zeroed since the last sync: whole on every rank, and about to be summed again with the new part.
                 with torch.no_grad():
-                    kept.div_(size)
+                    kept.div_(size if partial.layout.shard is None else self._holders(partial, kept))
             if not partial.fired or kept is None:
                 partial.version = partial.parameter._version
             partial.fired = True
 
         return hook
+
+    def _holders(self, partial: _Partial, like: Tensor) -> Tensor:
+        """By how many ranks each element of a shard is held, in a shape that broadcasts to the shard's."""
+        shard = partial.layout.shard
+        assert shard is not None
+        shape = [1] * like.ndim
+        shape[shard.dim] = -1
+        return shard.holders[shard.indices(self._groups.rank("tp"))].view(shape).to(like.device)
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -144,7 +152,11 @@ class GradSync:
         for axes in sorted({tuple(sorted(p.layout.sum_over)) for p in pending}):
             group = self._groups[axes if len(axes) > 1 else axes[0]]
             members = [p for p in pending if tuple(sorted(p.layout.sum_over)) == axes]
-            _sum_coalesced([_grad(p.parameter) for p in members], group)
+            shared = [_SharedPart(p, self._groups.rank("tp")) for p in members if p.layout.shard is not None]
+            whole = [_grad(p.parameter) for p in members if p.layout.shard is None]
+            _sum_coalesced([*whole, *(part.sent for part in shared)], group)
+            for part in shared:
+                part.take()
         for partial in pending:
             partial.fired, partial.synced = False, partial.parameter.grad
 
@@ -180,6 +192,30 @@ class GradSync:
                     "part of its gradient, but the parts are equal: it lies behind the row linear, and the sum would count "
                     "it tp times. Narrow the gather rule to the column linears themselves"
                 )
+
+
+class _SharedPart:
+    """The part of a sharded gradient that several ranks hold: all ranks' shares of it in one tensor, to be summed."""
+
+    def __init__(self, partial: _Partial, rank: int) -> None:
+        shard = partial.layout.shard
+        assert shard is not None
+        self._grad, self._dim = _grad(partial.parameter), shard.dim
+        shared = (shard.holders > 1).nonzero().flatten()
+        place = torch.full((shard.length,), -1)
+        place[shared] = torch.arange(len(shared))
+        at = place[shard.indices(rank)]
+        self._local = (at >= 0).nonzero().flatten().to(self._grad.device)
+        self._place = at[at >= 0].to(self._grad.device)
+        shape = list(self._grad.shape)
+        shape[self._dim] = len(shared)
+        self.sent = self._grad.new_zeros(shape)
+        self.sent.index_add_(self._dim, self._place, self._grad.index_select(self._dim, self._local))
+
+    def take(self) -> None:
+        """Put this rank's share of the sum into its gradient."""
+        summed = self.sent.index_select(self._dim, self._place)
+        self._grad.index_copy_(self._dim, self._local, summed)
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:
@@ -260,7 +296,13 @@ def global_grad_norm(
         if parameter.grad is None:
             continue
         found = layout.of(parameter)
-        (sharded if found is not None and found.is_sharded else whole).append(parameter.grad)
+        if found is None or found.shard is None:
+            whole.append(parameter.grad)
+        elif found.shard.has_shared:  # what several ranks hold counts once
+            first = found.shard.is_first_holder(groups.rank("tp")).nonzero().flatten().to(parameter.device)
+            sharded.append(parameter.grad.index_select(found.shard.dim, first))
+        else:
+            sharded.append(parameter.grad)
     groups_device = device if device is not None else torch.device("cpu")
 
     def power(grads: list[Tensor]) -> Tensor:

@@ -183,13 +183,18 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
             found = record.layout.of(variable) if variable is not None else None
             if found is None:
                 todo.append(child)
-            elif found.is_sharded and node.name() not in allowed:
+            elif found.is_sharded and not found.free and node.name() not in allowed:
                 raise RuntimeError(
                     f"{found.name}: it is sharded, and {node.name()} in the loss reads it past its layer, so it would see "
                     "a part of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the "
                     "module out of the plan"
                 )
-            elif found.is_partial and record.sp and not any(region.made(node) for region in record.regions):
+            elif (
+                found.is_partial
+                and not found.is_sharded
+                and record.sp
+                and not any(region.made(node) for region in record.regions)
+            ):
                 raise RuntimeError(
                     f"{found.name}: {node.name()} reads it outside the sequence region, where its gradient is whole, but "
                     f"inside it is partial ({found.reason}): no one rule can sync both. Keep parameters out of the loss "

@@ -66,7 +66,9 @@ def leave_block(region: SequenceRegion, name: str) -> Callable[..., None]:
         if out is None:  # it raised
             region.abort()
         else:
-            region.note_shard(out[0] if isinstance(out, list | tuple) and out else out)
+            first = out[0] if isinstance(out, list | tuple) and out else out
+            region.note_shard(first)
+            region.check_reduced(first, name)
         region.finish(name)
 
     return hook
@@ -94,32 +96,109 @@ def exit_region(region: SequenceRegion, name: str) -> Callable[..., Any]:
     return hook
 
 
-def gather_arguments(region: SequenceRegion, name: str, wanted: Sequence[Argument]) -> Callable[..., Any]:
-    """The module's arguments are gathered, once each."""
+def gather_arguments(
+    region: SequenceRegion, name: str, gathered: Sequence[Argument], copied: Sequence[Argument] = ()
+) -> Callable[..., Any]:
+    """The module's arguments are gathered, or copied where they are whole already, once each."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         done: dict[int, Tensor] = {}  # one gather serves an argument that is passed twice
-        for arg in wanted:
+        for arg in (*gathered, *copied):
             where, x = _argument(name, arg, args, kwargs)
+            if x is None and arg in copied:
+                continue  # an encoder's states that this call does without
             if not isinstance(x, Tensor):
-                raise ValueError(f"{name}: argument {arg!r} is a {type(x).__name__}; 'gather' takes tensors")
+                style = "gather" if arg in gathered else "copy"
+                raise ValueError(f"{name}: argument {arg!r} is a {type(x).__name__}; {style!r} takes tensors")
             if not done:
                 region.open_gather(x, name)
             if id(x) not in done:
-                done[id(x)] = region.gather(x, name)
+                done[id(x)] = region.gather(x, name) if arg in gathered else region.copy(x, name)
             args, kwargs = _replace(where, done[id(x)], args, kwargs)
         return args, kwargs
 
     return hook
 
 
-def close_gather(region: SequenceRegion, name: str) -> Callable[..., None]:
+def close_gather(region: SequenceRegion, name: str, *, is_block: bool = False) -> Callable[..., None]:
     """The gathering module returned or raised."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         first = out[0] if isinstance(out, list | tuple) and out else out
         region.close_gather(first if isinstance(first, Tensor) else None, name)
+        if is_block:
+            region.check_reduced(first, name)
         region.finish(name)
+
+    return hook
+
+
+def make_whole(region: SequenceRegion, name: str, wanted: Sequence[Argument]) -> Callable[..., Any]:
+    """The module is computed whole on every rank: its arguments are gathered for that."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        done: dict[int, Tensor] = {}
+        for arg in wanted:
+            where, x = _argument(name, arg, args, kwargs)
+            if not isinstance(x, Tensor):
+                raise ValueError(f"{name}: argument {arg!r} is a {type(x).__name__}; 'whole' takes tensors")
+            if id(x) not in done:
+                done[id(x)] = region.suspend(x, name)
+            args, kwargs = _replace(where, done[id(x)], args, kwargs)
+        return args, kwargs
+
+    return hook
+
+
+def make_shards(region: SequenceRegion, name: str) -> Callable[..., Any]:
+    """What a module made whole becomes shards again."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            out = region.resume(out, name)
+        elif isinstance(out, list | tuple) and out and isinstance(out[0], Tensor):
+            first = region.resume(out[0], name)
+            out = type(out)([first, *out[1:]]) if not hasattr(out, "_fields") else type(out)(first, *out[1:])
+        elif out is not None:
+            raise ValueError(
+                f"{name}: a {type(out).__name__} can't be sliced; 'whole' takes a module that returns a tensor"
+            )
+        region.finish(name)
+        return out
+
+    return hook
+
+
+def slice_arguments(region: SequenceRegion, name: str, wanted: Sequence[Argument], dim: int) -> Callable[..., Any]:
+    """Arguments with a head dim: each rank takes its heads."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for arg in wanted:
+            where, x = _argument(name, arg, args, kwargs)
+            if isinstance(x, Tensor) and x.shape[dim] > 1:  # one head stands for all
+                args, kwargs = _replace(where, region.slice(x, dim, f"{name}, argument {arg!r}"), args, kwargs)
+        return args, kwargs
+
+    return hook
+
+
+def widen(region: SequenceRegion, name: str) -> Callable[..., Any]:
+    """A norm over the whole sharded width reads all ranks' features."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        return (region.gather_features(args[0]), *args[1:])
+
+    return hook
+
+
+def narrow(region: SequenceRegion, name: str) -> Callable[..., Any]:
+    """Of its output each rank keeps its own features."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        if not isinstance(out, Tensor):
+            raise ValueError(f"{name}: 'full_width' takes a module that returns a tensor, not a {type(out).__name__}")
+        width = out.shape[-1] // region.size
+        return out.narrow(-1, region.rank * width, width)
 
     return hook
 

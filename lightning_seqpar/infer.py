@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_seqpar.dataflow import BlockFlow, CantInferError, find_exit, find_stacks, read_blocks
-from lightning_seqpar.plan import ShardingPlan
+from lightning_seqpar.dataflow import BlockFlow, CantInferError, activation, find_exit, find_stacks, read_blocks
+from lightning_seqpar.layers import read_attribute
+from lightning_seqpar.plan import BlocksRule, ColumnRule, ReplaceRule, RowRule, ShardingPlan, WholeRule
 from lightning_seqpar.probe import Example, Quiet, default_dtype
-from lightning_seqpar.support import Block, ColumnLayout, GroupLayout
-from lightning_seqpar.trace import Trace
+from lightning_seqpar.support import Block, ColumnLayout, Edit, GroupLayout
+from lightning_seqpar.trace import Call, Trace
 
-_MANY = 8  # attributes among which every subset is tried
+_TRIES = 600  # sets of changes that are tried at most, the smallest first
 
 
 @dataclass
@@ -42,18 +43,20 @@ class Inference:
     reasons: list[str]
 
 
-def infer_plan(model: nn.Module, example: Example, tp: int) -> Inference:
+def infer_plan(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None = None) -> Inference:
     """A plan for ``model``, a detached copy that :func:`~lightning_seqpar.probe.detached_copy` made.
 
     Args:
         model: the copy; its forward is run, its weights are not changed.
         example: an input, in the copy's dtype.
         tp: for how many ranks.
+        own: the user's own rules; what they decide is left to them.
 
     Raises:
         CantInferError: naming the module, why, and the rule to write.
     """
     trace = Trace(model)
+    decided = _Decided(model, own)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
     with default_dtype(dtype):
         with trace.watch(), Quiet():
@@ -63,7 +66,7 @@ def infer_plan(model: nn.Module, example: Example, tp: int) -> Inference:
                 f"{type(model).__name__}: a copy of it runs none of its own modules (its forward is a closure over the "
                 "original?)"
             )
-        stacks = find_stacks(trace, model)
+        stacks = decided.stacks(trace) or find_stacks(trace, model)
         if not stacks:
             raise CantInferError(
                 f"{type(model).__name__}: no repeated blocks found, that is modules of one class that hold linears and map an "
@@ -71,46 +74,87 @@ def infer_plan(model: nn.Module, example: Example, tp: int) -> Inference:
             )
         rules: list[dict[str, Any]] = []
         reasons: list[str] = []
-        for calls in stacks:
-            found, why = _plan_stack(trace, model, calls, tp)
+        owners = [_owner(model, calls[0].name) for calls in stacks]
+        for calls, owner in zip(stacks, owners, strict=True):
+            found, why = _plan_stack(trace, model, calls, tp, decided, alone=owners.count(owner) == 1)
             rules += found
             reasons += why
     return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons)
 
 
+class _Decided:
+    """What the user's own rules say already."""
+
+    def __init__(self, model: nn.Module, own: ShardingPlan | None) -> None:
+        self._matches = own.match(model) if own is not None else []
+        self._wholes = [match.name for match in self._matches if isinstance(match.rule, WholeRule)]
+        self._linears = {match.name for match in self._matches if isinstance(match.rule, ColumnRule | RowRule)}
+        self._replaced = {match.name for match in self._matches if isinstance(match.rule, ReplaceRule)}
+
+    def stacks(self, trace: Trace) -> list[list[Call]]:
+        """The stacks of blocks that the user named, in order of execution."""
+        named = {match.name for match in self._matches if isinstance(match.rule, BlocksRule)}
+        found: dict[str, dict[str, Call]] = {}
+        for call in trace.calls:
+            if call.name in named and activation(trace, call) is not None:
+                found.setdefault(call.name.rpartition(".")[0], {}).setdefault(call.name, call)
+        return [list(calls.values()) for calls in found.values()]
+
+    def covers(self, *names: str) -> bool:
+        """Whether one of the modules is decided."""
+        return any(
+            name in self._linears or name in self._replaced or any(_inside(name, whole) for whole in self._wholes)
+            for name in names
+        )
+
+
+def _inside(name: str, parent: str) -> bool:
+    return name == parent or name.startswith(parent + ".")
+
+
+def _owner(model: nn.Module, block: str) -> str:
+    """The module that runs the blocks, past lists."""
+    owner = block.rpartition(".")[0]
+    while owner and isinstance(model.get_submodule(owner), nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        owner = owner.rpartition(".")[0]
+    return owner
+
+
 def _plan_stack(
-    trace: Trace, model: nn.Module, calls: Sequence[Any], tp: int
+    trace: Trace, model: nn.Module, calls: Sequence[Call], tp: int, decided: _Decided, *, alone: bool
 ) -> tuple[list[dict[str, Any]], list[str]]:
     flows = read_blocks(trace, calls, model)
     known: dict[Any, BlockPlan] = {}
     plans: dict[str, BlockPlan] = {}
     dims = {}
+    names = [flow.name for flow in flows]
     for flow in flows:
         key = _likeness(flow, model)
         if key not in known:
-            known[key] = _plan_block(model, flow, tp)
+            known[key] = _plan_block(model, flow, tp, decided, names)
             dims[flow.name] = Block(model, flow).sequence_dim()
         plans[flow.name] = known[key]
     if len(set(dims.values())) > 1:
         raise CantInferError(f"the blocks {', '.join(dims)} have their sequence at different dims: {dims}")
     if not any(style in ("row", "replace") for plan in plans.values() for _, style, _ in plan.rules):
-        raise CantInferError(f"{flows[0].name}: no pair of linears in it can be sharded; " + "; ".join(known[key].reasons))
-    names = [flow.name for flow in flows]
+        raise CantInferError(
+            f"{flows[0].name}: no pair of linears is found in it, of which the second one's output is added to the block's "
+            "input; name them: {pattern: ..., style: column} and {pattern: ..., style: row}"
+        )
     blocks = _pattern(names)
-    out: list[dict[str, Any]] = [{"pattern": blocks, "style": "blocks", "dim": next(iter(dims.values()))}]
+    dim = next(iter(dims.values()))
+    out: list[dict[str, Any]] = [{"pattern": blocks, "style": "blocks", "dim": dim}]
     args = {flow.name: flow.arg for flow in flows if flow.arg != 0}
     for arg in dict.fromkeys(args.values()):
         out.append({"pattern": _pattern([n for n in names if args.get(n) == arg]), "style": "scatter", "arg": arg})
     out += _compress(names, plans)
-    owner = names[0].rpartition(".")[0]
-    while owner and isinstance(model.get_submodule(owner), nn.ModuleList | nn.Sequential):
-        owner = owner.rpartition(".")[0]
-    module = model.get_submodule(owner)
-    if type(module) is nn.TransformerEncoder:
+    owner = _owner(model, names[0])
+    if type(model.get_submodule(owner)) is nn.TransformerEncoder:
         out += [{"pattern": owner, "style": "replace"}, {"pattern": owner, "style": "exit"}]
     elif (exit_at := find_exit(trace, flows, model)) is not None:
-        out.append({"pattern": exit_at, "style": "exit"})
-    reasons = [f"{blocks}: {len(names)} blocks of {len(known)} kind(s), sequence at dim {out[0]['dim']}"]
+        out.append({"pattern": exit_at, "style": "exit", **({} if alone else {"blocks": blocks})})
+    kinds = "" if len(known) == 1 else f" of {len(known)} kinds"
+    reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, sequence at dim {dim}"]
     for plan in known.values():
         reasons += plan.reasons
     return out, reasons
@@ -121,14 +165,7 @@ def _likeness(flow: BlockFlow, model: nn.Module) -> Any:
     cut = len(flow.name) + 1
     block = model.get_submodule(flow.name)
     shapes = tuple((name, type(m)) for name, m in block.named_modules())
-    numbers = tuple(
-        (name, key, value)
-        for name, m in block.named_modules()
-        for key, value in sorted(vars(m).items())
-        if isinstance(value, int) and not isinstance(value, bool) and not key.startswith("_")
-    )
     weights = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
-    del numbers  # an index is a number too; shapes tell heads apart well enough, and the self-check sees the rest
     return (
         shapes,
         weights,
@@ -141,25 +178,37 @@ def _likeness(flow: BlockFlow, model: nn.Module) -> Any:
 # ---- one block -------------------------------------------------------------------------------------------------
 
 
-def _plan_block(model: nn.Module, flow: BlockFlow, tp: int) -> BlockPlan:
+def _plan_block(model: nn.Module, flow: BlockFlow, tp: int, decided: _Decided, stack: Sequence[str]) -> BlockPlan:
     block = Block(model, flow)
     plan = BlockPlan()
     cut = len(flow.name) + 1
     groups: list[GroupLayout] = []
-    edits: dict[tuple[str, str], Any] = {}
+    edits: list[Edit] = []
+    left: set[str] = set()
     for row in flow.rows:
-        if row in flow.attentions:
+        if decided.covers(row, *flow.columns[row]):
+            left |= {row, *flow.columns[row]}
+        elif row in flow.attentions:
             plan.rules.append((row[cut:], "replace", {}))
             plan.reasons.append(f"{row}: an nn.MultiheadAttention, which calls its projections through raw weights")
-            continue
-        group = block.group(row, tp)
-        groups.append(group)
-        edits.update(_find_edits(block, groups, edits, tp))
-        plan.reasons.append(
-            f"{row}: row, its output is added to the residual; {group.units} units, columns {', '.join(group.columns)}"
-        )
+        else:
+            try:
+                group = block.group(row, tp)
+                groups.append(group)
+                edits += _find_edits(block, groups, edits, tp)
+            except CantInferError as error:
+                raise CantInferError(f"{error}\n  {_what_to_write(flow, row, stack)}") from None
+            shown = ", ".join(column[cut:] for column in group.columns)
+            plan.reasons.append(
+                f"{row}: row, its output is added to the residual; its input falls apart into {group.units} units, made by "
+                f"the columns {shown}"
+            )
+    plan.reasons += [f"{edit.shown}: without it the forward of one rank's part goes wrong" for edit in edits]
+    used = {name for group in groups for name in (group.row, *group.columns)}
+    used |= {column for group in groups for column in flow.columns[group.row]}
     for (name, style), args in flow.gathers.items():
-        plan.rules.append((name[cut:], style, {} if args == [0] else {"args": list(args)}))
+        if any(_inside(one, name) for one in used):
+            plan.rules.append((name[cut:], style, {} if args == [0] else {"args": list(args)}))
     for group in groups:
         for column, layout in group.columns.items():
             options = _column_options(model, column, layout)
@@ -168,8 +217,23 @@ def _plan_block(model: nn.Module, flow: BlockFlow, tp: int) -> BlockPlan:
             plan.rules.append((norm[cut:], "full_width", {}))
         row_options = {} if group.units == group.features else {"units": _unit_name(model, group.row, group.units)}
         plan.rules.append((group.row[cut:], "row", row_options))
-    plan.rules += _set_rules(model, edits, tp, cut)
+    plan.rules += _edit_rules(model, edits, tp, cut)
     return plan
+
+
+def _what_to_write(flow: BlockFlow, row: str, stack: Sequence[str]) -> str:
+    """A rule that gets a block past what inference can't decide."""
+    names = [name for (name, _), _ in flow.gathers.items() if _inside(row, name)]
+    around = names[0] if names else row.rpartition(".")[0]
+    if len(around) <= len(flow.name):
+        return (
+            "Put that part of the block's forward into a module of its own, or write the columns and the row yourself"
+        )
+    inside = around[len(flow.name) + 1 :]
+    return (
+        f"To have every rank compute it whole, and shard the rest, write: {{pattern: '{_pattern(stack)}.{inside}', style: "
+        "whole}"
+    )
 
 
 def _column_options(model: nn.Module, column: str, layout: ColumnLayout) -> dict[str, Any]:
@@ -193,42 +257,39 @@ def _unit_name(model: nn.Module, name: str, count: int) -> int | str:
             if type(value) is int and value == count and "head" in key.lower():
                 found.append(key)
         if found:
-            return sorted(found, key=lambda key: ("dim" in key or "size" in key, "kv" in key or "key" in key, len(key)))[0]
+            return sorted(
+                found, key=lambda key: ("dim" in key or "size" in key, "kv" in key or "key" in key, len(key))
+            )[0]
     return count
 
 
-def _set_rules(
-    model: nn.Module, edits: Mapping[tuple[str, str], Any], tp: int, cut: int
-) -> list[tuple[str, str, dict[str, Any]]]:
-    rules: dict[str, dict[str, Any]] = {}
-    for (name, attribute), value in edits.items():
-        options = rules.setdefault(name, {})
-        if _read(model.get_submodule(name), attribute) == value * tp:
-            options.setdefault("divide", []).append(attribute)
+def _edit_rules(model: nn.Module, edits: Sequence[Edit], tp: int, cut: int) -> list[tuple[str, str, dict[str, Any]]]:
+    sets: dict[str, dict[str, Any]] = {}
+    out: list[tuple[str, str, dict[str, Any]]] = []
+    for edit in edits:
+        if edit.kind == "tensor":
+            out.append((f"{edit.module}.{edit.key}"[cut:], "local_heads", {"dim": edit.dim} if edit.dim else {}))
+        elif edit.kind == "arg":
+            out.append((edit.module[cut:], "local_heads", {"args": [edit.key], "dim": edit.dim}))
         else:
-            options.setdefault("values", {})[attribute] = value
-    return [(name[cut:], "set", options) for name, options in rules.items()]
+            options = sets.setdefault(edit.module, {})
+            if read_attribute(model.get_submodule(edit.module), str(edit.key)) == edit.value * tp:
+                options.setdefault("divide", []).append(edit.key)
+            else:
+                options.setdefault("values", {})[edit.key] = edit.value
+    return [*((name[cut:], "set", options) for name, options in sets.items()), *out]
 
 
-# ---- attributes ------------------------------------------------------------------------------------------------
+# ---- what must change beside the linears -----------------------------------------------------------------------
 
 
-def _read(module: nn.Module, attribute: str) -> Any:
-    value: Any = module
-    for part in attribute.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _candidates(
-    block: Block, groups: Sequence[GroupLayout], tp: int
-) -> Iterator[tuple[tuple[str, str], int]]:
-    """Attributes that may count something which is now dealt out, with their value on one rank."""
+def _local_numbers(block: Block, groups: Sequence[GroupLayout], tp: int) -> dict[int, int]:
+    """Numbers that may count something which is dealt out now, and what they are on one rank."""
     shares: dict[int, int] = {}
     for group in groups:
         kv = {count for layout in group.columns.values() for count in layout.units if count < tp}
         kv |= {1} if len(group.columns) < len(block.flow.columns[group.row]) else set()
-        numbers = [group.features, *(block.modules[column].out_features for column in group.columns)]
+        numbers = [group.features, *(block.width(column) for column in group.columns)]
         numbers += [size for layout in group.columns.values() for size in layout.segments]
         # Heads, kv heads, groups: whatever the features can be made of.
         numbers += [n for n in range(2, group.features + 1) if group.features % n == 0]
@@ -240,64 +301,84 @@ def _candidates(
                 shares[count] = 1
             if group.units // count > 1:
                 shares.setdefault(group.units // count, group.units // tp)
-    last = groups[-1]
-    names = [last.row, *last.columns]
+    return shares
+
+
+def _modules_around(block: Block, group: GroupLayout) -> list[str]:
+    """The modules that the group's linears stand in, the innermost first, and their parts; the block last."""
     around: dict[str, None] = {}
-    for name in names:
+    for name in (group.row, *group.columns):
         at = name.rpartition(".")[0]
         while len(at) >= len(block.flow.name):
             around[at] = None
             at = at.rpartition(".")[0]
+    return sorted(around, key=len, reverse=True)
+
+
+def _candidates(block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Edit]:
+    """Attributes, tensors and arguments that may have to change, the likeliest first."""
+    shares = _local_numbers(block, groups, tp)
+    group = groups[-1]
+    around = _modules_around(block, group)
+    found: list[Edit] = []
     for name in around:
         module = block.modules[name]
         if type(module).__module__.startswith("torch.nn"):
             continue
         for key, value in vars(module).items():
             if type(value) is int and value in shares:
-                yield (name, key), shares[value]
+                found.append(Edit("set", name, key, value=shares[value]))
             elif key in ("config", "cfg", "args", "hparams", "params") and not isinstance(value, nn.Module):
-                for inner, number in _numbers_of(value):
-                    if number in shares:
-                        yield (name, f"{key}.{inner}"), shares[number]
+                inner = getattr(value, "__dict__", {})
+                found += [
+                    Edit("set", name, f"{key}.{leaf}", value=shares[number])
+                    for leaf, number in inner.items()
+                    if type(number) is int and number in shares and not leaf.startswith("_")
+                ]
+    heads = {group.units, group.features, *(block.width(column) for column in group.columns)}
+    linears = {group.row, *block.flow.columns[group.row]}
+    inside = [name for name in around if name != block.flow.name] or [block.flow.name]
+    for name, module in block.modules.items():
+        if not any(_inside(name, one) for one in inside) or name in linears or name in group.full_width:
+            continue
+        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            dims = [dim for dim, size in enumerate(tensor.shape) if size in heads and size % tp == 0 and size > 1]
+            found += [Edit("tensor", name, key, dim=dim) for dim in dims]
+    for name in inside:
+        found += [
+            Edit("arg", name, key, dim=dim)
+            for key, shape in block.argument_shapes(name).items()
+            for dim, size in enumerate(shape)
+            if size == group.units and len(shape) > 2 and dim < len(shape) - 1
+        ]
+    return sorted(found, key=lambda edit: (edit.kind != "set", "head" not in str(edit.key)))
 
 
-def _numbers_of(value: Any) -> Iterator[tuple[str, int]]:
-    held = getattr(value, "__dict__", {})
-    for key, number in held.items():
-        if type(number) is int and not key.startswith("_"):
-            yield key, number
-
-
-def _find_edits(
-    block: Block, groups: Sequence[GroupLayout], edits: Mapping[tuple[str, str], Any], tp: int
-) -> dict[tuple[str, str], Any]:
-    """The fewest attributes that must change so that every rank computes its part; beside ``edits``.
+def _find_edits(block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit], tp: int) -> list[Edit]:
+    """The fewest things that must change so that every rank computes its part; beside ``edits``.
 
     Raises:
         CantInferError: if no set of them will do.
     """
     first = block.rehearse(groups, tp, edits)
     if first is None:
-        return {}
-    candidates = [(key, value) for key, value in _candidates(block, groups, tp) if key not in edits]
-    for chosen in _subsets(candidates):
-        if block.rehearse(groups, tp, {**edits, **dict(chosen)}) is None:
-            return dict(chosen)
+        return []
+    candidates = [edit for edit in _candidates(block, groups, tp) if edit not in edits]
+    for chosen in islice(_subsets(candidates), _TRIES):
+        if block.rehearse(groups, tp, [*edits, *chosen]) is None:
+            return list(chosen)
     row = groups[-1].row
-    tried = ", ".join(f"{name}.{key}" for (name, key), _ in candidates) or "none"
+    tried = ", ".join(edit.shown for edit in candidates[:5]) + (", ..." if len(candidates) > 5 else "") or "none"
     raise CantInferError(
-        f"{row}: with its columns cut for one rank of tp={tp} the forward goes wrong ({first}); changing the attributes that "
-        f"could count heads or features (found: {tried}) does not mend it. Are head counts written into the forward as "
-        "numbers?"
+        f"{row}: with its columns cut for one rank of tp={tp} the forward goes wrong ({first}), and no change of what could "
+        f"count heads or have a head dim mends it (found: {tried}). Are head counts written into the forward as numbers, or is "
+        "there a module for each head?"
     )
 
 
-def _subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    limit = len(items) if len(items) <= _MANY else 2
-    for size in range(1, limit + 1):
+def _subsets(items: Sequence[Edit]) -> Iterator[tuple[Edit, ...]]:
+    for size in range(1, len(items) + 1):
         yield from combinations(items, size)
-    if len(items) > _MANY:
-        yield tuple(items)
 
 
 # ---- patterns --------------------------------------------------------------------------------------------------
@@ -335,8 +416,3 @@ def _compress(names: Sequence[str], plans: Mapping[str, BlockPlan]) -> list[dict
             block = (f"{parent}." if parent else "") + (f"{{{leaves}}}" if len(held) > 1 else leaves)
         out.append({"pattern": f"{block}.{inside}" if inside else block, "style": style, **options})
     return out
-
-
-def explain(reasons: Iterable[str]) -> str:
-    """The reasons as an indented list."""
-    return "".join(f"\n  - {line}" for line in reasons)

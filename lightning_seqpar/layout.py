@@ -21,6 +21,7 @@ class ParamLayout:
         shard: how it is dealt out over the axis ``tp``; none if every rank holds it whole.
         sum_over: the *set* of axes over which its gradient comes in parts that must be summed.
         reason: why, for messages and the plan's table.
+        free: the model's own code reads the shard, not a layer of ours.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ParamLayout:
     shard: Shard | None = None
     sum_over: frozenset[str] = frozenset()
     reason: str = "whole activations: identical gradients"
+    free: bool = False
 
     @property
     def is_sharded(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,17 +23,36 @@ from lightning_seqpar.hooks import (
     exit_region,
     gather_arguments,
     leave_block,
+    make_shards,
+    make_whole,
+    narrow,
     require_shard,
+    slice_arguments,
+    widen,
 )
 from lightning_seqpar.layers import (
     ColumnParallelLinear,
     ParallelMultiheadAttention,
     ParallelTransformerEncoder,
     RowParallelLinear,
+    read_attribute,
     set_data,
+    shrink,
+    write_attribute,
 )
 from lightning_seqpar.layout import ModelLayout, ParamLayout
-from lightning_seqpar.plan import ColumnRule, GatherRule, Match, ReplaceRule, Rule, SetRule, ShardingPlan
+from lightning_seqpar.plan import (
+    Argument,
+    ColumnRule,
+    CopyRule,
+    GatherRule,
+    Match,
+    ReplaceRule,
+    Rule,
+    SetRule,
+    ShardingPlan,
+    WholeRule,
+)
 from lightning_seqpar.region import SequenceRegion
 
 _RECORD = "_seqpar_record"
@@ -49,6 +68,7 @@ class ShardedModel:
         regions: the sequence regions, one per stack of blocks.
         doubtful: partial parameters whose class the module tree alone does not prove; checked when training runs.
         choices: ``(module, style, who decided)`` for each planned module, in order.
+        buffers: layouts of the buffers that are cut.
         is_copy: the model is a copy that no trainer trains.
     """
 
@@ -59,6 +79,7 @@ class ShardedModel:
     sp: bool
     doubtful: frozenset[str]
     choices: list[tuple[str, str, str]]
+    buffers: dict[str, ParamLayout] = field(default_factory=dict)
     hooks: list[RemovableHandle] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
     reading: bool = False
@@ -146,7 +167,9 @@ class _Swap(Blueprint):
             choices,
         )
         record.undo = undo
-        record.hooks = [*self._hook_regions(), *self._hook_gathers(), *self._hook_shard_readers(layouts)]
+        record.buffers = dict(self._slice_tensors())
+        record.hooks = [*self._hook_regions(), *self._hook_gathers(), *self._hook_others()]
+        record.hooks += self._hook_shard_readers(layouts)
         record.hooks += [module.register_state_dict_pre_hook(_guard(record)) for module in self._holders(record)]
         self.model.__dict__[_RECORD] = record
         return record
@@ -162,7 +185,9 @@ class _Swap(Blueprint):
         }
         for match in self.sets:
             assert isinstance(match.rule, SetRule)
-            changed.setdefault(match.name, []).extend([*match.rule.divide, *match.rule.values])
+            changed.setdefault(match.name, []).extend(
+                attribute.partition(".")[0] for attribute in (*match.rule.divide, *match.rule.values)
+            )
         for name, attributes in changed.items():
             yield _restorer(self.modules[name], attributes)
 
@@ -170,7 +195,9 @@ class _Swap(Blueprint):
         module = self.modules[name]
         if name in self.encoders:
             assert isinstance(module, nn.TransformerEncoder)
-            ParallelTransformerEncoder.adopt(module, self.regions[name])
+            region = self.region_owned_by(name)
+            assert region is not None
+            ParallelTransformerEncoder.adopt(module, region)
             return
         region = self.region_of(name)
         if isinstance(rule, ReplaceRule):
@@ -180,24 +207,36 @@ class _Swap(Blueprint):
             return
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             return  # the same module under a second name
-        assert isinstance(module, nn.Linear)
         if isinstance(rule, ColumnRule):
-            column = ColumnParallelLinear.adopt(module, self.shards[name], region, name)
-            column.gathers_input = name in self.gathers
+            column = ColumnParallelLinear.adopt(module, self.shards[name], region, name, self.kinds[name])
+            column.gathers_input = name in self.gathers and name not in self.copies
         else:
-            RowParallelLinear.adopt(module, self.shards[name], region, name)
+            RowParallelLinear.adopt(module, self.shards[name], region, name, self.kinds[name])
+
+    def _slice_tensors(self) -> Iterator[tuple[str, ParamLayout]]:
+        """Cut what has a head dim of its own; the layouts of the buffers among it."""
+        shards = {name: self.sliced_shard(name) for name in self.sliced_tensors}
+        for name, shard in shards.items():
+            assert shard is not None
+            tensor, (module, _, leaf) = self._tensor(name), name.rpartition(".")
+            if isinstance(tensor, nn.Parameter):
+                shrink(tensor, shard, self.rank)
+            else:
+                layout = ParamLayout(name, tuple(tensor.shape), shard, reason="local_heads: sliced along its heads")
+                setattr(self.modules[module], leaf, shard.take(tensor, self.rank))
+                yield name, layout
 
     def _set(self, match: Match) -> None:
         rule, module = match.rule, self.modules[match.name]
         assert isinstance(rule, SetRule)
         for attribute in rule.divide:
-            setattr(module, attribute, getattr(module, attribute) // self.size)
+            write_attribute(module, attribute, read_attribute(module, attribute) // self.size)
         for attribute, value in rule.values.items():
-            setattr(module, attribute, value)
+            write_attribute(module, attribute, value)
 
     def _hook_regions(self) -> Iterator[RemovableHandle]:
         for stack in self.stacks:
-            region = self.regions[stack.owner]
+            region = self.regions[stack.blocks[0]]
             owner = self.modules[stack.owner]
             yield owner.register_forward_pre_hook(_open_call(region, self.model), prepend=True)
             exits = stack.exits or stack.blocks[-1:]
@@ -211,13 +250,35 @@ class _Swap(Blueprint):
             yield owner.register_forward_hook(close_call(region), always_call=True)
 
     def _hook_gathers(self) -> Iterator[RemovableHandle]:
-        for name, match in self.gathers.items():
-            if isinstance(getattr(self.linear.get(name), "rule", None), ColumnRule):
+        blocks = {name for stack in self.stacks for name in stack.blocks}
+        for name in dict.fromkeys((*self.gathers, *self.copies)):
+            gathered, copied = (self._args(found, name) for found in (self.gathers, self.copies))
+            if not copied and isinstance(getattr(self.linear.get(name), "rule", None), ColumnRule):
                 continue  # the column gathers itself
-            assert isinstance(match.rule, GatherRule)
             module, region = self.modules[name], self.region_of(name)
-            yield module.register_forward_pre_hook(gather_arguments(region, name, match.rule.args), with_kwargs=True)
-            yield module.register_forward_hook(close_gather(region, name), always_call=True)
+            yield module.register_forward_pre_hook(gather_arguments(region, name, gathered, copied), with_kwargs=True)
+            yield module.register_forward_hook(close_gather(region, name, is_block=name in blocks), always_call=True)
+
+    @staticmethod
+    def _args(found: Mapping[str, Match], name: str) -> tuple[Argument, ...]:
+        rule = found[name].rule if name in found else None
+        return rule.args if isinstance(rule, GatherRule | CopyRule | WholeRule) else ()
+
+    def _hook_others(self) -> Iterator[RemovableHandle]:
+        """Modules that are computed whole, norms over the full width, arguments with a head dim."""
+        for name in self.wholes:
+            module, region = self.modules[name], self.region_of(name)
+            args = self._args(self.wholes, name)
+            yield module.register_forward_pre_hook(make_whole(region, name, args), with_kwargs=True)
+            yield module.register_forward_hook(make_shards(region, name))
+        for name in self.wide:
+            module, region = self.modules[name], self.region_of(name)
+            yield module.register_forward_pre_hook(widen(region, name))
+            yield module.register_forward_hook(narrow(region, name))
+        for name, rule in self.sliced_args.items():
+            module, region = self.modules[name], self.region_of(name)
+            hook = slice_arguments(region, name, rule.args or (), rule.dim)
+            yield module.register_forward_pre_hook(hook, with_kwargs=True)
 
     def _hook_shard_readers(self, layouts: dict[str, ParamLayout]) -> Iterator[RemovableHandle]:
         """Modules whose parameters see shards must not be called where activations are whole."""
@@ -233,7 +294,7 @@ class _Swap(Blueprint):
                 if stack.covers(name) or any(inside(name, out) for out in stack.exits):
                     if name not in stack.blocks:
                         yield self.modules[name].register_forward_pre_hook(
-                            require_shard(self.regions[stack.owner], name)
+                            require_shard(self.regions[stack.blocks[0]], name)
                         )
                     break
 
@@ -245,13 +306,17 @@ class _Swap(Blueprint):
 
 
 def _restorer(module: nn.Module, attributes: Iterable[str]) -> Callable[[], None]:
-    kind, kept = module.__class__, {key: getattr(module, key) for key in attributes if hasattr(module, key)}
+    names = list(attributes)
+    kind, kept = module.__class__, {key: getattr(module, key) for key in names if hasattr(module, key)}
 
     def restore() -> None:
         if module.__class__ is not kind:
-            for key in ("region", "shard", "full_name", "global_heads", "gathers_input", "packs"):
+            for key in ("region", "shard", "full_name", "global_heads", "gathers_input", "packs", "transposed"):
                 module.__dict__.pop(key, None)
             module.__class__ = kind
+        for key in names:
+            if key not in kept:
+                module.__dict__.pop(key, None)
         for key, value in kept.items():
             setattr(module, key, value)
 
@@ -334,6 +399,10 @@ def unshard(model: nn.Module) -> nn.Module:
             if layout.is_sharded:
                 parameter = record.layout.parameter(name)
                 set_data(parameter, whole_tensor(parameter.data, layout, record.groups))
+        for name, layout in record.buffers.items():
+            holder, _, leaf = name.rpartition(".")
+            module = model.get_submodule(holder)
+            setattr(module, leaf, whole_tensor(getattr(module, leaf), layout, record.groups))
     for hook in record.hooks:
         hook.remove()
     for restore in record.undo:

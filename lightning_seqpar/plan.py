@@ -25,7 +25,7 @@ from lightning_seqpar.config import FrozenModel, PlanSpec, nearest
 Argument = int | str
 """An argument of a call: its position or its name."""
 
-LATER_STYLES = ("vocab", "local_heads", "full_width", "copy")
+LATER_STYLES = ("vocab",)
 """Styles of the vocabulary that do not run yet."""
 
 EXAMPLE = """\
@@ -82,6 +82,14 @@ class ExitRule(Rule):
     """The region ends at this module's output (default: at the last block's)."""
 
     style: Literal["exit"] = "exit"
+    blocks: str | None = None
+    """Pattern of the blocks whose region ends, where one module runs several stacks."""
+
+
+def _each_once(value: tuple[Argument, ...], what: str) -> tuple[Argument, ...]:
+    if not value or len(set(value)) != len(value):
+        raise ValueError(f"args={list(value)}: name each argument to {what} once, by position or keyword")
+    return value
 
 
 class GatherRule(Rule):
@@ -93,9 +101,55 @@ class GatherRule(Rule):
     @field_validator("args")
     @classmethod
     def args_are_named_once(cls, value: tuple[Argument, ...]) -> tuple[Argument, ...]:
-        if not value or len(set(value)) != len(value):
-            raise ValueError(f"args={list(value)}: name each argument to gather once, by position or keyword")
-        return value
+        return _each_once(value, "gather")
+
+
+class CopyRule(Rule):
+    """Arguments that are whole already where this module reads them, such as encoder states; their gradient is summed."""
+
+    style: Literal["copy"] = "copy"
+    args: tuple[Argument, ...] = (0,)
+
+    @field_validator("args")
+    @classmethod
+    def args_are_named_once(cls, value: tuple[Argument, ...]) -> tuple[Argument, ...]:
+        return _each_once(value, "copy")
+
+
+class WholeRule(Rule):
+    """A module inside the blocks that every rank computes whole: inputs gathered, output sliced again.
+
+    For what mixes positions and can't be dealt out: attention with head counts written into it, a convolution.
+    """
+
+    style: Literal["whole"] = "whole"
+    args: tuple[Argument, ...] = (0,)
+
+    @field_validator("args")
+    @classmethod
+    def args_are_named_once(cls, value: tuple[Argument, ...]) -> tuple[Argument, ...]:
+        return _each_once(value, "whole")
+
+
+class LocalHeadsRule(Rule):
+    """A parameter, a buffer or a module's arguments with a head or feature dim: each rank takes its part of it."""
+
+    style: Literal["local_heads"] = "local_heads"
+    dim: int = 0
+    """The tensor dim of the heads; negative counts from the last."""
+    args: tuple[Argument, ...] | None = None
+    """Arguments of the module that the pattern names; none if it names a parameter or a buffer."""
+
+    @field_validator("args")
+    @classmethod
+    def args_are_named_once(cls, value: tuple[Argument, ...] | None) -> tuple[Argument, ...] | None:
+        return None if value is None else _each_once(value, "slice")
+
+
+class FullWidthRule(Rule):
+    """A norm over the whole sharded width: features gathered, the norm as it is, this rank's features again."""
+
+    style: Literal["full_width"] = "full_width"
 
 
 class ColumnRule(Rule):
@@ -104,8 +158,9 @@ class ColumnRule(Rule):
     style: Literal["column"] = "column"
     segments: int | tuple[int | str, ...] = 1
     """Parts of a fused projection: how many equal ones, their names, or their sizes."""
-    units: int | str | None = None
-    """Whole units (heads) in each part: a number, or an attribute of the module or the nearest one around it."""
+    units: int | str | tuple[int | str, ...] | None = None
+    """Whole units (heads) in each part: a number, or an attribute of the module or the nearest one around it; a list
+    gives each part its own. A part with fewer units than ranks is shared: tp must be a multiple of them then."""
 
     @field_validator("segments")
     @classmethod
@@ -131,7 +186,8 @@ class SetRule(Rule):
 
     style: Literal["set"] = "set"
     divide: tuple[str, ...] = ()
-    """Attributes divided by tp, such as a head count."""
+    """Attributes divided by tp, such as a head count. ``config.num_heads`` gives the module a view of its config, in which
+    the number is divided; the config itself, which others share, stays as it is."""
     values: dict[str, Any] = Field(default_factory=dict)
     """Attributes given a fixed value."""
 
@@ -150,6 +206,10 @@ _STYLES: dict[str, type[Rule]] = {
     "scatter": ScatterRule,
     "exit": ExitRule,
     "gather": GatherRule,
+    "copy": CopyRule,
+    "whole": WholeRule,
+    "local_heads": LocalHeadsRule,
+    "full_width": FullWidthRule,
     "column": ColumnRule,
     "row": RowRule,
     "set": SetRule,
@@ -282,15 +342,18 @@ class ShardingPlan:
         Raises:
             ValueError: for a pattern that matches nothing; the message lists the nearest names.
         """
-        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        tensors = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
         found: list[Match] = []
         for rule in self.rules:
+            of_tensors = isinstance(rule, LocalHeadsRule) and rule.args is None
+            names, kind = (tensors, "parameter or buffer") if of_tensors else (modules, "module")
             pattern = self._full(rule.pattern)
             compiled = _compile(pattern)
             hits = [name for name in names if compiled.fullmatch(name)]
             if not hits:
                 raise ValueError(
-                    f"plan pattern {pattern!r} (style {rule.style}) matches no module; near names: "
+                    f"plan pattern {pattern!r} (style {rule.style}) matches no {kind}; near names: "
                     f"{nearest(pattern, [name for name in names if name], 5)}"
                 )
             found += [Match(name, rule, self.source) for name in hits]
@@ -442,9 +505,7 @@ def _family_named(name: str, known: Sequence[Family]) -> Family:
     return found[0]
 
 
-def _resolve_base(
-    base: str, model: nn.Module, infer: Callable[[], ShardingPlan] | None = None
-) -> list[ShardingPlan]:
+def _resolve_base(base: str, model: nn.Module, infer: Callable[[], ShardingPlan] | None = None) -> list[ShardingPlan]:
     if base.endswith((".yaml", ".yml")):
         return [ShardingPlan.from_yaml(base)]
     known = load_families()

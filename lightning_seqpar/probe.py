@@ -33,6 +33,9 @@ class NoExampleError(ValueError):
 class Quiet(TorchDispatchMode):
     """Random draws become their middle value: two runs of one model are alike, dropout or not."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -330,7 +333,9 @@ def _step_args(method: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
     import inspect
 
     names = [
-        p for p in inspect.signature(method).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        p
+        for p in inspect.signature(method).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     return (batch, 0, 0)[: max(1, len(names))] if len(names) < 3 else (batch, 0)
 
@@ -363,7 +368,7 @@ def _first(loader: Any, what: str) -> Any:
     if isinstance(loader, DataLoader):
         data = loader.dataset
         if isinstance(data, IterableDataset):
-            iterator = iter(data)
+            iterator: Any = iter(data)
             if iterator is data:
                 raise NoExampleError(f"the {what} data set is a stream that can be read once only; {advice}")
             if loader.batch_size is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -9,7 +10,8 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_seqpar.agreement import told_of_model
-from lightning_seqpar.config import VERSION, ParallelConfig
+from lightning_seqpar.config import VERSION, ParallelConfig, PlanSpec
 from lightning_seqpar.dataflow import CantInferError
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.infer import Inference, infer_plan
@@ -41,6 +42,10 @@ _WAYS_OUT = (
     "set example_input_array on the module (a tensor, tuple or dict that its forward takes), or self_check=False to train "
     "unproved with a plan of your own"
 )
+
+
+_DEEP = 6
+"""Levels of nested settings that are told; deeper ones can't be remembered by."""
 
 
 @dataclass
@@ -84,7 +89,7 @@ class Prover:
         """
         out = Proved()
         key = _fingerprint(self._module, self._config, self._tp)
-        known = self._from_first_rank(lambda: _read(key))
+        known = self._from_first_rank(lambda: None if key is None else _read(key))
         cached = None if known is None else ShardingPlan.from_yaml_text(known["plan"]) if known["plan"] else None
         started = time.monotonic()
         out.plans = resolve_plans(self._config.plan, self._module, lambda: cached or self._infer())
@@ -101,7 +106,8 @@ class Prover:
             out.lines.append("self-check: passed before, for the same source, plan and versions")
             return out
         if self._check(out):
-            self._from_first_rank(lambda: _write(key, inferred[0].to_yaml() if inferred else ""))
+            if key is not None and dist.get_rank(self._world) == 0:
+                _write(key, inferred[0].to_yaml() if inferred else "")
             _, _, source = self._example_source()
             out.lines.append(f"self-check: passed, with {source}, in {time.monotonic() - started:.1f} s")
         return out
@@ -152,7 +158,7 @@ class Prover:
                     loss = example.to(self._device, dtype).run(copied)
                 if not bool(torch.isfinite(loss.detach())):
                     return f"the loss is {float(loss.detach())}"
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             except Exception as error:  # told to the user if no other example does
                 return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return None
@@ -167,15 +173,18 @@ class Prover:
                 f"forward takes), or write a plan:\n{EXAMPLE}"
             )
 
+        spec = self._config.plan
+        own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) else None
+
         def work() -> Inference:
             cpu = torch.device("cpu")
             with kept_streams(cpu):
                 copied = detached_copy(self._module, cpu, dtype)
                 attach_view(copied, self._trainer)
-                return infer_plan(copied, example.to(cpu, dtype), self._tp)
+                return infer_plan(copied, example.to(cpu, dtype), self._tp, own)
 
         try:
-            found = self._from_first_rank(work)
+            found: Inference = self._from_first_rank(work)
         except CantInferError as error:
             raise ValueError(
                 f"plan='auto': no shipped plan fits {name}, and inference stops at\n  {error}\nWrite the rules for it (the "
@@ -191,7 +200,9 @@ class Prover:
         if example is None:
             told = f"the plan ({sources}) can't be proved: no example input: {'; '.join(dict.fromkeys(why))}"
             if all(plan.source.startswith("family") for plan in out.plans):
-                rank_zero_warn(f"lightning_seqpar: {told}. It was proved on this source when it was shipped; {_WAYS_OUT}")
+                rank_zero_warn(
+                    f"lightning_seqpar: {told}. It was proved on this source when it was shipped; {_WAYS_OUT}"
+                )
                 out.lines.append("self-check: not run, there is no example input")
                 return False
             raise ValueError(f"self_check: {told}; {_WAYS_OUT}")
@@ -227,29 +238,80 @@ class Prover:
 # ---- what is remembered ----------------------------------------------------------------------------------------
 
 
-def _fingerprint(module: LightningModule, config: ParallelConfig, tp: int) -> str:
-    """Digest of all that a proof depends on: the model, every source file that is the user's, the plan, versions."""
+def _fingerprint(module: LightningModule, config: ParallelConfig, tp: int) -> str | None:
+    """Digest of all that a proof depends on: the model, every source file that is the user's, the plan, versions.
+
+    None if some attribute of the model is of a kind whose content can't be told: then nothing is remembered.
+    """
     told: dict[str, Any] = {
         "versions": [VERSION, torch.__version__, sys.version],
         "plan": config.model_dump(mode="json", include={"plan", "sp", "regather"}),
         "tp": tp,
-        "model": told_of_model(module),
-        "trained": [p.requires_grad for p in module.parameters()],
-        "training": [m.training for m in module.modules()],
-        "classes": sorted({f"{type(m).__module__}.{type(m).__qualname__}" for m in module.modules()}),
     }
-    packages = {type(m).__module__.split(".")[0] for m in module.modules()}
-    for package in sorted(packages):
+    internal = set(vars(LightningModule())) | set(vars(torch.nn.Module()))
+    try:
+        for name, part in module.named_modules():
+            own = {key: _tell(value, 0) for key, value in sorted(vars(part).items()) if key not in internal}
+            tensors = [
+                (key, tuple(t.shape), str(t.dtype), t.requires_grad)
+                for key, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+            ]
+            told[f"module {name}"] = [_name(type(part)), part.training, own, tensors]
+        told["hyperparameters"] = _tell(dict(module.hparams), 0)
+    except _UnknownError:
+        return None
+    for package in sorted({type(m).__module__.split(".")[0] for m in module.modules()}):
         try:
             told[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             told[package] = "source"
-    if isinstance(config.plan, str) and config.plan.endswith((".yaml", ".yml")):
-        told["file"] = Path(config.plan).read_text()
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+    base = config.plan if isinstance(config.plan, str) else config.plan.base
+    if base.endswith((".yaml", ".yml")):
+        told["file"] = Path(base).read_text()
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
     for file in _own_files():
         digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+class _UnknownError(Exception):
+    """An attribute whose content can't be told."""
+
+
+def _name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _tell(value: Any, depth: int) -> Any:
+    """A value as text that is equal in two processes if and only if the values are."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return repr(value)
+    if depth > _DEEP:
+        raise _UnknownError
+    if isinstance(value, torch.nn.Module):
+        return _name(type(value))  # its own entry tells the rest
+    if isinstance(value, torch.Tensor):
+        content = (
+            value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        )
+        return [str(value.dtype), tuple(value.shape), hashlib.sha256(content).hexdigest()]
+    if isinstance(value, Mapping):
+        return [_name(type(value)), [(_tell(k, depth + 1), _tell(v, depth + 1)) for k, v in value.items()]]
+    if isinstance(value, list | tuple):
+        return [_name(type(value)), [_tell(item, depth + 1) for item in value]]
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(_tell(item, depth + 1)) for item in value)
+    if isinstance(value, functools.partial):
+        return [_tell(part, depth + 1) for part in (value.func, value.args, value.keywords)]
+    if isinstance(value, types.BuiltinFunctionType | type):
+        return _name(value)
+    if isinstance(value, types.FunctionType):
+        if value.__closure__:
+            raise _UnknownError
+        return [_name(value), value.__code__.co_code.hex(), repr(value.__code__.co_names), repr(value.__defaults__)]
+    if isinstance(getattr(value, "__dict__", None), dict) and not hasattr(type(value), "__slots__"):
+        return [_name(type(value)), _tell(vars(value), depth + 1)]
+    raise _UnknownError
 
 
 def _own_files() -> list[Path]:
@@ -287,4 +349,3 @@ def _write(key: str, plan: str) -> None:
         part.replace(folder / f"{key}.json")
     except OSError as error:
         rank_zero_info(f"lightning_seqpar: the proof is not remembered, {folder} can't be written ({error})")
-

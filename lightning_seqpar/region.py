@@ -81,6 +81,8 @@ class _Frame:
     scopes: list[list[Any]] = field(default_factory=list)  # per open gathering module: its gathers' graph nodes
     task: int = -1  # the backward in which the call began, or -1
     resumed_by: str | None = None  # the module whose recompute opened the frame
+    copied: list[int] = field(default_factory=list)  # lengths of activations that were whole already
+    unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)  # gathers whose row is still to come
     gathered: list[tuple[weakref.ref[Tensor], GatheredInput]] = field(default_factory=list)
 
 
@@ -231,7 +233,7 @@ class SequenceRegion:
     def abort(self) -> None:
         """A block raised: shards no longer flow."""
         frame = self._frame
-        frame.length, frame.scopes, frame.gathered = None, [], []
+        frame.length, frame.scopes, frame.gathered, frame.unreduced = None, [], [], []
         self._mark(begin=False)
 
     def _mark(self, *, begin: bool) -> None:
@@ -266,6 +268,43 @@ class SequenceRegion:
         self._note(whole)
         return whole
 
+    def copy(self, x: Tensor, module: str) -> Tensor:
+        """An activation that is whole already on its way to column linears: copied (f)."""
+        copied = copy_to_tensor_parallel_region(x, self.group)
+        self._frame.copied.append(x.shape[self.dim])
+        if self.active:
+            self._remember((module, tuple(x.shape)), (True, self._length))
+        self._note(copied)
+        return copied
+
+    def suspend(self, x: Tensor, module: str) -> Tensor:
+        """A shard on its way to a module that every rank computes whole; the region goes on behind it."""
+        if not self.sp:
+            return x
+        self._resume(x, module)
+        return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, self.length_for(x, module))
+
+    def resume(self, x: Tensor, module: str) -> Tensor:
+        """What such a module made: shards again."""
+        if not self.sp:
+            return x
+        if not self.active or x.ndim <= self.dim or x.shape[self.dim] != self._length:
+            raise ValueError(
+                f"{module}: its output has shape {list(x.shape)}, which is no activation of {self._frame.length} positions at "
+                f"dim {self.dim}; 'whole' takes a module that maps activations to activations"
+            )
+        return scatter_to_sequence_parallel_region(x, self.dim, self.group)
+
+    def slice(self, x: Tensor, dim: int, what: str) -> Tensor:
+        """This rank's part of a whole tensor along a head or feature dim; the parts' gradients are put together again."""
+        if x.shape[dim] % self.size:
+            raise ValueError(f"{what}: {x.shape[dim]} at dim {dim} do not divide by tp={self.size}")
+        return scatter_to_sequence_parallel_region(x, dim % x.ndim, self.group)
+
+    def gather_features(self, x: Tensor) -> Tensor:
+        """Every rank's features, in order, for a module over the whole width: ``[..., f/tp]`` → ``[..., f]``."""
+        return gather_from_sequence_parallel_region(x, x.ndim - 1, self.group)
+
     def _note(self, whole: Tensor) -> None:
         if self._frame.scopes and whole.grad_fn is not None:
             self._frame.scopes[-1].append(whole.grad_fn)
@@ -283,17 +322,26 @@ class SequenceRegion:
         self._frame.scopes.append([])
 
     def close_gather(self, out: Tensor | None = None, module: str = "") -> None:
-        """It ended, with ``out``: every path from a gathered input to it must have passed a row linear."""
+        """It ended, with ``out``: what did not pass a row linear in it must do so in its block."""
         frame = self._frame
         nodes = frame.scopes.pop() if frame.scopes else []
         if not frame.scopes:
             frame.gathered = []
         if out is not None and out.grad_fn is not None and nodes and self._passes_by(out.grad_fn, nodes):
-            raise ValueError(
-                f"{module}: its output reads its gathered input past the row linear (a residual inside the module?), and "
-                "the gradient on that path would count tp times; gather at the column linears themselves, or at a module "
-                "that leaves the residual outside"
-            )
+            frame.unreduced.append((module, nodes))  # the row may stand behind the module, but in the block
+
+    def check_reduced(self, out: Any, block: str) -> None:
+        """A block's output: every path to it from a gathered input must have passed a row linear."""
+        pending, self._frame.unreduced = self._frame.unreduced, []
+        if not isinstance(out, Tensor) or out.grad_fn is None:
+            return
+        for module, nodes in pending:
+            if self._passes_by(out.grad_fn, nodes):
+                raise ValueError(
+                    f"{module}: what it makes of its gathered input reaches the output of {block} past the row linear (a "
+                    "residual inside the module?), and the gradient on that path would count tp times; gather at the column "
+                    "linears themselves, or at a module that leaves the residual outside"
+                )
 
     @staticmethod
     def _passes_by(start: Any, nodes: list[Any]) -> bool:
@@ -328,7 +376,8 @@ class SequenceRegion:
                 f"{module}: this column-parallel linear runs where nothing was gathered for it, so it would see a part "
                 f"of the sequence only; add a rule {{pattern: {module}, style: gather}}, or one for the module around it"
             )
-        if x.ndim == frame.ndim and frame.length is not None and x.shape[self.dim] != frame.length:
+        whole = (frame.length, *frame.copied)
+        if x.ndim == frame.ndim and frame.length is not None and x.shape[self.dim] not in whole:
             raise ValueError(
                 f"{module}: its input has {x.shape[self.dim]} positions at dim {self.dim}, the sequence {frame.length}; "
                 "this argument was not gathered: name it in the gather rule's args"
@@ -351,8 +400,8 @@ class SequenceRegion:
             if node._sequence_nr() < first if leaf is None else not isinstance(leaf, Parameter):
                 raise ValueError(
                     f"{module}: its input depends on a whole activation that was not gathered for it (encoder states?), "
-                    "whose gradient would be a part on each rank; name that argument in a gather rule if it is a shard; "
-                    "the style 'copy', for what is whole already, does not run yet"
+                    "whose gradient would be a part on each rank; name that argument in a gather rule if it is a shard, in a "
+                    "copy rule if it is whole already"
                 )
             if leaf is None:
                 todo += [child for child, _ in node.next_functions]

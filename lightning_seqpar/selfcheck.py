@@ -48,7 +48,7 @@ class _Watch(Quiet):
     """Also notes whether a forward narrows what came in as float64."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.narrow = False
 
     def __torch_dispatch__(
@@ -136,8 +136,8 @@ def _agree(verdict: Verdict, told: str | None, groups: ParallelGroups) -> Verdic
 
 
 def _watched(model: nn.Module, plans: Sequence[ShardingPlan]) -> list[str]:
-    names = dict.fromkeys(match.name for plan in plans for match in plan.match(model))
-    return [name for name in names if name]
+    modules = {name for name, _ in model.named_modules() if name}
+    return [name for name in dict.fromkeys(m.name for plan in plans for m in plan.match(model)) if name in modules]
 
 
 def _run(
@@ -152,16 +152,14 @@ def _run(
                 record.reset_calls()
             loss = example.run(model)
         model.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     if sync is not None:
         sync.flush_all(check=True)
         sync.remove()
     return _Run(float(loss.detach()), gather_grads(model), outputs, watch.narrow)
 
 
-def _compare(
-    dense: _Run, sharded: _Run, record: ShardedModel, names: Sequence[str], groups: ParallelGroups
-) -> Verdict:
+def _compare(dense: _Run, sharded: _Run, record: ShardedModel, names: Sequence[str], groups: ParallelGroups) -> Verdict:
     limit = NARROW_LIMIT if dense.narrow else LIMIT
     verdict = Verdict()
     ran = {name for name, _ in dense.outputs}
@@ -184,8 +182,7 @@ def _compare(
     if place:
         verdict.wrong.append(place)
     if where:
-        a, b = dense.grads[where], sharded.grads[where]
-        ratio = norm_of({"": b}) / max(norm_of({"": a}), 1e-300)
+        ratio = norm_of({"": sharded.grads[where]}) / max(norm_of({"": dense.grads[where]}), 1e-300)
         verdict.wrong.append(
             f"the gradient of {where} is {ratio:.4g} times as large as it should be (error {worst:.1e} of the global norm)"
         )
@@ -216,7 +213,9 @@ def _first_difference(
     answers: list[Any] = [None] * groups.size("tp")
     dist.all_gather_object(answers, (found, size), group=group)
     first, gap = min(answers)
-    return f"the first wrong output is that of {dense.outputs[first][0]} (off by {gap:.1e} of its size)" if gap else None
+    return (
+        f"the first wrong output is that of {dense.outputs[first][0]} (off by {gap:.1e} of its size)" if gap else None
+    )
 
 
 def _gap(part: Tensor, got: Tensor, padded: bool) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_seqpar.dataflow import BlockFlow, CantInferError
-from lightning_seqpar.layers import AttributeView
+from lightning_seqpar.layers import features, linear_kind, write_attribute
 from lightning_seqpar.probe import Quiet
 
 Ranges = tuple[tuple[int, int], ...]
@@ -57,6 +57,30 @@ class GroupLayout:
     full_width: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Edit:
+    """One more thing that changes on a rank beside the linears.
+
+    Attributes:
+        kind: ``set`` an attribute, cut a ``tensor`` or an ``arg`` along ``dim``.
+        module: the module; for a tensor, the one that owns it.
+        key: the attribute, the tensor's own name, or the argument.
+        value: the attribute's new value.
+        dim: the dim of the heads.
+    """
+
+    kind: str
+    module: str
+    key: int | str
+    value: int = 0
+    dim: int = 0
+
+    @property
+    def shown(self) -> str:
+        """As messages name it."""
+        return f"argument {self.key!r} of {self.module}" if self.kind == "arg" else f"{self.module}.{self.key}"
+
+
 class Block:
     """One block of a copy, with the input that a recorded forward gave it."""
 
@@ -64,6 +88,12 @@ class Block:
         self.model, self.flow = model, flow
         self.module = flow.call.module
         self.modules = {name: model.get_submodule(name) for name, _ in model.named_modules()}
+
+    def width(self, column: str) -> int:
+        """Out-features of a column."""
+        kind = linear_kind(self.modules[column])
+        assert kind is not None
+        return features(self.modules[column], kind)[0]
 
     def inputs(self, seed: int = 0, grad: bool = False) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
         """Fresh leaves in place of the recorded arguments; the activation is noise for ``seed`` > 0."""
@@ -86,6 +116,21 @@ class Block:
         """The block's forward, without luck."""
         with Quiet():
             return self.module(*args, **kwargs)
+
+    def argument_shapes(self, name: str) -> dict[int | str, tuple[int, ...]]:
+        """Shapes of the tensor arguments that a module inside the block is called with."""
+        shapes: dict[int | str, tuple[int, ...]] = {}
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+            shapes.update({key: tuple(value.shape) for key, value in given if isinstance(value, Tensor)})
+
+        handle = self.modules[name].register_forward_pre_hook(note, with_kwargs=True)
+        with torch.no_grad():
+            args, kwargs, _ = self.inputs()
+            self.run(args, kwargs)
+        handle.remove()
+        return shapes
 
     # ---- sequence --------------------------------------------------------------------------------------------
 
@@ -125,8 +170,8 @@ class Block:
         """
         columns = self.flow.columns[row]
         for name in (row, *columns):
-            if not isinstance(self.modules.get(name), nn.Linear):
-                raise CantInferError(f"{name}: its weight belongs to no nn.Linear")
+            if name not in self.modules or linear_kind(self.modules[name]) is None:
+                raise CantInferError(f"{name}: its weight is read past any linear module (einsum over a parameter?)")
         found = _Supports(self, row, columns, (), tp)
         if any(found.is_shared(column) for column in columns) and (norms := self._wide_norms(row, columns)):
             without = _Supports(self, row, columns, norms, tp)
@@ -151,21 +196,27 @@ class Block:
         return out
 
     def _wide_norms(self, row: str, columns: Sequence[str]) -> list[str]:
-        """Modules without children that stand between the columns and the row and keep their input's shape."""
+        """Modules without children that run between the columns and the row and keep their input's shape."""
         found: list[str] = []
         hooks = []
+        ran: list[str] = []
+        for name in (row, *columns):
+            hooks.append(
+                self.modules[name].register_forward_hook(lambda module, args, out, name=name: ran.append(name))
+            )
         dense = {self.modules[name] for name in (row, *columns)}
         prefix = self.flow.name + "."
         shapes: dict[str, bool] = {}
         for name, module in self.modules.items():
-            if name.startswith(prefix) and module not in dense and not any(True for _ in module.children()):
-                if any(p.ndim == 1 for p in module.parameters()):
+            leaf = module not in dense and not any(True for _ in module.children())
+            if name.startswith(prefix) and leaf and any(p.ndim == 1 for p in module.parameters()):
 
-                    def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
-                        fits = args and isinstance(args[0], Tensor) and isinstance(out, Tensor)
-                        shapes[name] = bool(fits and args[0].shape == out.shape and args[0].ndim <= 3)
+                def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
+                    fits = args and isinstance(args[0], Tensor) and isinstance(out, Tensor)
+                    between = bool(ran) and row not in ran
+                    shapes[name] = bool(between and fits and args[0].shape == out.shape and args[0].ndim <= 3)
 
-                    hooks.append(module.register_forward_hook(note))
+                hooks.append(module.register_forward_hook(note))
         try:
             with torch.no_grad():
                 args, kwargs, _ = self.inputs()
@@ -173,7 +224,7 @@ class Block:
         finally:
             for hook in hooks:
                 hook.remove()
-        widths = {self.modules[name].out_features for name in columns}
+        widths = {self.width(name) for name in columns}
         for name, fits in shapes.items():
             module = self.modules[name]
             if fits and all(p.shape[0] in widths for p in module.parameters()):
@@ -182,7 +233,7 @@ class Block:
 
     # ---- one rank's part, rehearsed --------------------------------------------------------------------------
 
-    def rehearse(self, groups: Sequence[GroupLayout], tp: int, edits: Mapping[tuple[str, str], Any]) -> str | None:
+    def rehearse(self, groups: Sequence[GroupLayout], tp: int, edits: Sequence[Edit]) -> str | None:
         """Run the block as each rank would, with ``edits`` of attributes; what is wrong, or none.
 
         Each row's input must be exactly this rank's part of the whole one's.
@@ -218,7 +269,7 @@ class Block:
         groups: Sequence[GroupLayout],
         tp: int,
         rank: int,
-        edits: Mapping[tuple[str, str], Any],
+        edits: Sequence[Edit],
         wanted: Mapping[str, list[Tensor]],
     ) -> Iterator[None]:
         counts = dict.fromkeys(wanted, 0)
@@ -252,9 +303,11 @@ class Block:
                     stack.enter_context(_attribute(module, "out_features", len(held)))
                 for name in (group.row, *group.full_width):
 
-                    def swap(module: nn.Module, args: Any, name: str = name, mine: Tensor = mine) -> Any:
+                    def swap(
+                        module: nn.Module, args: Any, name: str = name, mine: Tensor = mine, row: str = group.row
+                    ) -> Any:
                         held = mine
-                        if module is not self.modules[group.row]:
+                        if name != row:
                             width = wanted[name][0].shape[-1]
                             held = torch.arange(rank * (width // tp), (rank + 1) * (width // tp))
                         return (check(name, args[0], held.to(args[0].device)), *args[1:])
@@ -268,8 +321,8 @@ class Block:
 
                     stack.callback(self.modules[name].register_forward_hook(slice_).remove)
                 stack.enter_context(_attribute(self.modules[group.row], "in_features", size))
-            for (name, attribute), value in edits.items():
-                stack.enter_context(_attribute(self.modules[name], attribute, value))
+            for edit in edits:
+                stack.enter_context(_edited(self.modules[edit.module], edit, tp, rank))
             yield
             for name, count in counts.items():
                 if count != len(wanted[name]):
@@ -282,16 +335,46 @@ class _MismatchError(Exception):
 
 @contextmanager
 def _attribute(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value for an attribute; a dotted name is answered by a view of the object that holds it."""
-    holder, _, leaf = name.rpartition(".")
-    if holder:
-        name, value = holder, AttributeView(getattr(module, holder), {leaf: value})
-    before = getattr(module, name)
-    setattr(module, name, value)
+    """Another value for an attribute, for a while."""
+    first = name.partition(".")[0]
+    missing = not hasattr(module, first)
+    before = None if missing else getattr(module, first)
+    write_attribute(module, name, value)
     try:
         yield
     finally:
-        setattr(module, name, before)
+        delattr(module, first) if missing else setattr(module, first, before)
+
+
+@contextmanager
+def _edited(module: nn.Module, edit: Edit, tp: int, rank: int) -> Iterator[None]:
+    def part(tensor: Tensor) -> Tensor:
+        size = tensor.shape[edit.dim] // tp
+        return tensor.narrow(edit.dim, rank * size, size)
+
+    if edit.kind == "set":
+        with _attribute(module, str(edit.key), edit.value):
+            yield
+    elif edit.kind == "tensor":
+        tensor = getattr(module, str(edit.key))
+        before = tensor.data
+        tensor.data = part(before).clone()
+        try:
+            yield
+        finally:
+            tensor.data = before
+    else:
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if isinstance(edit.key, str):
+                return args, {**kwargs, edit.key: part(kwargs[edit.key])}
+            return (*args[: edit.key], part(args[edit.key]), *args[edit.key + 1 :]), kwargs
+
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 def _indices(ranges: Ranges) -> Tensor:
@@ -453,4 +536,6 @@ def _split_at_all_ends(ranges: Sequence[Ranges]) -> tuple[Ranges, ...]:
 
 
 def _shown(ranges: Sequence[Ranges]) -> str:
-    return "; ".join(f"rank {rank}: {', '.join(f'{a}-{b - 1}' for a, b in runs)}" for rank, runs in enumerate(ranges[:2]))
+    return "; ".join(
+        f"rank {rank}: {', '.join(f'{a}-{b - 1}' for a, b in runs)}" for rank, runs in enumerate(ranges[:2])
+    )

@@ -12,12 +12,58 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "mv", "addmv", "_grouped_mm")
-_EMPTY = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones")
-_EMPTY = (*_EMPTY, "new_empty", "new_full", "new_empty_strided")
-_RESHAPES = ("t", "transpose", "permute", "view", "_unsafe_view", "reshape", "expand", "slice", "select", "unsqueeze")
-_RESHAPES = (*_RESHAPES, "squeeze", "alias", "detach", "clone", "_to_copy", "contiguous", "split", "chunk", "as_strided")
-_RESHAPES = (*_RESHAPES, "split_with_sizes", "unbind", "unfold")
+_PRODUCTS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "mv",
+    "addmv",
+    "_grouped_mm",
+)
+"""Products of matrices."""
+
+_EMPTY = (
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "new_zeros",
+    "new_ones",
+    "new_empty",
+    "new_full",
+    "new_empty_strided",
+)
+"""What takes a tensor's shape alone."""
+
+_RESHAPES = (
+    "t",
+    "transpose",
+    "permute",
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "expand",
+    "slice",
+    "select",
+    "unsqueeze",
+    "squeeze",
+    "alias",
+    "detach",
+    "clone",
+    "_to_copy",
+    "contiguous",
+    "split",
+    "chunk",
+    "as_strided",
+    "split_with_sizes",
+    "unbind",
+    "unfold",
+)
+"""What passes its one input's content on."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +238,8 @@ class Trace(TorchDispatchMode):
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call = Call(len(self.calls), name, module, self._open[-1] if self._open else None, len(self.ops))
             call.given = (args, kwargs)
-            for key, arg in (*enumerate(args), *kwargs.items()):
+            given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+            for key, arg in given:
                 if isinstance(arg, Tensor) and self._strided(arg):
                     call.args[key] = self.value_of(arg)
             self.calls.append(call)

@@ -356,7 +356,7 @@ class SequenceFirstAttention(nn.Module):
         self.in_proj, self.out_proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        s, b, h = x.shape
+        s, b, _ = x.shape
         q, k, v = (t.reshape(s, b * self.nh, -1).transpose(0, 1) for t in self.in_proj(x).chunk(3, -1))
         y = torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)) / math.sqrt(q.shape[-1]), -1), v)
         return self.out_proj(y.transpose(0, 1).reshape(s, b, -1))

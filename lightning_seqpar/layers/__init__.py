@@ -1,17 +1,24 @@
 """The tensor-parallel layers, each built by slicing an existing module."""
 
 from lightning_seqpar.layers.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
-from lightning_seqpar.layers.linear import ColumnParallelLinear, RowParallelLinear, set_data, sharded_linear
+from lightning_seqpar.layers.kind import LinearKind, features, linear_kind
+from lightning_seqpar.layers.linear import ColumnParallelLinear, RowParallelLinear, set_data, sharded_linear, shrink
 from lightning_seqpar.layers.shard import Shard
-from lightning_seqpar.layers.view import AttributeView
+from lightning_seqpar.layers.view import AttributeView, read_attribute, write_attribute
 
 __all__ = [
     "AttributeView",
     "ColumnParallelLinear",
+    "LinearKind",
     "ParallelMultiheadAttention",
     "ParallelTransformerEncoder",
     "RowParallelLinear",
     "Shard",
+    "features",
+    "linear_kind",
+    "read_attribute",
     "set_data",
     "sharded_linear",
+    "shrink",
+    "write_attribute",
 ]

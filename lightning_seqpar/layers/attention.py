@@ -15,7 +15,7 @@ from lightning_seqpar.region import SequenceRegion
 
 
 class ParallelMultiheadAttention(nn.MultiheadAttention):
-    """Self-attention over this rank's heads, made in place from an ``nn.MultiheadAttention``.
+    """Attention over this rank's heads, made in place from an ``nn.MultiheadAttention``.
 
     The original calls its projections through raw weights, past every hook; this forward gathers its input itself.
 
@@ -28,7 +28,8 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
     output              ``[b, s, h]``          ``[b, s/tp, h]``
     ==================  =====================  =========================
 
-    (``[s, b, h]`` where ``batch_first`` is false.) Masks keep their global shapes.
+    (``[s, b, h]`` where ``batch_first`` is false.) Masks keep their global shapes. In self-attention, key and value are
+    the query; in cross-attention they are encoder states, whole on every rank.
     """
 
     region: SequenceRegion
@@ -89,37 +90,61 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention.forward``, for self-attention on batched input."""
-        if key is not query or value is not query:
-            raise ValueError(f"{self.full_name}: query, key and value must be the same tensor under tensor parallelism")
+        """As ``nn.MultiheadAttention.forward``, on batched input."""
+        if (key is query) != (value is query):
+            raise ValueError(
+                f"{self.full_name}: key and value must both be the query (self-attention) or both be other, whole activations"
+            )
         if query.ndim != 3:
             raise ValueError(f"{self.full_name}: batch the input; got shape {list(query.shape)}")
         self.region.open_gather(query, self.full_name)
         try:
-            return self._attend(query, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return self._attend(
+                self._project(query, key, value),
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                average_attn_weights,
+                is_causal,
+            )
         finally:
             self.region.close_gather()
             self.region.finish(self.full_name)
 
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """q, k and v of this rank's heads: ``[b, heads/tp, s, d]`` each."""
+        whole = self.region.gather(query, self.full_name)
+        if key is query:
+            packed = sharded_linear(whole, self.in_proj_weight, self.in_proj_bias, self.region)
+            return [self._split(part) for part in packed.chunk(3, -1)]
+        copies = {id(x): self.region.copy(x, self.full_name) for x in (key, value)}
+        weights = self.in_proj_weight.chunk(3)
+        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        inputs = (whole, copies[id(key)], copies[id(value)])
+        return [
+            self._split(sharded_linear(x, weight, bias, self.region))
+            for x, weight, bias in zip(inputs, weights, biases, strict=True)
+        ]
+
+    def _split(self, x: Tensor) -> Tensor:
+        x = x if self.batch_first else x.transpose(0, 1)
+        return x.reshape(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+
     def _attend(
         self,
-        query: Tensor,
+        projected: list[Tensor],
         key_padding_mask: Tensor | None,
         need_weights: bool,
         attn_mask: Tensor | None,
         average: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        whole = self.region.gather(query, self.full_name)
-        packed = sharded_linear(whole, self.in_proj_weight, self.in_proj_bias, self.region)
-        if not self.batch_first:
-            packed = packed.transpose(0, 1)
-        b, s, _ = packed.shape
-        q, k, v = (part.view(b, s, self.num_heads, self.head_dim).transpose(1, 2) for part in packed.chunk(3, -1))
+        q, k, v = projected
+        b, s = q.shape[0], q.shape[2]
         if is_causal and attn_mask is None:
             raise ValueError(f"{self.full_name}: is_causal=True is a hint and needs attn_mask beside it")
         causal_hint = is_causal and key_padding_mask is None and not need_weights
-        mask = None if causal_hint else self._merge(attn_mask, key_padding_mask, b, s, q.dtype)
+        mask = None if causal_hint else self._merge(attn_mask, key_padding_mask, b, s, k.shape[2], q.dtype)
         weights = None
         if need_weights:
             out, weights = self._attend_with_weights(q, k, v, mask, average)
@@ -142,19 +167,19 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         return weights @ v, mean
 
     def _merge(
-        self, attn_mask: Tensor | None, padding: Tensor | None, b: int, s: int, dtype: torch.dtype
+        self, attn_mask: Tensor | None, padding: Tensor | None, b: int, s: int, t: int, dtype: torch.dtype
     ) -> Tensor | None:
-        """Both masks as one additive mask that broadcasts to ``[b, heads/tp, s, s]``."""
+        """Both masks as one additive mask that broadcasts to ``[b, heads/tp, s, t]``."""
         merged: Tensor | None = None
         if attn_mask is not None:
             merged = _additive(attn_mask, dtype)
             if merged.ndim == 3:
                 heads = self.region.rank * self.num_heads
-                merged = merged.view(b, self.global_heads, s, s)[:, heads : heads + self.num_heads]
+                merged = merged.view(b, self.global_heads, s, t)[:, heads : heads + self.num_heads]
             else:
-                merged = merged.view(1, 1, s, s)
+                merged = merged.view(1, 1, s, t)
         if padding is not None:
-            column = _additive(padding, dtype).view(b, 1, 1, s)
+            column = _additive(padding, dtype).view(b, 1, 1, t)
             merged = column if merged is None else merged + column
         return merged
 

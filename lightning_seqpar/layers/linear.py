@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_seqpar.collectives import PendingGather, PendingReduceScatter
+from lightning_seqpar.layers.kind import LinearKind, features
 from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.region import GatheredInput, SequenceRegion
 
@@ -147,15 +148,26 @@ class _ParallelLinear(nn.Linear):
     region: SequenceRegion
     shard: Shard
     full_name: str
+    transposed: bool = False
 
     @classmethod
-    def adopt(cls, linear: nn.Linear, shard: Shard, region: SequenceRegion, name: str = "linear") -> Any:
-        """Turn ``linear`` into this class in place and cut its parameters."""
+    def adopt(
+        cls, linear: nn.Module, shard: Shard, region: SequenceRegion, name: str = "linear", kind: LinearKind = "out_in"
+    ) -> Any:
+        """Turn ``linear`` into this class in place and cut its parameters; ``shard`` is of its weight."""
+        out_features, in_features = features(linear, kind)
         linear.__class__ = cls
         layer: Any = linear
         layer.region, layer.shard, layer.full_name = region, shard, name
+        if kind == "in_out":
+            layer.transposed, layer.out_features, layer.in_features = True, out_features, in_features
         layer._cut(region.rank)
         return layer
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as ``[out, in]``."""
+        return self.weight.t() if self.transposed else self.weight
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, shard: Shard, region: SequenceRegion, name: str = "linear") -> Any:
@@ -191,7 +203,7 @@ class ColumnParallelLinear(_ParallelLinear):
     def _cut(self, rank: int) -> None:
         shrink(self.weight, self.shard, rank)
         if self.bias is not None:
-            shrink(self.bias, self.shard, rank)
+            shrink(self.bias, Shard(0, self.shard.length, self.shard.ranges), rank)
         self.out_features = self.shard.local_length(rank)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,13 +211,13 @@ class ColumnParallelLinear(_ParallelLinear):
         region = self.region
         if not self.gathers_input:
             region.check_column_input(x, self.full_name)
-            return sharded_linear(x, self.weight, self.bias, region)
+            return sharded_linear(x, self.matrix, self.bias, region)
         region.open_gather(x, self.full_name)
         try:
             if region.sp and region.regather:
                 length = region.length_for(x, self.full_name)
-                return GatherLinear.apply(x, self.weight, self.bias, region.dim, region.group, length)  # type: ignore[no-untyped-call, no-any-return]
-            return sharded_linear(region.gather(x, self.full_name), self.weight, self.bias, region)
+                return GatherLinear.apply(x, self.matrix, self.bias, region.dim, region.group, length)  # type: ignore[no-untyped-call, no-any-return]
+            return sharded_linear(region.gather(x, self.full_name), self.matrix, self.bias, region)
         finally:
             region.close_gather()
             region.finish(self.full_name)
@@ -233,6 +245,6 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, f/tp]`` → ``[b, s/tp, h]``."""
-        partial = ShardedLinear.apply(x, self.weight, None, None)  # type: ignore[no-untyped-call]
+        partial = ShardedLinear.apply(x, self.matrix, None, None)  # type: ignore[no-untyped-call]
         out = self.region.reduce(partial, self.full_name)
         return out if self.bias is None else out + self.bias.to(out.dtype)

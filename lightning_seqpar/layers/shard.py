@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ class Shard:
     def by_segments(cls, dim: int, segments: Sequence[int], units: Sequence[int], size: int, name: str) -> Shard:
         """Each segment of a fused dim in ``units`` equal parts, dealt out in order: ``[q|k|v]`` by heads.
 
+        Fewer units than ranks are shared: each of ``size / units`` ranks side by side holds the same one, as the query
+        heads of a group use one kv head.
+
         Raises:
             ValueError: if units do not divide by ``size``, or a segment not by its units; the message names the
                 module and the tp values that work.
@@ -38,16 +42,51 @@ class Shard:
                 raise ValueError(
                     f"{name}: a segment of {length} features can't be made of {count} units; {count} must divide it"
                 )
-            if count % size:
+            if count % size and size % count:
                 works = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
                 raise ValueError(
                     f"{name}: {count} units (heads or features) do not divide by tp={size}; use tp of {works}"
                 )
-            part = length // size
+            parts = min(count, size)
+            part = length // parts
             for rank in range(size):
-                ranges[rank].append((start + rank * part, start + (rank + 1) * part))
+                at = start + rank * parts // size * part
+                ranges[rank].append((at, at + part))
             start += length
+        if all(held == ranges[0] for held in ranges):
+            raise ValueError(
+                f"{name}: with {max(units)} unit(s) every one of tp={size} ranks would hold all of it; leave it whole"
+            )
         return cls(dim, start, tuple(tuple(held) for held in ranges))
+
+    @cached_property
+    def holders(self) -> Tensor:
+        """How many ranks hold each index: ``[length]``."""
+        count = torch.zeros(self.length, dtype=torch.int64)
+        for held in self.ranges:
+            count[self._indices(held)] += 1
+        return count
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether some indices are held by several ranks."""
+        return bool((self.holders > 1).any())
+
+    @staticmethod
+    def _indices(held: Sequence[tuple[int, int]]) -> Tensor:
+        return torch.cat([torch.arange(start, stop) for start, stop in held])
+
+    def indices(self, rank: int) -> Tensor:
+        """The global indices that ``rank`` holds, in its order."""
+        return self._indices(self.ranges[rank])
+
+    def is_first_holder(self, rank: int) -> Tensor:
+        """For each index that ``rank`` holds, whether no rank before it does: bool ``[local length]``."""
+        mine = self.indices(rank)
+        before = torch.zeros(self.length, dtype=torch.bool)
+        for other in range(rank):
+            before[self.indices(other)] = True
+        return ~before[mine]
 
     def local_length(self, rank: int) -> int:
         """Length of the dim on ``rank``."""

@@ -27,3 +27,26 @@ class AttributeView:
 
     def __reduce__(self) -> Any:
         return AttributeView, (object.__getattribute__(self, "_held"), object.__getattribute__(self, "_values"))
+
+
+def read_attribute(module: Any, path: str) -> Any:
+    """An attribute, or one of an object that the module holds (``config.num_heads``).
+
+    Raises:
+        AttributeError: if there is none.
+    """
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def write_attribute(module: Any, path: str, value: Any) -> None:
+    """Set an attribute of the module's own; a dotted one through a view of the object that holds it."""
+    holder, _, leaf = path.rpartition(".")
+    if not holder:
+        setattr(module, leaf, value)
+        return
+    held = read_attribute(module, holder)
+    values = {**(held.__reduce__()[1][1] if isinstance(held, AttributeView) else {}), leaf: value}
+    base = held.__reduce__()[1][0] if isinstance(held, AttributeView) else held
+    write_attribute(module, holder, AttributeView(base, values))

@@ -1,0 +1,62 @@
+"""Which modules are linears, whatever their class is called."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LinearKind = Literal["out_in", "in_out"]
+"""How a linear keeps its weight: ``[out, in]`` as ``nn.Linear``, or ``[in, out]`` as Conv1D."""
+
+
+def linear_kind(module: nn.Module) -> LinearKind | None:
+    """How ``module`` keeps its weight if it computes ``x Wᵀ + b`` and nothing else; none for any other module.
+
+    A class that is not ``nn.Linear`` is tried on random numbers: quantised, merged or noisy linears are none.
+    """
+    if type(module) is nn.Linear:
+        return "out_in" if set(dict(module.named_parameters())) <= {"weight", "bias"} else None
+    own = dict(module.named_parameters())
+    weight, bias = own.get("weight"), own.get("bias")
+    plain = set(own) <= {"weight", "bias"} and not any(True for _ in module.children())
+    if not plain or any(True for _ in module.buffers()) or getattr(module, "parametrizations", None) is not None:
+        return None
+    if weight is None or weight.ndim != 2 or not weight.is_floating_point() or (bias is not None and bias.ndim != 1):
+        return None
+    if type(module).forward is nn.Linear.forward:
+        return "out_in"
+    if weight.is_meta or isinstance(module, nn.Embedding):
+        return None
+    return _try(module, weight, bias)
+
+
+def _try(module: nn.Module, weight: Tensor, bias: Tensor | None) -> LinearKind | None:
+    generator = torch.Generator().manual_seed(5)
+    kinds: tuple[tuple[LinearKind, Tensor], ...] = (("in_out", weight.t()), ("out_in", weight))
+    with torch.no_grad():
+        for kind, matrix in kinds:
+            x = torch.randn(2, 3, matrix.shape[1], generator=generator).to(weight)
+            if bias is not None and bias.shape[0] != matrix.shape[0]:
+                continue
+            try:
+                got = module(x)
+            except (RuntimeError, TypeError, ValueError, IndexError):
+                continue  # it does not take such an input, so it is no linear of this kind
+            wanted = F.linear(x, matrix, bias)
+            if (
+                isinstance(got, Tensor)
+                and got.shape == wanted.shape
+                and torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)
+            ):
+                return kind
+    return None
+
+
+def features(module: nn.Module, kind: LinearKind) -> tuple[int, int]:
+    """Out- and in-features of a linear."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return (weight.shape[0], weight.shape[1]) if kind == "out_in" else (weight.shape[1], weight.shape[0])
