@@ -54,7 +54,9 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
             raise ValueError(
                 f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'"
             )
-        return _replace(where, region.enter(x, name), args, kwargs)
+        entered = region.enter(x, name)
+        region.begin_block()
+        return _replace(where, entered, args, kwargs)
 
     return hook
 
@@ -63,6 +65,7 @@ def leave_block(region: SequenceRegion, name: str) -> Callable[..., None]:
     """The block returned or raised."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
+        region.end_block(aborted=out is None)
         if out is None:  # it raised
             region.abort()
         else:
@@ -199,6 +202,24 @@ def narrow(region: SequenceRegion, name: str) -> Callable[..., Any]:
             raise ValueError(f"{name}: 'full_width' takes a module that returns a tensor, not a {type(out).__name__}")
         width = out.shape[-1] // region.size
         return out.narrow(-1, region.rank * width, width)
+
+    return hook
+
+
+def draw_alike(region: SequenceRegion) -> Callable[..., None]:
+    """Stochastic depth draws per sample: the same on every rank, in the middle of shards."""
+
+    def hook(module: nn.Module, args: Any) -> None:
+        region.streams.pause()
+
+    return hook
+
+
+def draw_apart(region: SequenceRegion) -> Callable[..., None]:
+    """Behind it ranks draw for themselves again."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        region.streams.resume()
 
     return hook
 

@@ -19,6 +19,8 @@ from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.hooks import (
     close_call,
     close_gather,
+    draw_alike,
+    draw_apart,
     enter_block,
     exit_region,
     gather_arguments,
@@ -116,9 +118,10 @@ class ShardedModel:
         """Whether the module of that name works on shards."""
         return any(item.is_sharded or item.is_partial for key, item in self.layout.items() if inside(key, name))
 
-    def in_region(self) -> bool:
-        """Whether activations are shards, or feed sharded linears, at this moment."""
-        return any(region.busy for region in self.regions)
+    def check_draw(self, name: str, shape: tuple[int, ...]) -> None:
+        """A random draw of a forward must fit the stream that it comes from."""
+        for region in self.regions:
+            region.check_draw(name, shape)
 
     def check_closed(self, out: Any = None) -> None:
         """A step ended with ``out``: every region must have been left, and no shard given away."""
@@ -275,6 +278,12 @@ class _Swap(Blueprint):
             module, region = self.modules[name], self.region_of(name)
             yield module.register_forward_pre_hook(widen(region, name))
             yield module.register_forward_hook(narrow(region, name))
+        for name, module in self.modules.items():
+            stochastic = type(module).__name__.lower() in ("droppath", "stochasticdepth")
+            if self.sp and stochastic and any(stack.covers(name) for stack in self.stacks):
+                region = self.region_of(name)
+                yield module.register_forward_pre_hook(draw_alike(region))
+                yield module.register_forward_hook(draw_apart(region), always_call=True)
         for name, rule in self.sliced_args.items():
             module, region = self.modules[name], self.region_of(name)
             hook = slice_arguments(region, name, rule.args or (), rule.dim)

@@ -1,7 +1,8 @@
-"""Random streams: shared within a replica, and the draws that tensor parallelism can't do yet."""
+"""Random streams: one shared within a replica, one for each tensor-parallel rank, and a watch on who draws where."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.modules.dropout import _DropoutNd
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def get_streams(device: torch.device) -> list[Any]:
@@ -42,76 +42,162 @@ def share_streams(group: ProcessGroup, source: int, device: torch.device) -> Non
     set_streams(state, device)
 
 
-def find_dropout(model: nn.Module) -> list[tuple[str, float]]:
-    """Modules of ``model`` that drop out when they train: ``[(name, p), ...]``."""
-    found = []
-    for name, module in model.named_modules():
-        p = 0.0
-        if isinstance(module, _DropoutNd):
-            p = float(module.p)
-        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-            p = float(module.dropout)
-        if p > 0:
-            found.append((name or type(module).__name__, p))
+class RankStreams:
+    """Two random streams in one process: the replicated one, and one of this tensor-parallel rank's own.
+
+    Whole activations must be dropped out alike on every rank, shards and local heads each for themselves. The own stream
+    is no second state to keep: it is seeded from the replicated one where it begins, so that ``seed_everything`` alone
+    decides both, a resumed run goes on as it would have, and a recompute draws what the forward drew (activation
+    checkpointing puts the replicated state back first). Where nothing was drawn from it, the replicated stream is left as
+    one process would have it.
+
+    Args:
+        rank: the tensor-parallel rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._replicated: list[Tensor] = []
+        self._own: list[Tensor] = []
+        self._started: list[Tensor] = []
+        self._depth = 0
+        self._paused = False
+        self._paired: dict[bytes, list[Tensor]] = {}
+        self._key = b""
+
+    @property
+    def on(self) -> bool:
+        """Whether the rank's own stream is begun (paused or not)."""
+        return self._depth > 0
+
+    @property
+    def own(self) -> bool:
+        """Whether draws come from the rank's own stream now."""
+        return self._depth > 0 and not self._paused
+
+    def forget(self) -> None:
+        """A new step: nothing is begun, no recompute is to come."""
+        while self._depth:
+            self.end()
+        self._paired = {}
+
+    def begin(self) -> None:
+        """From here on draws are this rank's own; calls nest."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._replicated = _states()
+        _reseed(self._replicated, self._rank)
+        self._started = _states()
+
+    def end(self) -> None:
+        """Draws are replicated again, as they were, or one draw further if the own stream was used."""
+        if self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        if self._paused:
+            self.resume()
+        used = [not torch.equal(a, b) for a, b in zip(_states(), self._started, strict=True)]
+        _restore(self._replicated)
+        _advance(used)
+
+    def pause(self) -> None:
+        """A whole activation: draws are replicated until :meth:`resume`."""
+        if self._paused:
+            return
+        now = _states()
+        self._key = b"".join(state.numpy().tobytes() for state in now)
+        if self._depth == 0:
+            # Outside any block this may be the recompute of a part of one, which began with the rank's own state.
+            if (found := self._paired.get(self._key)) is not None:
+                self._own, self._paused = now, True
+                _restore(found)
+            return
+        self._own, self._paused = now, True
+        _restore(self._replicated)
+
+    def resume(self) -> None:
+        """The activation is dealt out: draws are the rank's own again."""
+        if not self._paused:
+            return
+        now = _states()
+        if self._depth:
+            if any(not torch.equal(a, b) for a, b in zip(now, self._replicated, strict=True)):
+                self._paired[self._key] = self._replicated
+            self._replicated = now
+        self._paused = False
+        _restore(self._own)
+
+
+def _generators() -> list[torch.Generator]:
+    found = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
     return found
 
 
-DROPOUT_FIX = (
-    "set its p to 0: under tensor parallelism every rank would draw its own mask from the wrong stream, "
-    "and the streams that make it right are not there yet"
+def _states() -> list[Tensor]:
+    return [generator.get_state() for generator in _generators()]
+
+
+def _restore(states: list[Tensor]) -> None:
+    for generator, state in zip(_generators(), states, strict=False):
+        generator.set_state(state)
+
+
+def _reseed(states: list[Tensor], rank: int) -> None:
+    """Seed each generator from its own state and the rank."""
+    for generator, state in zip(_generators(), states, strict=True):
+        digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, salt=rank.to_bytes(4, "little"))
+        generator.manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
+
+
+def _advance(used: list[bool]) -> None:
+    for generator, moved in zip(_generators(), used, strict=False):
+        if moved:
+            torch.rand(1, generator=generator, device=generator.device)
+
+
+_DRAWS = (
+    "bernoulli",
+    "native_dropout",
+    "_fused_dropout",
+    "rand",
+    "rand_like",
+    "randn",
+    "randn_like",
+    "uniform",
+    "normal",
+    "exponential",
+    "randint",
+    "randint_like",
+    "random",
+    "multinomial",
+    "geometric",
+    "cauchy",
+    "log_normal",
 )
 
 
-class RefuseDropout(TorchFunctionMode):
-    """Raises ``ValueError`` when a forward drops out through a function, or draws random numbers inside a region.
+class DrawWatch(TorchDispatchMode):
+    """Shows every random draw of a forward to ``check``.
 
     Args:
-        in_region: says whether activations are sharded at this moment.
+        check: is given the operation's name and the shape of what was drawn; raises if it can't be right.
     """
 
-    _DROPOUT = (
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "feature_alpha_dropout",
-        "feature_dropout",
-    )
-    _DRAWS = (
-        "bernoulli",
-        "rand",
-        "randn",
-        "rand_like",
-        "randn_like",
-        "randint",
-        "randperm",
-        "normal",
-        "uniform",
-        "multinomial",
-    )
+    def __init__(self, check: Callable[[str, tuple[int, ...]], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._check = check
 
-    def __init__(self, in_region: Callable[[], bool]) -> None:
-        super().__init__()
-        self._in_region = in_region
-
-    def __torch_function__(
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "").rstrip("_")
-        if name in self._DROPOUT:
-            p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-            training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-            if training and p > 0:
-                raise ValueError(f"the forward calls {name} with p={p}; {DROPOUT_FIX}")
-        elif name == "scaled_dot_product_attention":
-            p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-            if p > 0:
-                raise ValueError(f"attention drops out with dropout_p={p}; {DROPOUT_FIX}")
-        elif name in self._DRAWS and self._in_region():
-            raise ValueError(
-                f"the forward calls {name} between the blocks' first and last, where each rank has a part of the "
-                "activations and would draw its part from the wrong stream; draw outside the blocks"
-            )
-        return func(*args, **kwargs)
+        out = func(*args, **(kwargs or {}))
+        name = func.name().split("::")[-1].split(".")[0].rstrip("_")
+        if name in _DRAWS:
+            first = out[0] if isinstance(out, tuple) else out
+            self._check(name, tuple(first.shape))
+        return out

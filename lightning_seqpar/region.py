@@ -28,6 +28,7 @@ from lightning_seqpar.collectives import (
     scatter_to_sequence_parallel_region,
     shard_length,
 )
+from lightning_seqpar.random import RankStreams
 
 _REDUCTIONS = ("_ReduceBackward", "_ReduceScatterBackward")
 """Graph nodes behind which every rank has the whole, or its shard, of a sum."""
@@ -109,6 +110,8 @@ class SequenceRegion:
         self._seen: dict[tuple[str, tuple[int, ...]], tuple[bool, int] | None] = {}
         self.intervals: list[list[int]] = []
         self._shards: list[weakref.ref[Tensor]] = []
+        self.streams = RankStreams(self.rank)
+        self._in_block = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.regather)
@@ -177,6 +180,8 @@ class SequenceRegion:
         self._seen = {}
         self.intervals = []
         self._shards = []
+        self._in_block = 0
+        self.streams.forget()
 
     @contextmanager
     def call(self) -> Iterator[SequenceRegion]:
@@ -252,6 +257,58 @@ class SequenceRegion:
         """Whether an autograd node of this step was made inside the region."""
         return any(begin <= node._sequence_nr() <= end for begin, end in self.intervals)
 
+    # ---- random streams --------------------------------------------------------------------------------------
+
+    def begin_block(self) -> None:
+        """A block's forward begins: on shards every rank draws for itself. Between blocks (layerdrop) all draw alike."""
+        self._in_block += 1
+        if self.sp:
+            self.streams.begin()
+
+    def end_block(self, *, aborted: bool) -> None:
+        """It ended; one that raised may have left a row linear undone."""
+        self._in_block = max(0, self._in_block - 1)
+        if self.sp or aborted:
+            self.streams.end()
+        if aborted and self._in_block == 0:
+            while self.streams.on:
+                self.streams.end()
+
+    def begin_columns(self) -> None:
+        """A column linear: its features are this rank's own, and so are the draws on them."""
+        if self.sp:
+            self.streams.resume()
+        elif not self.streams.on:
+            self.streams.begin()
+
+    def _end_columns(self) -> None:
+        """A row linear: without sequence parallelism its output is whole again."""
+        if not self.sp:
+            self.streams.end()
+
+    def check_draw(self, name: str, shape: tuple[int, ...]) -> None:
+        """A random draw in a forward must fit the stream that it comes from.
+
+        Raises:
+            ValueError: for draws that would not be what one process draws, in distribution.
+        """
+        if not self.active:
+            return
+        is_shard = len(shape) > self.dim and shape[self.dim] == self.shard_length
+        if self._in_block and self.streams.own and not self._frame.scopes and not is_shard:
+            raise ValueError(
+                f"a block of {self.name} draws random numbers ({name}) of shape {list(shape)}, which has no sequence dim of "
+                f"{self.shard_length}: each rank would draw its own for its part of the sequence, and one process draws one "
+                "for all of it (stochastic depth?). Draw them in a module whose class is called DropPath or StochasticDepth, "
+                "between the blocks, or set sp=False"
+            )
+        if not self._in_block and is_shard and len(shape) == self._frame.ndim:
+            raise ValueError(
+                f"between the blocks of {self.name} random numbers ({name}) of shape {list(shape)} are drawn for shards of the "
+                "sequence, and every rank would draw the same for other positions; drop out inside the blocks or behind the "
+                "region's end"
+            )
+
     # ---- tensor-parallel parts -------------------------------------------------------------------------------
 
     def gather(self, x: Tensor, module: str) -> Tensor:
@@ -282,6 +339,7 @@ class SequenceRegion:
         if not self.sp:
             return x
         self._resume(x, module)
+        self.streams.pause()
         return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, self.length_for(x, module))
 
     def resume(self, x: Tensor, module: str) -> Tensor:
@@ -293,6 +351,7 @@ class SequenceRegion:
                 f"{module}: its output has shape {list(x.shape)}, which is no activation of {self._frame.length} positions at "
                 f"dim {self.dim}; 'whole' takes a module that maps activations to activations"
             )
+        self.streams.resume()
         return scatter_to_sequence_parallel_region(x, self.dim, self.group)
 
     def slice(self, x: Tensor, dim: int, what: str) -> Tensor:
@@ -319,10 +378,13 @@ class SequenceRegion:
         """A module whose arguments are gathered begins; ``x`` is the first of them."""
         if self.sp:
             self._resume(x, module)
+            self.streams.pause()  # what it drops out before its columns is whole
         self._frame.scopes.append([])
 
     def close_gather(self, out: Tensor | None = None, module: str = "") -> None:
         """It ended, with ``out``: what did not pass a row linear in it must do so in its block."""
+        if self.sp:
+            self.streams.resume()
         frame = self._frame
         nodes = frame.scopes.pop() if frame.scopes else []
         if not frame.scopes:
@@ -365,6 +427,7 @@ class SequenceRegion:
 
     def check_column_input(self, x: Tensor, module: str) -> None:
         """A column linear must read a whole sequence, gathered for it."""
+        self.begin_columns()
         frame = self._frame
         if self._recomputes():
             return
@@ -413,6 +476,7 @@ class SequenceRegion:
 
     def reduce(self, x: Tensor, module: str) -> Tensor:
         """Partial sums of a row linear: reduce-scattered (ḡ), or all-reduced (f̄) where the sequence is not sharded."""
+        self._end_columns()
         if not self.sp:
             return reduce_from_tensor_parallel_region(x, self.group)
         frame = self._frame

@@ -36,7 +36,7 @@ from lightning_seqpar.launcher import SeqParallelLauncher
 from lightning_seqpar.metrics import share_metrics
 from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.precision import with_global_clipping
-from lightning_seqpar.random import RefuseDropout
+from lightning_seqpar.random import DrawWatch
 
 
 class SteppingStrategy(TopologyStrategy):
@@ -73,13 +73,13 @@ class SteppingStrategy(TopologyStrategy):
             check_batch(args[0], self.groups, self.root_device, loop)
             if loop == "training" and self._calls[loop] == 1:
                 warn_of_equal_replicas(args[0], self.groups, self.root_device)
-        with RefuseDropout(record.in_region) if due and loop == "training" else nullcontext():
+        with DrawWatch(record.check_draw) if due and loop == "training" else nullcontext():
             out = step(*args, **kwargs)
         record.check_closed(out)
         return out
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step; at due steps it is watched for random draws that tensor parallelism can't do."""
+        """The user's step; at due steps its random draws are watched."""
         if self._sync is not None:
             self._sync.attach()
             self._flushed = False

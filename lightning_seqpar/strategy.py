@@ -45,7 +45,7 @@ from lightning_seqpar.launcher import SeqParallelLauncher
 from lightning_seqpar.parallelize import ShardedModel, parallelize, record_of, unshard
 from lightning_seqpar.plan import ShardingPlan, check_plan
 from lightning_seqpar.proof import Prover
-from lightning_seqpar.random import DROPOUT_FIX, find_dropout, share_streams
+from lightning_seqpar.random import share_streams
 from lightning_seqpar.stepping import SteppingStrategy, plain_optimizer
 from lightning_seqpar.summary import summarize
 
@@ -212,9 +212,6 @@ class SeqParallelStrategy(SteppingStrategy):
     def _parallelize(self, module: LightningModule) -> ShardedModel | None:
         """The record of the sharded model; none at tp 1."""
         tp = self.groups.size("tp")
-        if tp > 1 and self._trainer.state.fn == TrainerFn.FITTING and (dropping := find_dropout(module)):
-            names = ", ".join(f"{name} (p={p})" for name, p in dropping[:5])
-            raise ValueError(f"dropout in {names}{' ...' if len(dropping) > 5 else ''} with tp={tp}: {DROPOUT_FIX}")
         found = record_of(module)
         made_by = (self.groups.topology, self.config.sp, self.config.plan, self.config.regather)
         if found is not None:

@@ -113,6 +113,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v of this rank's heads: ``[b, heads/tp, s, d]`` each."""
+        self.region.begin_columns()
         whole = self.region.gather(query, self.full_name)
         if key is query:
             packed = sharded_linear(whole, self.in_proj_weight, self.in_proj_bias, self.region)
@@ -149,8 +150,8 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         if need_weights:
             out, weights = self._attend_with_weights(q, k, v, mask, average)
         else:
-            # Dropout is 0: the strategy refuses anything else.
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal_hint)
+            drop = self.dropout if self.training else 0.0
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal_hint)
         out = out.transpose(1, 2).reshape(b, s, -1)
         return self.out_proj(out if self.batch_first else out.transpose(0, 1)), weights
 
@@ -159,6 +160,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor]:
         scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
         weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+        weights = F.dropout(weights, self.dropout, self.training)
         if not average:
             raise ValueError(
                 f"{self.full_name}: average_attn_weights=False would need every rank's heads; average them"
