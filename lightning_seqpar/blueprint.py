@@ -64,6 +64,7 @@ class Stack:
     owner: str
     blocks: list[str]
     dim: int
+    sp: bool = True
     arg: Argument = 0
     exits: list[str] = field(default_factory=list)
 
@@ -122,7 +123,9 @@ class Blueprint:
         self.sets = [match for match in matches if isinstance(match.rule, SetRule)]
         self.stacks = self._find_stacks()
         self.regions = {
-            stack.blocks[0]: SequenceRegion(groups["tp"], stack.dim, sp=sp, name=stack.shown, regather=regather)
+            stack.blocks[0]: SequenceRegion(
+                groups["tp"], stack.dim, sp=sp and stack.sp, name=stack.shown, regather=regather
+            )
             for stack in self.stacks
         }
         self.shards: dict[str, Shard] = {}
@@ -154,7 +157,7 @@ class Blueprint:
             owner = parent
             while isinstance(self.modules[owner], _CONTAINERS) and owner:
                 owner = owner.rpartition(".")[0]
-            stacks.append(Stack(owner, [name for name, _ in found], found[-1][1].dim))
+            stacks.append(Stack(owner, [name for name, _ in found], found[-1][1].dim, found[-1][1].sp))
         for match in self.matches:
             if isinstance(match.rule, ScatterRule):
                 self._stack_of_blocks(match, stacks).arg = match.rule.arg
@@ -207,6 +210,13 @@ class Blueprint:
             f"plan: {name!r} is planned but lies outside the blocks "
             f"({', '.join(stack.blocks[0] for stack in self.stacks)}, ...); only what the blocks hold can be sharded"
         )
+
+    def sp_at(self, name: str) -> bool:
+        """Whether activations are shards where the module runs: inside the blocks of a region with sp, or at its end."""
+        for stack in self.stacks:
+            if stack.covers(name) or any(inside(name, out) for out in stack.exits):
+                return self.regions[stack.blocks[0]].sp
+        return False
 
     def region_owned_by(self, owner: str) -> SequenceRegion | None:
         """The region of the first stack that the module runs."""
@@ -393,7 +403,7 @@ class Blueprint:
         gathered = [*self.gathers, *sorted(replaced - self.encoders)]
         for name, module in self.modules.items():
             whole = any(inside(name, other) for other in self.wholes)
-            if isinstance(module, _NOT_POINTWISE) and self.in_region(name) and not whole:
+            if isinstance(module, _NOT_POINTWISE) and self.sp_at(name) and not whole:
                 raise ValueError(
                     f"{name}: a {type(module).__name__} mixes positions (or needs whole features), and here each rank has a "
                     f"part of them{' (inside a gather it sees local features)' if any(inside(name, g) for g in gathered) else ''};"
@@ -460,11 +470,12 @@ class Blueprint:
                 return ParamLayout(parameter, shape, Shard(dim, held.length, held.ranges), over, reason, free), False
             if leaf == "weight":
                 return ParamLayout(parameter, shape, held, reason="row: in-features sharded", free=free), False
-            return layout(partial=self.sp, reason="row bias: added to shards" if self.sp else ""), False
+            sp = self.sp_at(module)
+            return layout(partial=sp, reason="row bias: added to shards" if sp else ""), False
         if not self.in_region(module):
             return layout(), False
         in_gather = any(inside(module, name) for name in (*self.gathers, *self.copies, *self.wide))
-        if self.sp:
+        if self.sp_at(module):
             return layout(partial=True, reason="between gather and row" if in_gather else "sees sequence shards"), False
         return layout(partial=in_gather, reason="between copy and row" if in_gather else ""), in_gather
 
@@ -482,4 +493,5 @@ class Blueprint:
             )
         if parameter.endswith("out_proj.weight"):
             return layout(Shard.by_segments(1, [width], [heads], self.size, name), reason="row: heads sharded")
-        return layout(partial=self.sp, reason="row bias: added to shards" if self.sp else "")
+        sp = self.sp_at(name)
+        return layout(partial=sp, reason="row bias: added to shards" if sp else "")

@@ -189,12 +189,7 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
                     "a part of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the "
                     "module out of the plan"
                 )
-            elif (
-                found.is_partial
-                and not found.is_sharded
-                and record.sp
-                and not any(region.made(node) for region in record.regions)
-            ):
+            elif found.name in record.on_shards and not any(region.made(node) for region in record.regions):
                 raise RuntimeError(
                     f"{found.name}: {node.name()} reads it outside the sequence region, where its gradient is whole, but "
                     f"inside it is partial ({found.reason}): no one rule can sync both. Keep parameters out of the loss "

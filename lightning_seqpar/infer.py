@@ -33,6 +33,7 @@ class BlockPlan:
 
     rules: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    reads_length: bool = False
 
 
 @dataclass
@@ -143,7 +144,8 @@ def _plan_stack(
         )
     blocks = _pattern(names)
     dim = next(iter(dims.values()))
-    out: list[dict[str, Any]] = [{"pattern": blocks, "style": "blocks", "dim": dim}]
+    whole = any(plan.reads_length for plan in known.values())
+    out: list[dict[str, Any]] = [{"pattern": blocks, "style": "blocks", "dim": dim, **({"sp": False} if whole else {})}]
     args = {flow.name: flow.arg for flow in flows if flow.arg != 0}
     for arg in dict.fromkeys(args.values()):
         out.append({"pattern": _pattern([n for n in names if args.get(n) == arg]), "style": "scatter", "arg": arg})
@@ -198,6 +200,13 @@ def _plan_block(model: nn.Module, flow: BlockFlow, tp: int, decided: _Decided, s
                 edits += _find_edits(block, groups, edits, tp)
             except CantInferError as error:
                 raise CantInferError(f"{error}\n  {_what_to_write(flow, row, stack)}") from None
+            alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
+            if len(alone) > 1 and block.mixes_positions(row):
+                plan.reads_length = True
+                plan.reasons.append(
+                    f"{flow.name}: the attention of {row[cut:]} stands in the block's own forward, which would read the length "
+                    "of its shard: no sequence parallelism here; a module of its own for the attention would allow it"
+                )
             shown = ", ".join(column[cut:] for column in group.columns)
             plan.reasons.append(
                 f"{row}: row, its output is added to the residual; its input falls apart into {group.units} units, made by "

@@ -71,6 +71,7 @@ class ShardedModel:
         doubtful: partial parameters whose class the module tree alone does not prove; checked when training runs.
         choices: ``(module, style, who decided)`` for each planned module, in order.
         buffers: layouts of the buffers that are cut.
+        on_shards: parameters whose gradient is partial because they are read inside a sequence region.
         is_copy: the model is a copy that no trainer trains.
     """
 
@@ -88,6 +89,7 @@ class ShardedModel:
     strategy: Callable[[], Any] = lambda: None
     made_by: object = None
     is_copy: bool = False
+    on_shards: frozenset[str] = frozenset()
     versions: dict[str, int] = field(default_factory=dict)
 
     def note_versions(self) -> None:
@@ -170,6 +172,9 @@ class _Swap(Blueprint):
             choices,
         )
         record.undo = undo
+        record.on_shards = frozenset(
+            n for n, item in layouts.items() if item.is_partial and self.sp_at(n.rpartition(".")[0])
+        )
         record.buffers = dict(self._slice_tensors())
         record.hooks = [*self._hook_regions(), *self._hook_gathers(), *self._hook_others()]
         record.hooks += self._hook_shard_readers(layouts)
@@ -280,7 +285,7 @@ class _Swap(Blueprint):
             yield module.register_forward_hook(narrow(region, name))
         for name, module in self.modules.items():
             stochastic = type(module).__name__.lower() in ("droppath", "stochasticdepth")
-            if self.sp and stochastic and any(stack.covers(name) for stack in self.stacks):
+            if stochastic and self.sp_at(name) and any(stack.covers(name) for stack in self.stacks):
                 region = self.region_of(name)
                 yield module.register_forward_pre_hook(draw_alike(region))
                 yield module.register_forward_hook(draw_apart(region), always_call=True)

@@ -69,6 +69,9 @@ class BlocksRule(Rule):
     style: Literal["blocks"] = "blocks"
     dim: Literal[0, 1] = 1
     """Where the sequence is: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or flattened tokens."""
+    sp: bool = True
+    """Off, these blocks see whole sequences even where the strategy has ``sp=True``: for a block whose own forward reads
+    the sequence length."""
 
 
 class ScatterRule(Rule):

@@ -195,6 +195,16 @@ class Block:
             out.columns[column] = found.deal(column, min(count, heads))
         return out
 
+    def mixes_positions(self, row: str) -> bool:
+        """Whether the row's input at one position depends on its columns' outputs at others: attention, not an MLP."""
+        probe = _Probe(self, row, self.flow.columns[row], 1, ())
+        flat = probe.read.reshape(-1, probe.features)
+        cotangent = torch.zeros_like(flat)
+        cotangent[-1] = 1.0
+        leaves = [leaf for made in probe.made.values() for leaf in made]
+        grads = torch.autograd.grad(flat, leaves, cotangent, allow_unused=True)
+        return any(grad is not None and bool(grad.reshape(-1, grad.shape[-1])[:-1].any()) for grad in grads)
+
     def _wide_norms(self, row: str, columns: Sequence[str]) -> list[str]:
         """Modules without children that run between the columns and the row and keep their input's shape."""
         found: list[str] = []

@@ -31,3 +31,11 @@ def _one_thread_and_a_clean_environment():
             os.environ[key] = before[key]
         else:
             del os.environ[key]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Proofs of plans are remembered for this run of the tests alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -107,6 +107,10 @@ class PreNorm(nn.Module):
 
 
 class ParallelResidual(PreNorm):
+    def __init__(self, dim: int, attn: nn.Module, mlp: nn.Module) -> None:
+        super().__init__(dim, attn, mlp)
+        del self.ln2
+
     def forward(self, x: Tensor) -> Tensor:
         h = self.ln1(x)
         return x + self.attn(h) + self.mlp(h)
