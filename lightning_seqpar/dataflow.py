@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -285,8 +285,10 @@ class _Flow:
             self.out.residual_in[row] = RES in found.upstream
 
 
-def read_blocks(trace: Trace, calls: Iterable[Call], model: nn.Module) -> list[BlockFlow]:
-    """The data flow of every block, one call each."""
+def read_blocks(
+    trace: Trace, calls: Iterable[Call], model: nn.Module, mixes: Callable[[BlockFlow, str], bool]
+) -> list[BlockFlow]:
+    """The data flow of every block, one call each; ``mixes`` says whether positions mix between columns and a row."""
     flows = [_Flow(trace, call, model).run() for call in calls]
     reduced = {number for flow in flows for row in flow.rows for number in flow.linears[row].makes}
     for flow in flows:
@@ -294,7 +296,8 @@ def read_blocks(trace: Trace, calls: Iterable[Call], model: nn.Module) -> list[B
         for row in flow.rows:
             for column in flow.columns[row]:
                 gathering.find(column)
-            gathering.merge(row)
+            if mixes(flow, row):
+                gathering.merge(row)
     return flows
 
 
@@ -347,10 +350,13 @@ class _Gathering:
         raise CantInferError(f"{column}: its input is given to no module that could gather it")
 
     def merge(self, row: str) -> None:
-        """Columns of one row that would each gather for themselves gather where their module is entered, if they can."""
+        """Columns that would gather for themselves gather where their attention is entered, if they can.
+
+        What stands around a column that gathers for itself sees shards, and attention reads the length of what it sees.
+        """
         trace, flow = self.trace, self.flow
         alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
-        if len(alone) < 2 or row in flow.attentions:
+        if not alone:
             return
         stacks = [trace.ops[flow.linears[name].op].stack for name in (*alone, row)]
         common = [number for number in stacks[0] if all(number in stack for stack in stacks)]

@@ -129,6 +129,8 @@ def close_gather(region: SequenceRegion, name: str, *, is_block: bool = False) -
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         first = out[0] if isinstance(out, list | tuple) and out else out
         region.close_gather(first if isinstance(first, Tensor) else None, name)
+        if out is None:  # it raised
+            region.abort_columns()
         if is_block:
             region.check_reduced(first, name)
         region.finish(name)

@@ -124,7 +124,7 @@ def _owner(model: nn.Module, block: str) -> str:
 def _plan_stack(
     trace: Trace, model: nn.Module, calls: Sequence[Call], tp: int, decided: _Decided, *, alone: bool
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    flows = read_blocks(trace, calls, model)
+    flows = read_blocks(trace, calls, model, lambda flow, row: _mixes(model, flow, row))
     known: dict[Any, BlockPlan] = {}
     plans: dict[str, BlockPlan] = {}
     dims = {}
@@ -201,7 +201,7 @@ def _plan_block(model: nn.Module, flow: BlockFlow, tp: int, decided: _Decided, s
             except CantInferError as error:
                 raise CantInferError(f"{error}\n  {_what_to_write(flow, row, stack)}") from None
             alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
-            if len(alone) > 1 and block.mixes_positions(row):
+            if alone and block.mixes_positions(row):
                 plan.reads_length = True
                 plan.reasons.append(
                     f"{flow.name}: the attention of {row[cut:]} stands in the block's own forward, which would read the length "
@@ -228,6 +228,13 @@ def _plan_block(model: nn.Module, flow: BlockFlow, tp: int, decided: _Decided, s
         plan.rules.append((group.row[cut:], "row", row_options))
     plan.rules += _edit_rules(model, edits, tp, cut)
     return plan
+
+
+def _mixes(model: nn.Module, flow: BlockFlow, row: str) -> bool:
+    """Whether positions mix between the row's columns and the row; an ``nn.MultiheadAttention`` gathers for itself."""
+    linears = (row, *flow.columns[row])
+    known = all(name in dict(model.named_modules()) for name in linears)
+    return known and row not in flow.attentions and Block(model, flow).mixes_positions(row)
 
 
 def _what_to_write(flow: BlockFlow, row: str, stack: Sequence[str]) -> str:

@@ -156,9 +156,9 @@ class Prover:
             try:
                 with Quiet():
                     loss = example.to(self._device, dtype).run(copied)
-                if not bool(torch.isfinite(loss.detach())):
-                    return f"the loss is {float(loss.detach())}"
-                loss.backward()
+                    if not bool(torch.isfinite(loss.detach())):
+                        return f"the loss is {float(loss.detach())}"
+                    loss.backward()
             except Exception as error:  # told to the user if no other example does
                 return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return None

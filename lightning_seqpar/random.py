@@ -157,7 +157,7 @@ def _reseed(states: list[Tensor], rank: int) -> None:
 def _advance(used: list[bool]) -> None:
     for generator, moved in zip(_generators(), used, strict=False):
         if moved:
-            torch.rand(1, generator=generator, device=generator.device)
+            torch.rand(1, dtype=torch.float32, generator=generator, device=generator.device)
 
 
 _DRAWS = (

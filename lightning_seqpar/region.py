@@ -286,6 +286,11 @@ class SequenceRegion:
         if not self.sp:
             self.streams.end()
 
+    def abort_columns(self) -> None:
+        """What ran between a column and its row raised."""
+        while not self.sp and self.streams.on:
+            self.streams.end()
+
     def check_draw(self, name: str, shape: tuple[int, ...]) -> None:
         """A random draw in a forward must fit the stream that it comes from.
 
@@ -295,7 +300,10 @@ class SequenceRegion:
         if not self.active:
             return
         is_shard = len(shape) > self.dim and shape[self.dim] == self.shard_length
-        if self._in_block and self.streams.own and not self._frame.scopes and not is_shard:
+        is_local = (
+            len(shape) > self.dim and shape[self.dim] == self._length
+        )  # between a column that gathers and its row
+        if self._in_block and self.streams.own and not self._frame.scopes and not is_shard and not is_local:
             raise ValueError(
                 f"a block of {self.name} draws random numbers ({name}) of shape {list(shape)}, which has no sequence dim of "
                 f"{self.shard_length}: each rank would draw its own for its part of the sequence, and one process draws one "

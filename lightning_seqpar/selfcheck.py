@@ -146,13 +146,12 @@ def _run(
     outputs: list[tuple[str, Tensor]] = []
     watch = _Watch()
     sync = GradSync(record.layout, groups, record.doubtful) if record is not None else None
-    with torch.enable_grad():
-        with _recorded(model, names, outputs), watch:
-            if record is not None:
-                record.reset_calls()
-            loss = example.run(model)
+    with torch.enable_grad(), _recorded(model, names, outputs), watch:
+        if record is not None:
+            record.reset_calls()
+        loss = example.run(model)
         model.zero_grad()
-        loss.backward()
+        loss.backward()  # watched too: checkpointing draws again in it
     if sync is not None:
         sync.flush_all(check=True)
         sync.remove()

@@ -221,6 +221,7 @@ class ColumnParallelLinear(_ParallelLinear):
         finally:
             region.close_gather()
             region.finish(self.full_name)
+            region.begin_columns()
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -245,6 +246,10 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, f/tp]`` → ``[b, s/tp, h]``."""
-        partial = ShardedLinear.apply(x, self.matrix, None, None)  # type: ignore[no-untyped-call]
+        try:
+            partial = ShardedLinear.apply(x, self.matrix, None, None)  # type: ignore[no-untyped-call]
+        except BaseException:  # a recompute ends here, when the last tensor that it is for is kept
+            self.region.abort_columns()
+            raise
         out = self.region.reduce(partial, self.full_name)
         return out if self.bias is None else out + self.bias.to(out.dtype)

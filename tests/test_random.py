@@ -1,0 +1,237 @@
+"""Random streams: the same where activations are whole, each rank's own where they are dealt out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from fit import quiet_trainer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.random import RankStreams
+from lightning_seqpar.testing import RankFailedError, run_distributed
+
+P = 0.25
+
+
+def test_an_unused_stream_leaves_no_trace():
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    streams = RankStreams(1)
+    streams.begin()
+    streams.end()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def draws(rank: int, seed: int = 1) -> list[Tensor]:
+    torch.manual_seed(seed)
+    streams, out = RankStreams(rank), []
+    for _ in range(2):
+        streams.begin()
+        out.append(torch.rand(4))
+        streams.pause()
+        out.append(torch.rand(4))
+        streams.resume()
+        out.append(torch.rand(4))
+        streams.end()
+        out.append(torch.rand(4))
+    return out
+
+
+def test_own_draws_differ_and_replicated_ones_do_not():
+    one, two = draws(0), draws(1)
+    for at, (a, b) in enumerate(zip(one, two, strict=True)):
+        assert torch.equal(a, b) is (at % 4 in (1, 3))
+    flat = torch.stack([*one, *(b for at, b in enumerate(two) if at % 4 in (0, 2))])
+    assert len(flat.flatten().unique()) == flat.numel()  # nothing is drawn twice
+
+
+def test_the_seed_alone_decides():
+    assert all(torch.equal(a, b) for a, b in zip(draws(1), draws(1), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(draws(1), draws(1, seed=2), strict=True))
+
+
+def test_a_recompute_draws_what_the_forward_drew():
+    """Checkpointing gives back the state at its start; what is paused then is found again by it."""
+    torch.manual_seed(1)
+    streams = RankStreams(1)
+    streams.begin()
+    before = torch.get_rng_state()
+    streams.pause()
+    whole = torch.rand(4)
+    streams.resume()
+    own = torch.rand(4)
+    streams.end()
+    torch.set_rng_state(before)
+    streams.pause()
+    assert torch.equal(torch.rand(4), whole)
+    streams.resume()
+    assert torch.equal(torch.rand(4), own)
+
+
+# ---- in training -----------------------------------------------------------------------------------------------
+
+
+class Recorder(nn.Dropout):
+    """Keeps its masks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if self.training:
+            self.masks = [*getattr(self, "masks", []), (out != 0).detach()]
+        return out
+
+
+class DropAttention(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.proj = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.before, self.probs, self.behind = Recorder(P), Recorder(P), Recorder(P)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
+        weights = self.probs((q @ k.transpose(-1, -2)).softmax(-1))
+        return self.behind(self.proj((weights @ v).transpose(1, 2).reshape(b, s, -1)))
+
+
+class DropPath(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        kept = x.new_empty(x.shape[0], 1, 1).bernoulli_(1 - P)
+        self.masks = [*getattr(self, "masks", []), kept.bool()]
+        return x * kept / (1 - P)
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int = 16, heads: int = 4, recompute: str = "") -> None:
+        super().__init__()
+        self.n1, self.n2, self.attn = nn.LayerNorm(dim), nn.LayerNorm(dim), DropAttention(dim, heads)
+        self.up, self.down = nn.Linear(dim, 32), nn.Linear(32, dim)
+        self.inner, self.path, self.recompute = Recorder(P), DropPath(), recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.n1(x)
+        x = x + (checkpoint(self.attn, h, use_reentrant=False) if self.recompute == "attn" else self.attn(h))
+        return x + self.path(self.down(self.inner(F.gelu(self.up(self.n2(x))))))
+
+
+class Dropping(L.LightningModule):
+    def __init__(self, recompute: str = "", depth: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.drop = nn.Embedding(31, 16), Recorder(P)
+        self.blocks = nn.ModuleList(Block(recompute=recompute) for _ in range(depth))
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+        self.recompute, self.losses = recompute, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (ids,) = batch
+        x = self.drop(self.embed(ids))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute == "block" else block(x)
+        loss = F.cross_entropy(self.out(self.norm(x)).flatten(0, 1), ids.flatten())
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def train(tp: int, sp: bool, steps: int = 20, recompute: str = "", seed: int = 5, **model: Any) -> dict[str, Any]:
+    module = Dropping(recompute, **model)
+    L.seed_everything(seed, verbose=False)
+    data = DataLoader(TensorDataset(torch.randint(31, (8 * steps, 12))), batch_size=8)
+    strategy = SeqParallelStrategy(tp=tp, sp=sp) if tp > 1 else "auto"
+    quiet_trainer(devices=tp, strategy=strategy, max_steps=steps).fit(module, data)
+    masks = {name: part.masks for name, part in module.named_modules() if hasattr(part, "masks")}
+    return {"losses": module.losses, "masks": masks, "after": torch.rand(3)}
+
+
+def phi(a: Tensor, b: Tensor) -> float:
+    """Correlation of two masks, and how large chance makes it: in standard deviations."""
+    a, b = a.flatten().double(), b.flatten().double()
+    return float(torch.corrcoef(torch.stack([a, b]))[0, 1]) * a.numel() ** 0.5
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_masks_are_shared_or_independent_as_the_activation_is(sp):
+    one, two = run_distributed(train, 2, 2, sp)
+    assert torch.equal(one["after"], two["after"])
+    shared = {"drop", "blocks.0.path", "blocks.1.path"} | {f"blocks.{i}.attn.before" for i in (0, 1)}
+    shared |= set() if sp else {f"blocks.{i}.attn.behind" for i in (0, 1)}
+    assert len(one["masks"]) == 11
+    for name, masks in one["masks"].items():
+        mine, other = torch.cat([m.flatten() for m in masks]), torch.cat([m.flatten() for m in two["masks"][name]])
+        count = mine.numel()
+        spread = (P * (1 - P) / count) ** 0.5
+        assert abs(float(mine.double().mean()) - (1 - P)) < 5 * spread, name
+        if name in shared:
+            assert torch.equal(mine, other), name
+        else:
+            assert abs(phi(mine, other)) < 5, name
+            # Nor is a rank's mask that of another step or another block.
+            assert (
+                abs(phi(torch.cat([m.flatten() for m in masks[1:]]), torch.cat([m.flatten() for m in masks[:-1]]))) < 5
+            )
+    attn = [torch.cat([m.flatten() for m in one["masks"][f"blocks.{i}.attn.probs"]]) for i in (0, 1)]
+    assert abs(phi(*attn)) < 5
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_seed_everything_alone_reproduces_a_run(sp):
+    (one, _), (again, _) = (run_distributed(train, 2, 2, sp, steps=4) for _ in range(2))
+    assert one["losses"] == again["losses"]
+    (other, _) = run_distributed(train, 2, 2, sp, steps=4, seed=6)
+    assert one["losses"] != other["losses"]
+
+
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("recompute", ["block", "attn"])
+def test_recomputed_blocks_drop_what_they_dropped(recompute, sp):
+    """Another mask in the recompute would be another gradient, and another loss at the next step."""
+    kept = run_distributed(train, 2, 2, sp, steps=4)[0]["losses"]
+    again = run_distributed(train, 2, 2, sp, steps=4, recompute=recompute)[0]["losses"]
+    assert again[0] == pytest.approx(kept[0], rel=1e-12)
+    assert again == pytest.approx(kept, rel=1e-9)
+
+
+def test_the_loss_has_the_distribution_of_one_process():
+    """Mean and spread of the first loss over seeds: correlated masks would widen or narrow it."""
+    dense = torch.tensor(train(1, True, steps=160)["losses"])
+    for sp in (True, False):
+        ours = torch.tensor(run_distributed(train, 2, 2, sp, steps=160)[0]["losses"])
+        spread = float((dense.var() / 160 + ours.var() / 160) ** 0.5)
+        assert abs(float(dense.mean() - ours.mean())) < 4 * spread
+
+
+class Noisy(Dropping):
+    """A draw per sample inside a block, in no module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NoisyBlock() for _ in range(2))
+
+
+class NoisyBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (torch.rand(x.shape[0], 1, 1) > 0.1)
+
+
+def fit_noisy(sp: bool) -> None:
+    data = DataLoader(TensorDataset(torch.randint(31, (16, 12))), batch_size=8)
+    quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, sp=sp), max_steps=2).fit(Noisy(), data)
+
+
+def test_a_draw_that_has_no_sequence_is_refused_on_shards():
+    with pytest.raises(RankFailedError, match=r"draws random numbers \(rand\) of shape \[8, 1, 1\]"):
+        run_distributed(fit_noisy, 2, True)
+    run_distributed(fit_noisy, 2, False)

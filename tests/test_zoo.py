@@ -1,0 +1,66 @@
+"""Modules that have never heard of tensor parallelism: inferred, proved, trained, and equal to one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import zoo
+from fit import fit
+
+from lightning_seqpar.parity import Trace, compare
+from lightning_seqpar.testing import run_distributed
+
+REFUSED = ("hard_coded", "head_list")
+KINDS = [kind for kind in (*zoo.BLOCKS, *zoo.MODELS) if kind not in REFUSED]
+TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True), "tp2-no-sp": (2, 2, False)}
+
+
+def fit_all(kinds: list[str], world: int, tp: int, sp: bool) -> dict[str, Trace | str]:
+    """Train every kind in this process, one after the other; an error is the same on all ranks."""
+    out: dict[str, Trace | str] = {}
+    for kind in kinds:
+        try:
+            out[kind] = fit("Zoo", {"kind": kind}, world=world, strategy={"tp": tp, "sp": sp}, steps=3)
+        except ValueError as error:
+            out[kind] = str(error)
+    return out
+
+
+@functools.cache
+def reference(kind: str) -> Trace:
+    return fit("Zoo", {"kind": kind}, steps=3)
+
+
+@pytest.fixture(scope="module", params=TOPOLOGIES)
+def trained(request: Any) -> dict[str, Trace | str]:
+    world, tp, sp = TOPOLOGIES[request.param]
+    return run_distributed(fit_all, world, KINDS, world, tp, sp, timeout=400.0)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parity_with_one_process(trained, kind):
+    got = trained[kind]
+    assert isinstance(got, Trace), got
+    compare(reference(kind), got).raise_if_failed()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_dealt_out_is_refused_with_the_rule_to_write(kind):
+    told = run_distributed(fit_all, 2, [kind], 2, 2, True)
+    assert told[0] == told[1]
+    said = told[0][kind]
+    assert "inference stops at" in said
+    assert "net.h.0.attn." in said
+    assert "{pattern: 'net.h.*.attn', style: whole}" in said
+
+
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_that_rule_beside_inference_is_enough(kind, sp):
+    rule = {"pattern": "net.h.*.attn", "style": "whole"}
+    got = run_distributed(
+        fit, 2, "Zoo", {"kind": kind}, world=2, strategy={"tp": 2, "sp": sp, "plan": {"rules": [rule]}}, steps=3
+    )
+    compare(reference(kind), got[0]).raise_if_failed()
