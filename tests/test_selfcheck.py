@@ -1,0 +1,298 @@
+"""The proof before training: a right plan passes, and each way to spoil one is refused with the module and the ratio."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import models
+import pytest
+import torch
+import zoo
+from fit import fit, quiet_trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
+from lightning_seqpar.infer import infer_plan
+from lightning_seqpar.probe import Example, detached_copy
+from lightning_seqpar.selfcheck import self_check
+from lightning_seqpar.testing import RankFailedError, run_distributed
+
+CPU = torch.device("cpu")
+Rules = list[dict[str, Any]]
+
+
+def example() -> Example:
+    return Example("the test's batch", "training_step", ((models.tokens(count=4).tensors[0],), 0), {})
+
+
+def rules_of(kind: str, tp: int) -> Rules:
+    copied = detached_copy(zoo.Zoo(kind), CPU)
+    plan = infer_plan(copied, example().to(CPU, torch.float64), tp).plan
+    return [rule.dump() for rule in plan.rules]
+
+
+def verdict(kind: str, rules: Rules | None, tp: int, sp: bool = True) -> list[str]:
+    return verdicts([(kind, rules, sp)], tp)[0]
+
+
+def verdicts(cases: list[tuple[str, Rules | None, bool]], tp: int) -> list[list[str]]:
+    groups = ParallelGroups(ProcessTopology.from_config(ParallelConfig(tp=tp), tp), torch.distributed.get_rank())
+    out = []
+    for kind, rules, sp in cases:
+        plan = ShardingPlan.from_rules(rules if rules is not None else rules_of(kind, tp))
+        found = self_check(zoo.Zoo(kind), [plan], groups, example(), sp=sp, regather=True, device=CPU)
+        out.append(found.wrong)
+    return out
+
+
+def all_told(cases: list[tuple[str, Rules | None, bool]], tp: int) -> list[str]:
+    """What the self-check says of each case; the same on every rank."""
+    answers = run_distributed(verdicts, tp, cases, tp)
+    assert all(answer == answers[0] for answer in answers)
+    return ["; ".join(answer) for answer in answers[0]]
+
+
+def told(kind: str, rules: Rules | None = None, tp: int = 2, sp: bool = True) -> str:
+    return all_told([(kind, rules, sp)], tp)[0]
+
+
+def without(style: str, inside: str = "") -> Callable[[Rules], Rules]:
+    def spoil(rules: Rules) -> Rules:
+        kept = [rule for rule in rules if rule["style"] != style or inside not in rule["pattern"]]
+        assert len(kept) < len(rules)
+        return kept
+
+    return spoil
+
+
+def changed(inside: str, style: str, **options: Any) -> Callable[[Rules], Rules]:
+    def spoil(rules: Rules) -> Rules:
+        hit = [rule for rule in rules if rule["style"] == style and inside in rule["pattern"]]
+        assert hit
+        return [{**rule, **options} if rule in hit else rule for rule in rules]
+
+    return spoil
+
+
+SPOILED = [
+    ("fused", changed("c_attn", "column", segments=1), "net.h.0.attn"),
+    ("fused_per_head", changed("c_attn", "column", segments=3), "net.h.0.attn"),
+    ("vision", changed("to_qkv", "column", segments=1), "net.blocks.0.attn"),
+    ("fused", changed("gate_up", "column", segments=1), "net.h.0.mlp"),
+    ("sequence_first", without("gather", "mlp"), "fc1"),
+    ("bert", without("gather", "attention"), "net.layer.0.attention"),
+    ("encoder_decoder", without("gather", "decoder.*.mlp"), "fc1"),
+    ("bias_table", without("local_heads"), "does not run"),
+    ("alibi", without("local_heads", "temperature"), "does not run"),
+    ("alibi", without("local_heads", "slopes"), "does not run"),
+    ("sequence_first", without("set"), "the first wrong output is that of net.blocks.0.attn"),
+    ("einsum", without("set"), "net.h.0.attn"),
+    ("gqa", without("set"), "does not run"),
+    ("full_norm", without("full_width", "q_norm"), "does not run"),
+    ("encoder_decoder", without("copy"), "cross"),
+    ("flat", changed("blocks", "blocks", dim=1), "dim 1 holds features"),
+]
+
+
+@pytest.fixture(scope="module")
+def said_of_spoiled() -> list[str]:
+    return all_told([(kind, spoil(rules_of(kind, 2)), True) for kind, spoil, _ in SPOILED], 2)
+
+
+@pytest.mark.parametrize("case", range(len(SPOILED)), ids=[f"{kind}-{at}" for at, (kind, _, _) in enumerate(SPOILED)])
+def test_a_spoiled_plan_is_refused(said_of_spoiled, case):
+    assert SPOILED[case][2] in said_of_spoiled[case]
+
+
+def test_encoder_states_that_are_gathered_though_they_are_whole():
+    rules = [rule for rule in rules_of("encoder_decoder", 2) if rule["style"] != "copy"]
+    rules = changed("cross", "gather", args=[0, 1])(rules)
+    assert "net.decoder.0.cross: its input has shape" in told("encoder_decoder", rules)
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_a_module_for_each_head_is_not_cut_short(sp):
+    """zip ends in silence when there are fewer heads than modules: rank 1 would use rank 0's."""
+    rules = changed("c_attn", "column", pattern="net.h.*.attn.qkv")(rules_of("fused", 2))
+    rules = [
+        {**rule, "pattern": rule["pattern"].replace("c_proj", "proj").replace("gate_up", "fc1").replace("down", "fc2")}
+        for rule in rules
+    ]
+    rules = [{**r, "divide": ["n_head"]} if r["style"] == "set" else r for r in rules]
+    rules = [{k: v for k, v in r.items() if k != "segments"} if "fc1" in r["pattern"] else r for r in rules]
+    said = told("head_list", rules, sp=sp)
+    assert "the first wrong output is that of net.h.0.attn" in said
+    assert "times as large as it should be" in said
+
+
+def test_right_plans_pass():
+    kinds = ["gqa_shared", "encoder_decoder", "distilled", "reused", "all_inline"]
+    assert set(all_told([(kind, None, sp) for kind in kinds for sp in (True, False)], 4)) == {""}
+
+
+def wrong_gradient(kind: str) -> list[str]:
+    """A sum over tp that is left out: nothing in the forward changes."""
+    from unittest.mock import patch
+
+    with patch("lightning_seqpar.selfcheck.GradSync.flush_all", lambda self, check: None):
+        return verdict(kind, None, 2)
+
+
+@pytest.mark.parametrize("kind", ["einsum", "gqa", "encoder_decoder"])
+def test_a_gradient_that_is_not_summed_is_seen(kind):
+    (said, _) = run_distributed(wrong_gradient, 2, kind)
+    assert len(said) == 1
+    assert "the gradient of net." in said[0]
+    assert "times as large as it should be" in said[0]
+
+
+def test_the_model_and_the_random_streams_stay_as_they_were():
+    told_same = run_distributed(_untouched, 2)
+    assert told_same == [True, True]
+
+
+def _untouched() -> bool:
+    groups = ParallelGroups(ProcessTopology.from_config(ParallelConfig(tp=2), 2), torch.distributed.get_rank())
+    model = zoo.Zoo("gqa")
+    plan = ShardingPlan.from_rules(rules_of("gqa", 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    self_check(model, [plan], groups, example(), sp=True, regather=True, device=CPU)
+    same = all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    return same and torch.equal(torch.rand(2), expected) and all(p.grad is None for p in model.parameters())
+
+
+# ---- what is remembered ----------------------------------------------------------------------------------------
+
+
+def proofs(folder: Path) -> list[dict[str, str]]:
+    return [json.loads(file.read_text()) for file in sorted(folder.rglob("*.json"))]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def run(cache: Path, kind: str, plan: Any = "auto") -> Any:
+    return run_distributed(fit_with_cache, 2, str(cache), kind, plan)[0]
+
+
+def fit_with_cache(cache: str, kind: str, plan: Any) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache)
+        return fit("Zoo", {"kind": kind}, world=2, strategy={"tp": 2, "plan": plan}, steps=1).losses
+
+
+def test_a_proof_is_remembered_once_for_each_model(cache):
+    first = run(cache, "fused")
+    assert len(proofs(cache)) == 1
+    assert run(cache, "fused") == first
+    assert len(proofs(cache)) == 1
+    # The same classes and shapes; a string tells them apart.
+    run(cache, "fused_per_head")
+    assert len(proofs(cache)) == 2
+
+
+def test_a_refused_plan_is_not_remembered(cache):
+    rules = without("set")(rules_of("einsum", 2))
+    for _ in range(2):
+        with pytest.raises(RankFailedError, match="self_check: with the plan"):
+            run(cache, "einsum", {"base": "none", "rules": rules})
+    assert proofs(cache) == []
+
+
+def test_a_plan_file_that_changes_is_proved_again(cache, tmp_path):
+    file = tmp_path / "plan.yaml"
+    rules = rules_of("einsum", 2)
+    file.write_text(ShardingPlan.from_rules(rules).to_yaml())
+    run(cache, "einsum", str(file))
+    assert len(proofs(cache)) == 1
+    file.write_text(ShardingPlan.from_rules(without("set")(rules)).to_yaml())
+    with pytest.raises(RankFailedError, match="self_check: with the plan"):
+        run(cache, "einsum", str(file))
+
+
+# ---- examples --------------------------------------------------------------------------------------------------
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Can be read once."""
+
+    def __init__(self) -> None:
+        self.left = iter(models.tokens(count=32))
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.left)
+
+
+class WithExample(zoo.Zoo):
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.example_input_array = torch.randint(31, (2, 9))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.net(ids)
+
+
+class NeedsTrainer(zoo.Zoo):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) / self.trainer.callbacks[0].scale
+
+
+def fit_stream(model: type[L.LightningModule], **strategy: Any) -> int:
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, **strategy), max_steps=2)
+    trainer.fit(model("einsum"), DataLoader(Stream(), batch_size=8))
+    return trainer.global_step
+
+
+def test_a_stream_asks_for_an_example():
+    with pytest.raises(RankFailedError, match="is a stream that can be read once only; set example_input_array"):
+        run_distributed(fit_stream, 2, zoo.Zoo)
+    assert run_distributed(fit_stream, 2, WithExample) == [2, 2]
+
+
+def fit_counted() -> tuple[int, torch.Tensor]:
+    """How often the loader's samples were read, and what was drawn."""
+    L.seed_everything(3, verbose=False)
+    data = Counted()
+    model = zoo.Zoo("einsum")
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True))
+    return data.read, torch.rand(2)
+
+
+class Counted(TensorDataset):
+    read = 0
+
+    def __init__(self) -> None:
+        super().__init__(models.tokens(count=8).tensors[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read += 1
+        return super().__getitem__(index)
+
+
+def test_a_batch_is_peeked_on_the_first_rank_and_leaves_the_streams(cache):
+    (first, drawn), (other, same) = run_distributed(fit_counted, 2)
+    assert (first, other) == (8, 4)
+    assert torch.equal(drawn, same)
+
+
+def test_a_step_that_needs_the_trainer_says_so():
+    with pytest.raises(RankFailedError, match=r"the step uses self\.trainer\.callbacks"):
+        run_distributed(fit_needing, 2)
+
+
+def fit_needing() -> None:
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    trainer.fit(NeedsTrainer("einsum"), models.loader(4, count=8))
