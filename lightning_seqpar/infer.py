@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import combinations, islice
 from typing import Any
@@ -20,7 +21,7 @@ from torch import nn
 from lightning_seqpar.dataflow import BlockFlow, CantInferError, activation, find_exit, find_stacks, read_blocks
 from lightning_seqpar.layers import read_attribute
 from lightning_seqpar.plan import BlocksRule, ColumnRule, ReplaceRule, RowRule, ShardingPlan, WholeRule
-from lightning_seqpar.probe import Example, Quiet, default_dtype
+from lightning_seqpar.probe import Example, Quiet, default_dtype, detached_copy, is_large, kept_streams, repeats_skipped
 from lightning_seqpar.support import Block, ColumnLayout, Edit, GroupLayout
 from lightning_seqpar.trace import Call, Trace
 
@@ -44,42 +45,63 @@ class Inference:
     reasons: list[str]
 
 
-def infer_plan(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None = None) -> Inference:
-    """A plan for ``model``, a detached copy that :func:`~lightning_seqpar.probe.detached_copy` made.
+def infer_plan(
+    model: nn.Module,
+    example: Any,
+    tp: int,
+    own: ShardingPlan | None = None,
+    *,
+    dtype: torch.dtype | None = torch.float64,
+    prepare: Callable[[nn.Module], None] = lambda copied: None,
+) -> Inference:
+    """A plan for ``model``, whose copy is run on this process's CPU; the model itself is not touched.
 
     Args:
-        model: the copy; its forward is run, its weights are not changed.
-        example: an input, in the copy's dtype.
+        model: any module, on any device; one on meta, or a large one, is never materialised whole.
+        example: what ``forward`` takes (a tensor, a tuple or a dict), or an :class:`~lightning_seqpar.probe.Example`.
         tp: for how many ranks.
         own: the user's own rules; what they decide is left to them.
+        dtype: of the copy; none keeps the model's.
+        prepare: makes the copy ready for its forward.
 
     Raises:
         CantInferError: naming the module, why, and the rule to write.
     """
+    if not isinstance(example, Example):
+        kwargs = dict(example) if isinstance(example, Mapping) else {}
+        args = () if kwargs else example if isinstance(example, tuple) else (example,)
+        example = Example("the example", "forward", args, kwargs)
+    cpu = torch.device("cpu")
+    if dtype is torch.float64 and is_large(model):
+        dtype = torch.float32
+    with kept_streams(cpu), default_dtype(dtype):
+        copied = detached_copy(model, cpu, dtype)
+        prepare(copied)
+        return _infer(copied, example.to(cpu, dtype), tp, own)
+
+
+def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None) -> Inference:
     trace = Trace(model)
     decided = _Decided(model, own)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float64)
-    with default_dtype(dtype):
-        with trace.watch(), Quiet():
-            example.run(model)
-        if not trace.calls:
-            raise CantInferError(
-                f"{type(model).__name__}: a copy of it runs none of its own modules (its forward is a closure over the "
-                "original?)"
-            )
-        stacks = decided.stacks(trace) or find_stacks(trace, model)
-        if not stacks:
-            raise CantInferError(
-                f"{type(model).__name__}: no repeated blocks found, that is modules of one class that hold linears and map an "
-                "activation [b, s, h] to one of the same shape; name them by {pattern: ..., style: blocks}"
-            )
-        rules: list[dict[str, Any]] = []
-        reasons: list[str] = []
-        owners = [_owner(model, calls[0].name) for calls in stacks]
-        for calls, owner in zip(stacks, owners, strict=True):
-            found, why = _plan_stack(trace, model, calls, tp, decided, alone=owners.count(owner) == 1)
-            rules += found
-            reasons += why
+    with repeats_skipped(model) if is_large(model) else nullcontext(), trace.watch(), Quiet():
+        example.run(model)
+    if not trace.calls:
+        raise CantInferError(
+            f"{type(model).__name__}: a copy of it runs none of its own modules (its forward is a closure over the original?)"
+        )
+    stacks = decided.stacks(trace) or find_stacks(trace, model)
+    if not stacks:
+        raise CantInferError(
+            f"{type(model).__name__}: no repeated blocks found, that is modules of one class that hold linears and map an "
+            "activation [b, s, h] to one of the same shape; name them by {pattern: ..., style: blocks}"
+        )
+    rules: list[dict[str, Any]] = []
+    reasons: list[str] = []
+    owners = [_owner(model, calls[0].name) for calls in stacks]
+    for calls, owner in zip(stacks, owners, strict=True):
+        found, why = _plan_stack(trace, model, calls, tp, decided, alone=owners.count(owner) == 1)
+        rules += found
+        reasons += why
     return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons)
 
 
@@ -124,17 +146,25 @@ def _owner(model: nn.Module, block: str) -> str:
 def _plan_stack(
     trace: Trace, model: nn.Module, calls: Sequence[Call], tp: int, decided: _Decided, *, alone: bool
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    flows = read_blocks(trace, calls, model, lambda flow, row: _mixes(model, flow, row))
+    mixing: dict[Any, bool] = {}
+
+    def mixes(flow: BlockFlow, row: str) -> bool:
+        key = (row[len(flow.name) :], _likeness(flow, model))
+        if key not in mixing:
+            mixing[key] = _mixes(model, flow, row)
+        return mixing[key]
+
+    flows = read_blocks(trace, calls, model, mixes)
     known: dict[Any, BlockPlan] = {}
     plans: dict[str, BlockPlan] = {}
     dims = {}
-    names = [flow.name for flow in flows]
+    names = _all_names(model, [flow.name for flow in flows])
     for flow in flows:
         key = _likeness(flow, model)
         if key not in known:
             known[key] = _plan_block(model, flow, tp, decided, names)
             dims[flow.name] = Block(model, flow).sequence_dim()
-        plans[flow.name] = known[key]
+        plans.update(dict.fromkeys(_all_names(model, [flow.name]), known[key]))
     if len(set(dims.values())) > 1:
         raise CantInferError(f"the blocks {', '.join(dims)} have their sequence at different dims: {dims}")
     if not any(style in ("row", "replace") for plan in plans.values() for _, style, _ in plan.rules):
@@ -146,7 +176,7 @@ def _plan_stack(
     dim = next(iter(dims.values()))
     whole = any(plan.reads_length for plan in known.values())
     out: list[dict[str, Any]] = [{"pattern": blocks, "style": "blocks", "dim": dim, **({"sp": False} if whole else {})}]
-    args = {flow.name: flow.arg for flow in flows if flow.arg != 0}
+    args = {name: flow.arg for flow in flows if flow.arg != 0 for name in _all_names(model, [flow.name])}
     for arg in dict.fromkeys(args.values()):
         out.append({"pattern": _pattern([n for n in names if args.get(n) == arg]), "style": "scatter", "arg": arg})
     out += _compress(names, plans)
@@ -160,6 +190,12 @@ def _plan_stack(
     for plan in known.values():
         reasons += plan.reasons
     return out, reasons
+
+
+def _all_names(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Every name under which the blocks stand, in the model's order: in a copy one may stand for many."""
+    objects = {id(model.get_submodule(name)) for name in blocks}
+    return [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in objects]
 
 
 def _likeness(flow: BlockFlow, model: nn.Module) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,14 +63,14 @@ class Quiet(TorchDispatchMode):
 # ---- copies ----------------------------------------------------------------------------------------------------
 
 
-def _kind(module: nn.Module, index: int) -> Any:
-    """What makes two blocks of a stack alike: classes, shapes and plain settings, the block's own index aside."""
+def _kind(module: nn.Module) -> Any:
+    """What makes two blocks of a stack alike: classes, shapes and plain settings, a block's own index aside."""
 
     def settings(part: nn.Module) -> tuple[Any, ...]:
         return tuple(
             (key, value)
             for key, value in sorted(vars(part).items())
-            if isinstance(value, bool | float | str) or (isinstance(value, int) and value != index)
+            if isinstance(value, bool | int | float | str) and not _INDEX.search(key)
         )
 
     return tuple(
@@ -78,19 +79,28 @@ def _kind(module: nn.Module, index: int) -> Any:
     )
 
 
+_INDEX = re.compile(r"(idx|index|layer_id|layer_number|depth)$", re.IGNORECASE)
+"""Names of a block's own place in its stack."""
+
+
 def _share_equal_blocks(model: nn.Module, memo: dict[int, Any]) -> None:
     """Let equal blocks of the copy be one: the depth stays, the memory is that of one block of each kind."""
     for stack in model.modules():
         if not isinstance(stack, nn.ModuleList | nn.Sequential) or len(stack) < 3:
             continue
         first: dict[Any, Any] = {}
-        for index, block in enumerate(stack):
+        for block in stack:
             if id(block) in memo or not any(True for _ in block.children()):
                 continue
-            kind = _kind(block, index)
+            kind = _kind(block)
             if kind not in first:
                 first[kind] = copy.deepcopy(block, memo)
             memo[id(block)] = first[kind]
+
+
+def is_large(model: nn.Module) -> bool:
+    """Whether a copy of the model shares its equal blocks' weights."""
+    return sum(parameter.numel() for parameter in model.parameters()) > LARGE
 
 
 def detached_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | None = torch.float64) -> nn.Module:
@@ -105,7 +115,7 @@ def detached_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | N
             held = module.__dict__.get(attribute)
             if held is not None:
                 memo[id(held)] = None
-    if sum(parameter.numel() for parameter in model.parameters()) > LARGE:
+    if is_large(model):
         _share_equal_blocks(model, memo)
     copied = copy.deepcopy(model, memo)
     if any(tensor.is_meta for tensor in copied.parameters()):
@@ -132,10 +142,41 @@ def _move_weights(model: nn.Module) -> None:
                 continue
             fan_in = parameter.shape[-1] if parameter.ndim > 1 else 1
             scale = 0.5 / math.sqrt(fan_in) if parameter.ndim > 1 else 0.2
-            noise = torch.randn(parameter.shape, generator=generator) * scale
+            noise = torch.empty(parameter.shape, dtype=torch.float32).uniform_(-2, 2, generator=generator).mul_(scale)
             if parameter.ndim == 1 and float(parameter.detach().abs().max()) < 0.05:
                 noise += 0.5  # a layer scale that starts near zero hides its branch
             parameter.add_(noise.to(device=parameter.device, dtype=parameter.dtype))
+
+
+@contextmanager
+def repeats_skipped(model: nn.Module) -> Iterator[None]:
+    """Blocks that stand for more than two are run twice; after that their last output is given again."""
+    names: dict[int, int] = {}
+    for _, module in model.named_modules(remove_duplicate=False):
+        names[id(module)] = names.get(id(module), 0) + 1
+    patched = []
+    for module in model.modules():
+        if names[id(module)] > 2 and any(True for _ in module.children()):
+            module.forward = _Repeat(module.forward)
+            patched.append(module)
+    try:
+        yield
+    finally:
+        for module in patched:
+            del module.forward
+
+
+class _Repeat:
+    """A forward that stops to compute after two calls."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward, self._calls, self._last = forward, 0, None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
+        if self._calls <= 2:
+            self._last = self._forward(*args, **kwargs)
+        return self._last
 
 
 @contextmanager

@@ -177,11 +177,14 @@ class Prover:
         own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) else None
 
         def work() -> Inference:
-            cpu = torch.device("cpu")
-            with kept_streams(cpu):
-                copied = detached_copy(self._module, cpu, dtype)
-                attach_view(copied, self._trainer)
-                return infer_plan(copied, example.to(cpu, dtype), self._tp, own)
+            return infer_plan(
+                self._module,
+                example,
+                self._tp,
+                own,
+                dtype=dtype,
+                prepare=lambda copied: attach_view(copied, self._trainer),
+            )
 
         try:
             found: Inference = self._from_first_rank(work)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.infer import infer_plan
-from lightning_seqpar.probe import Example, detached_copy
+from lightning_seqpar.probe import Example
 from lightning_seqpar.selfcheck import self_check
 from lightning_seqpar.testing import RankFailedError, run_distributed
 
@@ -30,9 +30,7 @@ def example() -> Example:
 
 
 def rules_of(kind: str, tp: int) -> Rules:
-    copied = detached_copy(zoo.Zoo(kind), CPU)
-    plan = infer_plan(copied, example().to(CPU, torch.float64), tp).plan
-    return [rule.dump() for rule in plan.rules]
+    return [rule.dump() for rule in infer_plan(zoo.Zoo(kind), example(), tp).plan.rules]
 
 
 def verdict(kind: str, rules: Rules | None, tp: int, sp: bool = True) -> list[str]:
