@@ -281,8 +281,8 @@ class Blueprint:
         kind = linear_kind(module)
         if kind is None:
             raise ValueError(
-                f"{name}: style {rule.style!r} takes a linear ({{weight [out, in] or [in, out], bias}} and nothing else), and "
-                f"this {type(module).__module__}.{type(module).__name__} is none that is known to be one; leave it whole"
+                f"{name}: style {rule.style!r} takes an nn.Linear, and this is a {type(module).__module__}."
+                f"{type(module).__name__}, which is not known to compute the same (Conv1D is); leave it whole"
             )
         out, into = features(module, kind)
         self.kinds[name] = kind

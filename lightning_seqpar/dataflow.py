@@ -11,7 +11,10 @@ from torch import nn
 from lightning_seqpar.plan import Argument
 from lightning_seqpar.trace import Call, Op, Trace, Value
 
-RES, ENC = "<residual>", "<other input>"
+RES = "<residual>"
+"""Stands for the block's activation among upstream linears."""
+ENC = "<other input>"
+"""Stands for the block's other inputs."""
 _SUMS = ("add", "sub", "rsub", "addcmul", "lerp", "_foreach_add")
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 

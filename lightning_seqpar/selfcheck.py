@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lightning_seqpar.blueprint import inside
 from lightning_seqpar.collectives import split
-from lightning_seqpar.grad_sync import GradSync
+from lightning_seqpar.grad_sync import GradSync, check_replicated
 from lightning_seqpar.groups import ParallelGroups
+from lightning_seqpar.guards import check_loss, check_readers
 from lightning_seqpar.parallelize import ShardedModel, parallelize
 from lightning_seqpar.parity import gather_grads, norm_of
 from lightning_seqpar.plan import ShardingPlan
@@ -38,6 +39,10 @@ class Verdict:
 
     wrong: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
+
+
+class PlanError(Exception):
+    """The plan can't be carried out on the model."""
 
 
 class SelfCheckError(ValueError):
@@ -112,11 +117,15 @@ def self_check(
             del whole
             copied = detached_copy(model, device, dtype)
             prepare(copied)
-            record = parallelize(copied, plans, groups, sp=sp, regather=regather)
+            try:
+                record = parallelize(copied, plans, groups, sp=sp, regather=regather)
+            except ValueError as error:
+                raise PlanError from error
             record.is_copy = True
             sharded = _run(copied, record, example, names, groups)
-            record.check_closed()
             verdict = _compare(dense, sharded, record, names, groups)
+        except PlanError as error:
+            raise ValueError(str(error.__cause__)) from None  # the same on every rank: nothing has run yet
         except Exception as error:  # told to every rank below
             told = f"{type(error).__name__}: {error}"
     return _agree(verdict, told, groups)
@@ -127,12 +136,22 @@ def _agree(verdict: Verdict, told: str | None, groups: ParallelGroups) -> Verdic
     dist.all_gather_object(answers, (verdict.wrong, told), group=groups["tp"])
     for wrong, failed in answers:
         if failed is not None:
-            verdict.wrong = [f"it does not run: {failed}"]
+            verdict.wrong = [f"it does not run: {failed}" + _hint(failed)]
             return verdict
         if wrong:
             verdict.wrong = wrong
             return verdict
     return verdict
+
+
+def _hint(failed: str) -> str:
+    """What may be behind an error of torch's own."""
+    if "RuntimeError: shape" in failed or "shapes cannot be multiplied" in failed or "must match" in failed:
+        return (
+            " (a head count or a feature count that is still the whole model's, a parameter with a head dim that is not sliced, "
+            "or a length that is read from this rank's part of the sequence?)"
+        )
+    return ""
 
 
 def _watched(model: nn.Module, plans: Sequence[ShardingPlan]) -> list[str]:
@@ -150,11 +169,16 @@ def _run(
         if record is not None:
             record.reset_calls()
         loss = example.run(model)
+        if record is not None:
+            record.check_closed(loss)
+            check_loss(loss, groups)
+            check_readers(loss, record)
         model.zero_grad()
         loss.backward()  # watched too: checkpointing draws again in it
-    if sync is not None:
+    if record is not None and sync is not None:
         sync.flush_all(check=True)
         sync.remove()
+        check_replicated(model.parameters(), record.layout, groups)
     return _Run(float(loss.detach()), gather_grads(model), outputs, watch.narrow)
 
 

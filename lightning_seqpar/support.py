@@ -170,8 +170,12 @@ class Block:
         """
         columns = self.flow.columns[row]
         for name in (row, *columns):
-            if name not in self.modules or linear_kind(self.modules[name]) is None:
-                raise CantInferError(f"{name}: its weight is read past any linear module (einsum over a parameter?)")
+            if name not in self.modules:
+                raise CantInferError(f"{name}: a parameter that is multiplied past any linear module (einsum?)")
+            if linear_kind(self.modules[name]) is None:
+                raise CantInferError(
+                    f"{name}: a {type(self.modules[name]).__name__}, which is not known to compute what nn.Linear does"
+                )
         found = _Supports(self, row, columns, (), tp)
         if any(found.is_shared(column) for column in columns) and (norms := self._wide_norms(row, columns)):
             without = _Supports(self, row, columns, norms, tp)

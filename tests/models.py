@@ -304,28 +304,28 @@ class SharedBlock(GPT):
         return model.head(model.norm(model.blocks[1](x)))
 
 
-class AttentionNorm(GPT):
-    """Attention with a norm per head between qkv and proj (partial in both modes), and one behind proj."""
+class HeadNormAttention(nn.Module):
+    """A norm per head between qkv and proj (partial in both modes), and one behind proj."""
 
+    def __init__(self, behind: bool) -> None:
+        super().__init__()
+        self.n_head, self.qkv, self.proj = 4, nn.Linear(16, 48), nn.Linear(16, 16)
+        self.head_norm = nn.LayerNorm(4)
+        self.out_norm = nn.LayerNorm(16) if behind else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, self.n_head, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(self.head_norm(q), self.head_norm(k), v, is_causal=True)
+        return self.out_norm(self.proj(y.transpose(1, 2).reshape(b, s, -1)))
+
+
+class AttentionNorm(GPT):
     def __init__(self, behind: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        torch.manual_seed(5)
         for block in self.model.blocks:
-            attn = block.attn
-            attn.head_norm = nn.LayerNorm(4)
-            attn.out_norm = nn.LayerNorm(16) if behind else nn.Identity()
-            attn.forward = self._attend(attn)
+            block.attn = HeadNormAttention(behind)
         perturb(self)
-
-    @staticmethod
-    def _attend(attn: Any) -> Any:
-        def forward(x: Tensor) -> Tensor:
-            b, s, _ = x.shape
-            q, k, v = (t.view(b, s, attn.n_head, -1).transpose(1, 2) for t in attn.qkv(x).chunk(3, dim=-1))
-            y = F.scaled_dot_product_attention(attn.head_norm(q), attn.head_norm(k), v, is_causal=True)
-            return attn.out_norm(attn.proj(y.transpose(1, 2).reshape(b, s, -1)))
-
-        return forward
 
 
 class Watched(GPT):

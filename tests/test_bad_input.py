@@ -86,7 +86,7 @@ STRATEGIES: list[tuple[dict[str, Any], str]] = [
     ({"plan": "nowhere.yaml"}, "plan 'nowhere.yaml': no such file; give a YAML file, a family ("),
     ({"plan": "none"}, "plan='none' has no rules; write plan={'base': 'none', 'rules': [...]}"),
     ({"plan": {"base": "none"}}, "plan={'base': 'none'} without rules shards nothing; add rules, or use base: auto"),
-    ({"plan": [{"pattern": "a", "style": "colum"}]}, "plan rule {'pattern': 'a', 'style': 'colum'}: no style 'colum'; did you mean 'column'?"),
+    ({"plan": [{"pattern": "a", "style": "colum"}]}, "plan rule {'pattern': 'a', 'style': 'colum'}: no style 'colum'; did you mean 'column'"),
     ({"plan": [{"pattern": "a"}]}, "plan rule {'pattern': 'a'}: a rule is a mapping with at least 'pattern' and 'style'"),
     ({"plan": [{"pattern": "a..b", "style": "row"}]}, "pattern='a..b': write names joined by single dots, '*' for one name, '{a,b}' for alternatives"),
     ({"plan": [{"pattern": "{a,b", "style": "row"}]}, "pattern='{a,b': a brace is not closed; write alternatives as '{a,b}'"),

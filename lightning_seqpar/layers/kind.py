@@ -15,9 +15,12 @@ LinearKind = Literal["out_in", "in_out"]
 def linear_kind(module: nn.Module) -> LinearKind | None:
     """How ``module`` keeps its weight if it computes ``x Wᵀ + b`` and nothing else; none for any other module.
 
-    A class that is not ``nn.Linear`` is tried on random numbers: quantised, merged or noisy linears are none.
+    Subclasses of ``nn.Linear`` that are not torch's are none: quantised linears are such. A class of another line
+    (Conv1D) is tried on random numbers.
     """
-    if type(module) is nn.Linear:
+    if isinstance(module, nn.Linear):
+        if not type(module).__module__.startswith("torch.nn.modules.linear"):
+            return None
         return "out_in" if set(dict(module.named_parameters())) <= {"weight", "bias"} else None
     own = dict(module.named_parameters())
     weight, bias = own.get("weight"), own.get("bias")
@@ -26,8 +29,6 @@ def linear_kind(module: nn.Module) -> LinearKind | None:
         return None
     if weight is None or weight.ndim != 2 or not weight.is_floating_point() or (bias is not None and bias.ndim != 1):
         return None
-    if type(module).forward is nn.Linear.forward:
-        return "out_in"
     if weight.is_meta or isinstance(module, nn.Embedding):
         return None
     return _try(module, weight, bias)
