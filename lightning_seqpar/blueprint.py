@@ -13,6 +13,7 @@ from lightning_seqpar.layers import (
     LinearKind,
     ParallelMultiheadAttention,
     Shard,
+    VocabParallelEmbedding,
     features,
     linear_kind,
     read_attribute,
@@ -34,6 +35,7 @@ from lightning_seqpar.plan import (
     ScatterRule,
     SetRule,
     ShardingPlan,
+    VocabRule,
     WholeRule,
     match_pattern,
 )
@@ -113,6 +115,7 @@ class Blueprint:
         self.gathers = self._last(matches, (GatherRule,))
         self.copies = self._last(matches, (CopyRule,))
         self.wholes = self._last(matches, (WholeRule,))
+        self.vocabs = self._last(matches, (VocabRule,))
         self.wide = self._last(matches, (FullWidthRule,))
         heads = self._last(matches, (LocalHeadsRule,))
         self.sliced_args = {n: m.rule for n, m in heads.items() if isinstance(m.rule, LocalHeadsRule) and m.rule.args}
@@ -235,6 +238,8 @@ class Blueprint:
 
     def check(self) -> None:
         """Refuse what can't be done right; plan the shards."""
+        for name in self.wholes:
+            self._check_whole(name)
         for name, match in self.linear.items():
             if name in self.encoders:
                 if self.region_owned_by(name) is None:
@@ -249,12 +254,12 @@ class Blueprint:
                 self._check_linear(name, match.rule)
         for name in (*self.gathers, *self.copies, *self.wholes, *self.wide, *self.sliced_args, *self.sliced_tensors):
             self.region_of(name)
-        for name in self.wholes:
-            self._check_whole(name)
         for name, rule in self.sliced_tensors.items():
             self._check_sliced(name, rule)
         for name in self.wide:
             self._check_wide(name)
+        for name in self.vocabs:
+            self._check_vocab(name)
         for match in self.sets:
             self._check_set(match)
         if not self.linear.keys() - self.encoders:
@@ -337,6 +342,25 @@ class Blueprint:
         dim = rule.dim % tensor.ndim
         length = tensor.shape[dim]
         return Shard.by_segments(dim, [length], [length], self.size, name)
+
+    def _check_vocab(self, name: str) -> None:
+        module = self.modules[name]
+        if any(stack.covers(name) for stack in self.stacks):
+            raise ValueError(
+                f"{name}: 'vocab' takes an embedding or a head outside the blocks; use column and row inside"
+            )
+        if isinstance(module, nn.Embedding):
+            VocabParallelEmbedding.check(module, name)
+        elif linear_kind(module) != "out_in":
+            raise ValueError(
+                f"{name}: 'vocab' takes an nn.Embedding or an nn.Linear, and this is a {type(module).__name__}; leave it whole"
+            )
+
+    def vocab_shard(self, name: str) -> Shard:
+        """How 'vocab' deals out a module's parameters."""
+        weight = self.modules[name].weight
+        assert isinstance(weight, Tensor)
+        return Shard.by_vocabulary(weight.shape[0], self.size)
 
     def _check_wide(self, name: str) -> None:
         wrong = [n for n, p in self.modules[name].named_parameters() if p.ndim != 1]
@@ -424,10 +448,12 @@ class Blueprint:
                 names[id(parameter)].append(canonical)
         for tied in names.values():
             facts = {self._fact(name) for name in tied}
+            if len(facts) == 1 and all(name.rpartition(".")[0] in self.vocabs for name in tied):
+                continue
             if len(facts) > 1 or (len(tied) > 1 and any(shard is not None for shard, _ in facts)):
                 raise ValueError(
                     f"{' and '.join(tied)} are one tied parameter, used both inside and outside the sequence region or "
-                    "sharded; its gradient can't be synced by one rule: leave it whole on both sides, or untie it"
+                    "sharded on one side; its gradient can't be synced by one rule: leave it whole on both sides, or untie it"
                 )
 
     # ---- layouts -----------------------------------------------------------------------------------------------
@@ -448,6 +474,9 @@ class Blueprint:
         sliced = self.sliced_shard(parameter)
         if sliced is not None:
             return ParamLayout(parameter, shape, sliced, reason="local_heads: sliced along its heads", free=True), False
+        if module in self.vocabs:
+            reason = "vocab: sharded by vocabulary"
+            return ParamLayout(parameter, shape, self.vocab_shard(module), reason=reason, free=True), False
         if any(inside(module, name) for name in self.wholes):
             return layout(reason="computed whole on every rank: identical gradients"), False
         around = next(

@@ -37,6 +37,8 @@ from lightning_seqpar.layers import (
     ParallelMultiheadAttention,
     ParallelTransformerEncoder,
     RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
     read_attribute,
     set_data,
     shrink,
@@ -161,6 +163,7 @@ class _Swap(Blueprint):
             self._swap(name, match.rule)
         for match in self.sets:
             self._set(match)
+        self._swap_vocabs()
         choices = [(match.name, match.rule.style, match.source) for match in self.matches]
         record = ShardedModel(
             self.model,
@@ -191,6 +194,7 @@ class _Swap(Blueprint):
             for name, m in self.linear.items()
             if isinstance(m.rule, ReplaceRule) and name not in self.encoders
         }
+        changed |= {name: ["num_embeddings", "out_features"] for name in self.vocabs}
         for match in self.sets:
             assert isinstance(match.rule, SetRule)
             changed.setdefault(match.name, []).extend(
@@ -233,6 +237,19 @@ class _Swap(Blueprint):
                 layout = ParamLayout(name, tuple(tensor.shape), shard, reason="local_heads: sliced along its heads")
                 setattr(self.modules[module], leaf, shard.take(tensor, self.rank))
                 yield name, layout
+
+    def _swap_vocabs(self) -> None:
+        cut: set[int] = set()
+        shards = {name: self.vocab_shard(name) for name in self.vocabs}
+        for name, shard in shards.items():
+            module = self.modules[name]
+            assert isinstance(module, nn.Embedding | nn.Linear)
+            first = id(module.weight) not in cut
+            cut.add(id(module.weight))
+            if isinstance(module, nn.Embedding):
+                VocabParallelEmbedding.adopt(module, shard, self.groups["tp"], self.rank, cut=first)
+            else:
+                VocabParallelHead.adopt(module, shard, self.groups["tp"], self.rank, cut=first)
 
     def _set(self, match: Match) -> None:
         rule, module = match.rule, self.modules[match.name]
@@ -325,7 +342,17 @@ def _restorer(module: nn.Module, attributes: Iterable[str]) -> Callable[[], None
 
     def restore() -> None:
         if module.__class__ is not kind:
-            for key in ("region", "shard", "full_name", "global_heads", "gathers_input", "packs", "transposed"):
+            for key in (
+                "region",
+                "shard",
+                "full_name",
+                "global_heads",
+                "gathers_input",
+                "packs",
+                "transposed",
+                "group",
+                "rank",
+            ):
                 module.__dict__.pop(key, None)
             module.__class__ = kind
         for key in names:

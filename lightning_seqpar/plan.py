@@ -25,9 +25,6 @@ from lightning_seqpar.config import FrozenModel, PlanSpec, nearest
 Argument = int | str
 """An argument of a call: its position or its name."""
 
-LATER_STYLES = ("vocab",)
-"""Styles of the vocabulary that do not run yet."""
-
 EXAMPLE = """\
 rules:
 - {pattern: "layers.*", style: blocks, dim: 1}                   # the repeated blocks; dim of the sequence
@@ -184,6 +181,12 @@ class RowRule(Rule):
     """As for a column."""
 
 
+class VocabRule(Rule):
+    """An embedding or a head outside the blocks, sharded by vocabulary; tied ones together."""
+
+    style: Literal["vocab"] = "vocab"
+
+
 class SetRule(Rule):
     """Attributes of the module instance that change under tensor parallelism."""
 
@@ -215,6 +218,7 @@ _STYLES: dict[str, type[Rule]] = {
     "full_width": FullWidthRule,
     "column": ColumnRule,
     "row": RowRule,
+    "vocab": VocabRule,
     "set": SetRule,
     "replace": ReplaceRule,
 }
@@ -234,8 +238,6 @@ def parse_rule(data: Any) -> Rule:
             "{pattern: layers.*, style: blocks}"
         )
     style = data["style"]
-    if style in LATER_STYLES:
-        raise ValueError(f"plan rule {dict(data)}: the style {style!r} does not run yet; leave those modules whole")
     if style not in _STYLES:
         raise ValueError(
             f"plan rule {dict(data)}: no style {style!r}; did you mean {nearest(str(style), list(_STYLES))}?"

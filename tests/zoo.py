@@ -391,6 +391,76 @@ class FlatBlock(nn.Module):
         return x + self.mlp(self.n2(x))
 
 
+class Conv1D(nn.Module):
+    """A linear that keeps its weight as ``[in, out]``."""
+
+    def __init__(self, into: int, out: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(into, out) * 0.1), nn.Parameter(torch.zeros(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+
+
+class Settings:
+    """A config that all modules share."""
+
+    def __init__(self, dim: int, n_head: int) -> None:
+        self.dim, self.n_head = dim, n_head
+
+
+class ConfiguredAttention(nn.Module):
+    """Reads its head count from the config in its forward."""
+
+    def __init__(self, config: Settings) -> None:
+        super().__init__()
+        self.config = config
+        self.c_attn, self.c_proj = Conv1D(config.dim, 3 * config.dim), Conv1D(config.dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, self.config.n_head, -1).transpose(1, 2) for t in self.c_attn(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).reshape(b, s, -1))
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        config = Settings(16, 4)
+        self.config, self.embed = config, nn.Embedding(31, 16)
+        self.h = nn.ModuleList(PreNorm(16, ConfiguredAttention(config), FeedForward(16, 32)) for _ in range(2))
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.h:
+            x = block(x)
+        assert self.config.n_head == 4  # shared with everybody else
+        return self.out(self.norm(x))
+
+
+class TorchDecoder(nn.Module):
+    """``nn.TransformerDecoder`` over an ``nn.TransformerEncoder``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 16)
+        self.net = nn.Transformer(16, 4, 2, 2, 32, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(16, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=self.out.weight.dtype)
+        padding = ids[:, :7].flip(1) == 0
+        y = self.net(
+            self.embed(ids[:, :7].flip(1)),
+            self.embed(ids),
+            tgt_mask=mask,
+            memory_key_padding_mask=padding & ~padding.all(1, keepdim=True),
+        )
+        return self.out(y)
+
+
 # ---- whole models ----------------------------------------------------------------------------------------------
 
 
@@ -600,6 +670,8 @@ MODELS: dict[str, Any] = {
     "vision": Vision,
     "encoder_decoder": EncoderDecoder,
     "distilled": Distilled,
+    "configured": Configured,
+    "torch_decoder": TorchDecoder,
     "tied": lambda: Decoder("fused", tied=True),
 }
 

@@ -5,6 +5,7 @@ from lightning_seqpar.layers.kind import LinearKind, features, linear_kind
 from lightning_seqpar.layers.linear import ColumnParallelLinear, RowParallelLinear, set_data, sharded_linear, shrink
 from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.layers.view import AttributeView, read_attribute, write_attribute
+from lightning_seqpar.layers.vocab import VocabParallelEmbedding, VocabParallelHead
 
 __all__ = [
     "AttributeView",
@@ -14,6 +15,8 @@ __all__ = [
     "ParallelTransformerEncoder",
     "RowParallelLinear",
     "Shard",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
     "features",
     "linear_kind",
     "read_attribute",

@@ -18,11 +18,20 @@ class Shard:
         dim: the tensor dim.
         length: its global length.
         ranges: for each rank, the ``(start, stop)`` ranges that it holds, in the order in which it holds them.
+        padded: length on every rank, with zeros behind what it holds; none for no padding.
     """
 
     dim: int
     length: int
     ranges: tuple[tuple[tuple[int, int], ...], ...]
+    padded: int | None = None
+
+    @classmethod
+    def by_vocabulary(cls, length: int, size: int) -> Shard:
+        """Dim 0 in equal parts, padded where it does not divide."""
+        part = -(-length // size)
+        ranges = tuple(((min(rank * part, length), min((rank + 1) * part, length)),) for rank in range(size))
+        return cls(0, length, ranges, part)
 
     @classmethod
     def by_segments(cls, dim: int, segments: Sequence[int], units: Sequence[int], size: int, name: str) -> Shard:
@@ -90,6 +99,8 @@ class Shard:
 
     def local_length(self, rank: int) -> int:
         """Length of the dim on ``rank``."""
+        if self.padded is not None:
+            return self.padded
         return sum(stop - start for start, stop in self.ranges[rank])
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
@@ -97,6 +108,10 @@ class Shard:
         if whole.shape[self.dim] != self.length:
             raise ValueError(f"expected {self.length} at dim {self.dim}, got a tensor of shape {list(whole.shape)}")
         pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
+        if self.padded is not None:
+            shape = list(whole.shape)
+            shape[self.dim] = self.padded - sum(stop - start for start, stop in self.ranges[rank])
+            pieces.append(whole.new_zeros(shape))
         return torch.cat(pieces, self.dim).clone(memory_format=torch.contiguous_format)
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:

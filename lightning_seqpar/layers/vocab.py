@@ -1,0 +1,105 @@
+"""Embeddings and heads sharded by vocabulary, after arXiv 1909.08053."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from lightning_seqpar.collectives import (
+    copy_to_tensor_parallel_region,
+    gather_replicated_from_sequence_parallel_region,
+    reduce_from_tensor_parallel_region,
+)
+from lightning_seqpar.layers.linear import shrink
+from lightning_seqpar.layers.shard import Shard
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding of which every rank holds a part of the vocabulary, made in place.
+
+    ============  ==============  =========================
+    tensor        global          local
+    ============  ==============  =========================
+    ids           ``[b, s]``      ``[b, s]``
+    weight        ``[v, h]``      ``[ceil(v/tp), h]``, zero rows behind the last rank's part
+    output        ``[b, s, h]``   ``[b, s, h]``, summed over tp
+    ============  ==============  =========================
+    """
+
+    shard: Shard
+    group: ProcessGroup
+    rank: int
+
+    @classmethod
+    def adopt(cls, embedding: nn.Embedding, shard: Shard, group: ProcessGroup, rank: int, *, cut: bool) -> None:
+        """Turn ``embedding`` into this class; ``cut`` its weight unless a module that it is tied to did."""
+        embedding.__class__ = cls
+        layer: Any = embedding
+        layer.shard, layer.group, layer.rank = shard, group, rank
+        if cut:
+            shrink(layer.weight, shard, rank)
+        layer.num_embeddings = layer.weight.shape[0]
+
+    @staticmethod
+    def check(embedding: nn.Embedding, name: str) -> None:
+        """Refuse what has no parallel form.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        for option, wrong in (
+            ("max_norm", embedding.max_norm is not None),
+            ("scale_grad_by_freq", embedding.scale_grad_by_freq),
+            ("sparse", embedding.sparse),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"{name}: an nn.Embedding with {option} can't be sharded by vocabulary; leave it whole"
+                )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``[b, s]`` → ``[b, s, h]``."""
+        ((start, stop),) = self.shard.ranges[self.rank]
+        mine = (ids >= start) & (ids < stop)
+        local = (ids - start).masked_fill(~mine, 0)
+        out = F.embedding(local, self.weight) * mine.unsqueeze(-1)
+        if self.padding_idx is not None:  # its row gets no gradient
+            pads = ids == self.padding_idx
+            out = out.detach() * pads.unsqueeze(-1) + out * ~pads.unsqueeze(-1)
+        return reduce_from_tensor_parallel_region(out, self.group)
+
+
+class VocabParallelHead(nn.Linear):
+    """A head of which every rank computes the logits of its part of the vocabulary, made in place.
+
+    ============  ==============  =========================
+    tensor        global          local
+    ============  ==============  =========================
+    input         ``[b, s, h]``   ``[b, s, h]``
+    weight        ``[v, h]``      ``[ceil(v/tp), h]``
+    output        ``[b, s, v]``   ``[b, s, v]``, gathered
+    ============  ==============  =========================
+    """
+
+    shard: Shard
+    group: ProcessGroup
+
+    @classmethod
+    def adopt(cls, head: nn.Linear, shard: Shard, group: ProcessGroup, rank: int, *, cut: bool) -> None:
+        """Turn ``head`` into this class; ``cut`` its weight unless a module that it is tied to did."""
+        head.__class__ = cls
+        layer: Any = head
+        layer.shard, layer.group = shard, group
+        if cut:
+            shrink(layer.weight, shard, rank)
+        if layer.bias is not None:
+            shrink(layer.bias, shard, rank)
+        layer.out_features = layer.weight.shape[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., h]`` → ``[..., v]``."""
+        logits = F.linear(copy_to_tensor_parallel_region(x, self.group), self.weight, self.bias)
+        return gather_replicated_from_sequence_parallel_region(logits, logits.ndim - 1, self.group, self.shard.length)
