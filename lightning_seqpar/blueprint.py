@@ -227,12 +227,14 @@ class Blueprint:
 
     def _let_whole_win(self, matches: list[Match]) -> None:
         """A 'whole' undoes what earlier rules said of the module and its inside."""
-        for at in range(len(matches) - 1, -1, -1):
-            rule, name = matches[at].rule, matches[at].name
-            if isinstance(rule, WholeRule):
-                earlier = matches[:at]
-                kept = [m for m in earlier if not inside(m.name, name) or isinstance(m.rule, BlocksRule | ScatterRule)]
-                matches[:at] = kept
+        kept: list[Match] = []
+        for match in matches:
+            if isinstance(match.rule, WholeRule):
+                kept = [
+                    m for m in kept if not inside(m.name, match.name) or isinstance(m.rule, BlocksRule | ScatterRule)
+                ]
+            kept.append(match)
+        matches[:] = kept
 
     # ---- checks, before anything changes -----------------------------------------------------------------------
 
