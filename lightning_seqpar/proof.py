@@ -92,7 +92,11 @@ class Prover:
         known = self._from_first_rank(lambda: None if key is None else _read(key))
         cached = None if known is None else ShardingPlan.from_yaml_text(known["plan"]) if known["plan"] else None
         started = time.monotonic()
+        if isinstance(self._config.plan, PlanSpec):
+            ShardingPlan.from_rules(self._config.plan.rules, source="your plan").match(self._module)
         out.plans = resolve_plans(self._config.plan, self._module, lambda: cached or self._infer())
+        for plan in out.plans:
+            plan.match(self._module)
         inferred = [plan for plan in out.plans if plan.source == "inferred"]
         if inferred:
             out.lines += [f"why: {reason}" for reason in self._reasons]
@@ -122,6 +126,8 @@ class Prover:
                 box[0] = work()
             except (CantInferError, NoExampleError) as error:
                 box[1] = str(error)
+            except Exception as error:  # anything else is told too: the others wait for an answer
+                box[1] = f"{type(error).__name__}: {error}"
         dist.broadcast_object_list(box, src=dist.get_process_group_ranks(self._world)[0], group=self._world)
         if box[1] is not None:
             raise CantInferError(box[1])
