@@ -21,7 +21,16 @@ from torch import nn
 from lightning_seqpar.dataflow import BlockFlow, CantInferError, activation, find_exit, find_stacks, read_blocks
 from lightning_seqpar.layers import read_attribute
 from lightning_seqpar.plan import BlocksRule, ColumnRule, ReplaceRule, RowRule, ShardingPlan, WholeRule
-from lightning_seqpar.probe import Example, Quiet, default_dtype, detached_copy, is_large, kept_streams, repeats_skipped
+from lightning_seqpar.probe import (
+    Example,
+    Quiet,
+    default_dtype,
+    detached_copy,
+    is_large,
+    kept_streams,
+    repeats_skipped,
+    seed_streams,
+)
 from lightning_seqpar.support import Block, ColumnLayout, Edit, GroupLayout
 from lightning_seqpar.trace import Call, Trace
 
@@ -83,7 +92,8 @@ def infer_plan(
 def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None) -> Inference:
     trace = Trace(model)
     decided = _Decided(model, own)
-    with repeats_skipped(model) if is_large(model) else nullcontext(), trace.watch(), Quiet():
+    with repeats_skipped(model) if is_large(model) else nullcontext(), trace.watch(), Quiet(draws=example.draws):
+        seed_streams()
         example.run(model)
     if not trace.calls:
         raise CantInferError(
@@ -124,11 +134,9 @@ class _Decided:
         return [list(calls.values()) for calls in found.values()]
 
     def covers(self, *names: str) -> bool:
-        """Whether one of the modules is decided."""
-        return any(
-            name in self._linears or name in self._replaced or any(_inside(name, whole) for whole in self._wholes)
-            for name in names
-        )
+        """Whether the modules of a group are decided: one is computed whole, or the user names them all."""
+        whole = any(_inside(name, one) for name in names for one in self._wholes)
+        return whole or all(name in self._linears or name in self._replaced for name in names)
 
 
 def _inside(name: str, parent: str) -> bool:
@@ -162,7 +170,7 @@ def _plan_stack(
     for flow in flows:
         key = _likeness(flow, model)
         if key not in known:
-            known[key] = _plan_block(model, flow, tp, decided, names)
+            known[key] = _plan_block(trace, model, flow, tp, decided, names)
             dims[flow.name] = Block(model, flow).sequence_dim()
         plans.update(dict.fromkeys(_all_names(model, [flow.name]), known[key]))
     if len(set(dims.values())) > 1:
@@ -216,8 +224,10 @@ def _likeness(flow: BlockFlow, model: nn.Module) -> Any:
 # ---- one block -------------------------------------------------------------------------------------------------
 
 
-def _plan_block(model: nn.Module, flow: BlockFlow, tp: int, decided: _Decided, stack: Sequence[str]) -> BlockPlan:
-    block = Block(model, flow)
+def _plan_block(
+    trace: Trace, model: nn.Module, flow: BlockFlow, tp: int, decided: _Decided, stack: Sequence[str]
+) -> BlockPlan:
+    block = Block(model, flow, set(stack) - {flow.name})
     plan = BlockPlan()
     cut = len(flow.name) + 1
     groups: list[GroupLayout] = []
@@ -230,12 +240,19 @@ def _plan_block(model: nn.Module, flow: BlockFlow, tp: int, decided: _Decided, s
             plan.rules.append((row[cut:], "replace", {}))
             plan.reasons.append(f"{row}: an nn.MultiheadAttention, which calls its projections through raw weights")
         else:
+            tried = [*groups]
             try:
                 group = block.group(row, tp)
-                groups.append(group)
-                edits += _find_edits(block, groups, edits, tp)
+                tried.append(group)
+                found = _find_edits(trace, block, tried, edits, tp)
             except CantInferError as error:
-                raise CantInferError(f"{error}\n  {_what_to_write(flow, row, stack)}") from None
+                if _mixes(model, flow, row, unknown=True):
+                    raise CantInferError(f"{error}\n  {_what_to_write(flow, row, stack)}") from None
+                plan.reasons.append(
+                    f"{row}: left whole, as are its columns; they work on each position alone ({error})"
+                )
+                continue
+            groups, edits = tried, [*edits, *found]
             alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
             if alone and block.mixes_positions(row):
                 plan.reads_length = True
@@ -266,11 +283,14 @@ def _plan_block(model: nn.Module, flow: BlockFlow, tp: int, decided: _Decided, s
     return plan
 
 
-def _mixes(model: nn.Module, flow: BlockFlow, row: str) -> bool:
-    """Whether positions mix between the row's columns and the row; an ``nn.MultiheadAttention`` gathers for itself."""
-    linears = (row, *flow.columns[row])
-    known = all(name in dict(model.named_modules()) for name in linears)
-    return known and row not in flow.attentions and Block(model, flow).mixes_positions(row)
+def _mixes(model: nn.Module, flow: BlockFlow, row: str, *, unknown: bool = False) -> bool:
+    """Whether positions mix between the row's columns and the row; ``unknown`` where no module can be asked."""
+    if row in flow.attentions:
+        return False  # it gathers for itself
+    modules = {name for name, _ in model.named_modules()}
+    if not all(name in modules for name in (row, *flow.columns[row])):
+        return unknown
+    return Block(model, flow).mixes_positions(row)
 
 
 def _what_to_write(flow: BlockFlow, row: str, stack: Sequence[str]) -> str:
@@ -321,6 +341,8 @@ def _edit_rules(model: nn.Module, edits: Sequence[Edit], tp: int, cut: int) -> l
     for edit in edits:
         if edit.kind == "tensor":
             out.append((f"{edit.module}.{edit.key}"[cut:], "local_heads", {"dim": edit.dim} if edit.dim else {}))
+        elif edit.kind == "given":
+            continue  # another block made it of its own part
         elif edit.kind == "arg":
             out.append((edit.module[cut:], "local_heads", {"args": [edit.key], "dim": edit.dim}))
         else:
@@ -356,6 +378,12 @@ def _local_numbers(block: Block, groups: Sequence[GroupLayout], tp: int) -> dict
     return shares
 
 
+def _is_settings(value: Any) -> bool:
+    """Whether an attribute is an object of plain settings, such as a config that many modules share."""
+    simple = isinstance(value, nn.Module | torch.Tensor | type | Mapping) or callable(value)
+    return not simple and isinstance(getattr(value, "__dict__", None), dict)
+
+
 def _modules_around(block: Block, group: GroupLayout) -> list[str]:
     """The modules that the group's linears stand in, the innermost first, and their parts; the block last."""
     around: dict[str, None] = {}
@@ -367,7 +395,7 @@ def _modules_around(block: Block, group: GroupLayout) -> list[str]:
     return sorted(around, key=len, reverse=True)
 
 
-def _candidates(block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Edit]:
+def _candidates(trace: Trace, block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Edit]:
     """Attributes, tensors and arguments that may have to change, the likeliest first."""
     shares = _local_numbers(block, groups, tp)
     group = groups[-1]
@@ -380,8 +408,8 @@ def _candidates(block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Ed
         for key, value in vars(module).items():
             if type(value) is int and value in shares:
                 found.append(Edit("set", name, key, value=shares[value]))
-            elif key in ("config", "cfg", "args", "hparams", "params") and not isinstance(value, nn.Module):
-                inner = getattr(value, "__dict__", {})
+            elif _is_settings(value):
+                inner = vars(value)
                 found += [
                     Edit("set", name, f"{key}.{leaf}", value=shares[number])
                     for leaf, number in inner.items()
@@ -398,7 +426,7 @@ def _candidates(block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Ed
             found += [Edit("tensor", name, key, dim=dim) for dim in dims]
     for name in inside:
         found += [
-            Edit("arg", name, key, dim=dim)
+            Edit("given" if _is_made_in_another_block(trace, block, name, key) else "arg", name, key, dim=dim)
             for key, shape in block.argument_shapes(name).items()
             for dim, size in enumerate(shape)
             if size == group.units and len(shape) > 2 and dim < len(shape) - 1
@@ -406,7 +434,20 @@ def _candidates(block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Ed
     return sorted(found, key=lambda edit: (edit.kind != "set", "head" not in str(edit.key)))
 
 
-def _find_edits(block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit], tp: int) -> list[Edit]:
+def _is_made_in_another_block(trace: Trace, block: Block, name: str, key: int | str) -> bool:
+    """Whether a module's argument was made by another block: then it is this rank's part already."""
+    inside = next(call for call in trace.calls_of(name) if call.first_op >= block.flow.call.first_op)
+    value = inside.args.get(key)
+    if value is None:
+        return False
+    root = trace.values[value].root
+    maker = next((op for op in trace.ops if any(trace.values[n].root == root for n in op.outputs)), None)
+    return maker is not None and any(trace.calls[n].name in block.blocks for n in maker.stack)
+
+
+def _find_edits(
+    trace: Trace, block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit], tp: int
+) -> list[Edit]:
     """The fewest things that must change so that every rank computes its part; beside ``edits``.
 
     Raises:
@@ -415,7 +456,7 @@ def _find_edits(block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edi
     first = block.rehearse(groups, tp, edits)
     if first is None:
         return []
-    candidates = [edit for edit in _candidates(block, groups, tp) if edit not in edits]
+    candidates = [edit for edit in _candidates(trace, block, groups, tp) if edit not in edits]
     for chosen in islice(_subsets(candidates), _TRIES):
         if block.rehearse(groups, tp, [*edits, *chosen]) is None:
             return list(chosen)

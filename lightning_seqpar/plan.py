@@ -325,6 +325,11 @@ class ShardingPlan:
         """From what :meth:`to_yaml` wrote."""
         return cls.from_rules(yaml.safe_load(text)["rules"], source=source)
 
+    def without_sp(self) -> ShardingPlan:
+        """The same with whole sequences in every stack of blocks."""
+        rules = [rule.model_copy(update={"sp": False}) if isinstance(rule, BlocksRule) else rule for rule in self.rules]
+        return ShardingPlan(tuple(rules), self.prefix, self.source)
+
     def to_yaml(self) -> str:
         """The rules as YAML that :meth:`from_yaml` reads back; patterns carry the prefix."""
         lines = [

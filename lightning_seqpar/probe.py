@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -32,25 +34,35 @@ class NoExampleError(ValueError):
 
 
 class Quiet(TorchDispatchMode):
-    """Random draws become their middle value: two runs of one model are alike, dropout or not."""
+    """Random draws become constants that keep everything: two runs of one model are alike, dropout or not.
 
-    def __init__(self) -> None:
+    Args:
+        draws: leave numbers that are not masks to chance: for a step that needs some (masked tokens).
+    """
+
+    def __init__(self, *, draws: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.name().split("::")[-1].split(".")[0]
+        # Nothing is drawn for these, so that the streams stay alike where other things are drawn.
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if name == "bernoulli_":
+            return args[0].fill_(1)
         out = func(*args, **(kwargs or {}))
-        if name in ("bernoulli", "bernoulli_"):
+        if name == "bernoulli":
             return out.fill_(1)
+        if self._draws:
+            return out
         if name in ("rand", "rand_like"):
-            return out.fill_(0.5)
+            return out.fill_(0.75)  # layerdrop compares with small numbers, from either side
         if name == "uniform_":
             low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])[:2]
-            return out.fill_((low + high) / 2)
+            return out.fill_(low + 0.75 * (high - low))
         if name in ("randn", "randn_like"):
             return out.zero_()
         if name == "normal_":
@@ -58,6 +70,13 @@ class Quiet(TorchDispatchMode):
         if name == "randperm":
             return out.copy_(torch.arange(out.numel(), device=out.device))
         return out
+
+
+def seed_streams() -> None:
+    """The same beginning for every run that is compared; inside :func:`kept_streams`."""
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------
@@ -213,12 +232,14 @@ class Example:
         method: the method that takes it: ``forward`` or a step.
         args: positional arguments.
         kwargs: named arguments.
+        draws: it needs random numbers that are random.
     """
 
     source: str
     method: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    draws: bool = False
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> Example:
         """The same on a device, floats in ``dtype``."""
@@ -228,7 +249,7 @@ class Example:
             return tensor.detach().to(device=device, dtype=kind)
 
         args, kwargs = tree_map_only(Tensor, move, (self.args, dict(self.kwargs)))
-        return Example(self.source, self.method, args, kwargs)
+        return replace(self, args=args, kwargs=kwargs)
 
     def run(self, model: nn.Module) -> Tensor:
         """One number with a gradient: the step's loss, or a fixed projection of the outputs.

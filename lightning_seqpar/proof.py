@@ -12,7 +12,7 @@ import sysconfig
 import time
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from lightning_seqpar.probe import (
     detached_copy,
     find_examples,
     kept_streams,
+    seed_streams,
 )
 from lightning_seqpar.selfcheck import SelfCheckError, self_check
 
@@ -79,6 +80,8 @@ class Prover:
         self._world = groups[tuple(sorted(groups.topology.axes))]
         self._tp = groups.size("tp")
         self._found: tuple[Example | None, torch.dtype | None, list[str]] | None = None
+        self._shared = False
+        self._digest = ""
         self._reasons: list[str] = []
 
     def prove(self) -> Proved:
@@ -88,9 +91,9 @@ class Prover:
             ValueError: if no plan is found, or none that is right; the message says what to write.
         """
         out = Proved()
-        key = _fingerprint(self._module, self._config, self._tp)
+        key = self._from_first_rank(self._key)
         known = self._from_first_rank(lambda: None if key is None else _read(key))
-        cached = None if known is None else ShardingPlan.from_yaml_text(known["plan"]) if known["plan"] else None
+        cached = None if known is None or not known["plan"] else ShardingPlan.from_yaml_text(known["plan"])
         started = time.monotonic()
         if isinstance(self._config.plan, PlanSpec):
             ShardingPlan.from_rules(self._config.plan.rules, source="your plan").match(self._module)
@@ -107,9 +110,11 @@ class Prover:
             )
             return out
         if known is not None:
-            out.lines.append("self-check: passed before, for the same source, plan and versions")
+            out.lines.append("self-check: passed before, for the same source, plan, versions and numbers")
             return out
-        if self._check(out):
+        passed = self._check_or_widen(out, inferred)
+        inferred = [plan for plan in out.plans if plan.source == "inferred"]
+        if passed:
             if key is not None and dist.get_rank(self._world) == 0:
                 _write(key, inferred[0].to_yaml() if inferred else "")
             _, _, source = self._example_source()
@@ -133,10 +138,25 @@ class Prover:
             raise CantInferError(box[1])
         return box[0]
 
-    def _example(self) -> tuple[Example | None, torch.dtype | None, list[str]]:
+    def _key(self) -> str | None:
+        """What a proof is remembered by: all that can be told of the model, and the numbers that it computes.
+
+        Attributes, sources and versions can't tell everything (a global, a hook, the content of a buffer); the loss and
+        the gradients of the example do.
+        """
+        told = _fingerprint(self._module, self._config, self._tp)
         if self._found is None:
-            self._found = self._from_first_rank(self._seek_example)
-        return self._found
+            self._found = self._seek_example()
+        if told is None or self._found[0] is None or not self._digest:
+            return None
+        return hashlib.sha256((told + self._digest).encode()).hexdigest()
+
+    def _example(self) -> tuple[Example | None, torch.dtype | None, list[str]]:
+        if not self._shared:
+            own = self._found
+            self._found = self._from_first_rank(lambda: own if own is not None else self._seek_example())
+            self._shared = True
+        return self._found  # type: ignore[return-value]
 
     def _example_source(self) -> tuple[Example, torch.dtype | None, str]:
         example, dtype, _ = self._example()
@@ -146,8 +166,9 @@ class Prover:
     def _seek_example(self) -> tuple[Example | None, torch.dtype | None, list[str]]:
         why: list[str] = []
         try:
-            for example in find_examples(self._module, self._trainer):
-                for dtype in (torch.float64, None):
+            for found in find_examples(self._module, self._trainer):
+                for dtype, draws in ((torch.float64, False), (torch.float64, True), (None, False)):
+                    example = replace(found, draws=draws)
                     if (wrong := self._try(example, dtype)) is None:
                         return example.to(torch.device("cpu"), None), dtype, why
                     why.append(f"{example.method} with {example.source}: {wrong}")
@@ -156,17 +177,24 @@ class Prover:
         return None, None, why
 
     def _try(self, example: Example, dtype: torch.dtype | None) -> str | None:
+        """Run the example on a whole copy; what is wrong, or none: then its numbers are kept."""
         with kept_streams(self._device), default_dtype(dtype):
             copied = detached_copy(self._module, self._device, dtype)
             attach_view(copied, self._trainer)
+            seed_streams()
             try:
-                with Quiet():
+                with Quiet(draws=example.draws):
                     loss = example.to(self._device, dtype).run(copied)
                     if not bool(torch.isfinite(loss.detach())):
                         return f"the loss is {float(loss.detach())}"
                     loss.backward()
             except Exception as error:  # told to the user if no other example does
                 return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            digest = hashlib.sha256(repr(float(loss.detach())).encode())
+            for name, parameter in copied.named_parameters():
+                grad = parameter.grad
+                digest.update(f"{name}: {None if grad is None else float(grad.double().norm())}".encode())
+            self._digest = digest.hexdigest()
         return None
 
     def _infer(self) -> ShardingPlan:
@@ -202,6 +230,29 @@ class Prover:
             ) from None
         self._reasons = found.reasons
         return found.plan
+
+    def _check_or_widen(self, out: Proved, inferred: list[ShardingPlan]) -> bool:
+        """Check; an inferred plan that is wrong on shards of the sequence is tried on whole sequences too."""
+        try:
+            return self._check(out)
+        except SelfCheckError as error:
+            if not inferred or not self._config.sp:
+                raise
+            narrow, wide = out.plans, [plan.without_sp() if plan in inferred else plan for plan in out.plans]
+            out.plans = wide
+            try:
+                passed = self._check(out)
+            except SelfCheckError:
+                out.plans = narrow
+                raise error from None
+            why = str(error).partition("): ")[2].partition(".\nThe rules were")[0]
+            rank_zero_warn(
+                "lightning_seqpar: sequence parallelism is off for this model's blocks, which are right on whole sequences only: "
+                f"{why}. Tensor parallelism is on. plan={{'rules': [...]}} can say more: what mixes positions outside attention "
+                "may be computed whole ({pattern: ..., style: whole})"
+            )
+            out.lines.append("sequence parallelism is off for the blocks: they are right on whole sequences only")
+            return passed
 
     def _check(self, out: Proved) -> bool:
         example, dtype, why = self._example()

@@ -185,6 +185,7 @@ class SeqParallelStrategy(SteppingStrategy):
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.precision_plugin.convert_module(module)
+        share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)
         record = self._parallelize(module)
         self.model_to_device()
         if record is not None:

@@ -5,7 +5,7 @@ Everything here runs on one process, on one block of a copy, with the inputs of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_seqpar.dataflow import BlockFlow, CantInferError
-from lightning_seqpar.layers import features, linear_kind, write_attribute
+from lightning_seqpar.layers import Shard, features, linear_kind, write_attribute
 from lightning_seqpar.probe import Quiet
+
+_DRAWS = 16
+"""Inputs that are tried before a feature counts as dead."""
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -62,7 +65,8 @@ class Edit:
     """One more thing that changes on a rank beside the linears.
 
     Attributes:
-        kind: ``set`` an attribute, cut a ``tensor`` or an ``arg`` along ``dim``.
+        kind: ``set`` an attribute, cut a ``tensor`` or an ``arg`` along ``dim``; an argument that another block made
+            is ``given`` as this rank's part already.
         module: the module; for a tensor, the one that owns it.
         key: the attribute, the tensor's own name, or the argument.
         value: the attribute's new value.
@@ -78,14 +82,15 @@ class Edit:
     @property
     def shown(self) -> str:
         """As messages name it."""
-        return f"argument {self.key!r} of {self.module}" if self.kind == "arg" else f"{self.module}.{self.key}"
+        argument = self.kind in ("arg", "given")
+        return f"argument {self.key!r} of {self.module}" if argument else f"{self.module}.{self.key}"
 
 
 class Block:
     """One block of a copy, with the input that a recorded forward gave it."""
 
-    def __init__(self, model: nn.Module, flow: BlockFlow) -> None:
-        self.model, self.flow = model, flow
+    def __init__(self, model: nn.Module, flow: BlockFlow, blocks: Collection[str] = ()) -> None:
+        self.model, self.flow, self.blocks = model, flow, blocks
         self.module = flow.call.module
         self.modules = {name: model.get_submodule(name) for name, _ in model.named_modules()}
 
@@ -424,6 +429,11 @@ class _Probe:
         if not self._reads:
             raise CantInferError(f"{row}: the block did not run it")
         self.read = self._reads[0]
+        if not self.read.requires_grad:
+            raise CantInferError(
+                f"{row}: its input has no graph in the block's forward (reentrant checkpointing inside the block?); use "
+                "use_reentrant=False"
+            )
         self.features = self.read.shape[-1]
         self._seed = seed
 
@@ -458,7 +468,13 @@ class _Supports:
         if self.features % tp:
             raise CantInferError(f"{row}: its {self.features} in-features do not divide by tp={tp}")
         size = self.features // tp
-        self._parts = [self._union(torch.arange(rank * size, (rank + 1) * size)) for rank in range(tp)]
+        self._parts = self._all_parts(size)
+        while len(self._probes) < _DRAWS and not all((self._owners(column) > 0).all() for column in columns):
+            self._probes.append(_Probe(block, row, columns, len(self._probes), skipped))
+            self._parts = self._all_parts(size)
+
+    def _all_parts(self, size: int) -> list[dict[str, Tensor]]:
+        return [self._union(torch.arange(rank * size, (rank + 1) * size)) for rank in range(self._tp)]
 
     @property
     def features(self) -> int:
@@ -533,6 +549,8 @@ def _deal(column: str, touched: Sequence[Tensor], units: int) -> ColumnLayout:
         start = stop
     if start != len(covered):
         raise CantInferError(f"{column}: the parts that ranks need leave a gap: {_shown(ranges)}")
+    if Shard.by_segments(0, segments, counts, len(ranges), column).ranges != ranges:
+        raise CantInferError(f"{column}: its parts are not dealt out in order: {_shown(ranges)}")
     return ColumnLayout(ranges, tuple(segments), tuple(counts))
 
 
