@@ -100,7 +100,12 @@ def exit_region(region: SequenceRegion, name: str) -> Callable[..., Any]:
 
 
 def gather_arguments(
-    region: SequenceRegion, name: str, gathered: Sequence[Argument], copied: Sequence[Argument] = ()
+    region: SequenceRegion,
+    name: str,
+    gathered: Sequence[Argument],
+    copied: Sequence[Argument] = (),
+    *,
+    local_width: bool = False,
 ) -> Callable[..., Any]:
     """The module's arguments are gathered, or copied where they are whole already, once each."""
 
@@ -116,7 +121,8 @@ def gather_arguments(
             if not done:
                 region.open_gather(x, name)
             if id(x) not in done:
-                done[id(x)] = region.gather(x, name) if arg in gathered else region.copy(x, name)
+                whole = region.gather(x, name) if arg in gathered else region.copy(x, name)
+                done[id(x)] = region.stand_in(whole) if local_width and arg in gathered else whole
             args, kwargs = _replace(where, done[id(x)], args, kwargs)
         return args, kwargs
 

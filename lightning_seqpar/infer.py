@@ -270,11 +270,13 @@ def _plan_block(
     used |= {column for group in groups for column in flow.columns[group.row]}
     for (name, style), args in flow.gathers.items():
         if any(_inside(one, name) for one in used):
-            plan.rules.append((name[cut:], style, {} if args == [0] else {"args": list(args)}))
+            options: dict[str, Any] = {} if args == [0] else {"args": list(args)}
+            if any(edit.kind == "narrow" and edit.module == name for edit in edits):
+                options["local_width"] = True
+            plan.rules.append((name[cut:], style, options))
     for group in groups:
         for column, layout in group.columns.items():
-            options = _column_options(model, column, layout)
-            plan.rules.append((column[cut:], "column", options))
+            plan.rules.append((column[cut:], "column", _column_options(model, column, layout)))
         for norm in group.full_width:
             plan.rules.append((norm[cut:], "full_width", {}))
         row_options = {} if group.units == group.features else {"units": _unit_name(model, group.row, group.units)}
@@ -341,8 +343,8 @@ def _edit_rules(model: nn.Module, edits: Sequence[Edit], tp: int, cut: int) -> l
     for edit in edits:
         if edit.kind == "tensor":
             out.append((f"{edit.module}.{edit.key}"[cut:], "local_heads", {"dim": edit.dim} if edit.dim else {}))
-        elif edit.kind == "given":
-            continue  # another block made it of its own part
+        elif edit.kind in ("given", "narrow"):
+            continue  # another block made it of its own part; the gather rule says it
         elif edit.kind == "arg":
             out.append((edit.module[cut:], "local_heads", {"args": [edit.key], "dim": edit.dim}))
         else:
@@ -431,7 +433,10 @@ def _candidates(trace: Trace, block: Block, groups: Sequence[GroupLayout], tp: i
             for dim, size in enumerate(shape)
             if size == group.units and len(shape) > 2 and dim < len(shape) - 1
         ]
-    return sorted(found, key=lambda edit: (edit.kind != "set", "head" not in str(edit.key)))
+    for (name, style), keys in block.flow.gathers.items():
+        if style == "gather" and len(keys) == 1 and _inside(group.row, name) and name not in linears:
+            found.append(Edit("narrow", name, keys[0]))
+    return sorted(found, key=lambda edit: (edit.kind not in ("set", "narrow"), "head" not in str(edit.key)))
 
 
 def _is_made_in_another_block(trace: Trace, block: Block, name: str, key: int | str) -> bool:

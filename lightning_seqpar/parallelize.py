@@ -281,7 +281,10 @@ class _Swap(Blueprint):
             if not copied and isinstance(getattr(self.linear.get(name), "rule", None), ColumnRule):
                 continue  # the column gathers itself
             module, region = self.modules[name], self.region_of(name)
-            yield module.register_forward_pre_hook(gather_arguments(region, name, gathered, copied), with_kwargs=True)
+            rule = self.gathers[name].rule if name in self.gathers else None
+            narrow_input = isinstance(rule, GatherRule) and rule.local_width
+            hook = gather_arguments(region, name, gathered, copied, local_width=narrow_input)
+            yield module.register_forward_pre_hook(hook, with_kwargs=True)
             yield module.register_forward_hook(close_gather(region, name, is_block=name in blocks), always_call=True)
 
     @staticmethod

@@ -97,6 +97,9 @@ class GatherRule(Rule):
 
     style: Literal["gather"] = "gather"
     args: tuple[Argument, ...] = (0,)
+    local_width: bool = False
+    """The module sees a stand-in as wide as this rank's part, and its columns the gathered activation: for a forward that
+    takes its head size from its input's last dim (``B, T, C = x.shape``)."""
 
     @field_validator("args")
     @classmethod

@@ -235,17 +235,17 @@ class Prover:
         """Check; an inferred plan that is wrong on shards of the sequence is tried on whole sequences too."""
         try:
             return self._check(out)
-        except SelfCheckError as error:
+        except ValueError as error:
             if not inferred or not self._config.sp:
                 raise
             narrow, wide = out.plans, [plan.without_sp() if plan in inferred else plan for plan in out.plans]
             out.plans = wide
             try:
                 passed = self._check(out)
-            except SelfCheckError:
+            except ValueError:
                 out.plans = narrow
                 raise error from None
-            why = str(error).partition("): ")[2].partition(".\nThe rules were")[0]
+            why = str(error).partition("): ")[2].partition(".\nThe rules were")[0] or str(error)
             rank_zero_warn(
                 "lightning_seqpar: sequence parallelism is off for this model's blocks, which are right on whole sequences only: "
                 f"{why}. Tensor parallelism is on. plan={{'rules': [...]}} can say more: what mixes positions outside attention "

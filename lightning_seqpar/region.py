@@ -82,6 +82,7 @@ class _Frame:
     scopes: list[list[Any]] = field(default_factory=list)  # per open gathering module: its gathers' graph nodes
     task: int = -1  # the backward in which the call began, or -1
     resumed_by: str | None = None  # the module whose recompute opened the frame
+    stand_ins: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # and the activations behind them
     copied: list[int] = field(default_factory=list)  # lengths of activations that were whole already
     unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)  # gathers whose row is still to come
     gathered: list[tuple[weakref.ref[Tensor], GatheredInput]] = field(default_factory=list)
@@ -333,6 +334,20 @@ class SequenceRegion:
         self._note(whole)
         return whole
 
+    def stand_in(self, whole: Tensor) -> Tensor:
+        """A tensor of this rank's width for a module that reads its input's shape; its columns get ``whole`` for it.
+
+        Every number in it is NaN: whoever computes with it is found out.
+        """
+        width = whole.shape[-1] // self.size
+        stand_in = whole.new_full((), float("nan")).expand(*whole.shape[:-1], width)
+        self._frame.stand_ins.append((stand_in, whole))
+        return stand_in
+
+    def behind(self, x: Tensor) -> Tensor:
+        """What ``x`` stands for, if it is a stand-in; else itself."""
+        return next((whole for stand_in, whole in self._frame.stand_ins if stand_in is x), x)
+
     def copy(self, x: Tensor, module: str) -> Tensor:
         """An activation that is whole already on its way to column linears: copied (f)."""
         copied = copy_to_tensor_parallel_region(x, self.group)
@@ -396,7 +411,7 @@ class SequenceRegion:
         frame = self._frame
         nodes = frame.scopes.pop() if frame.scopes else []
         if not frame.scopes:
-            frame.gathered = []
+            frame.gathered, frame.stand_ins = [], []
         if out is not None and out.grad_fn is not None and nodes and self._passes_by(out.grad_fn, nodes):
             frame.unreduced.append((module, nodes))  # the row may stand behind the module, but in the block
 

@@ -66,7 +66,7 @@ class Edit:
 
     Attributes:
         kind: ``set`` an attribute, cut a ``tensor`` or an ``arg`` along ``dim``; an argument that another block made
-            is ``given`` as this rank's part already.
+            is ``given`` as this rank's part already. ``narrow``: the argument is a stand-in of this rank's width.
         module: the module; for a tensor, the one that owns it.
         key: the attribute, the tensor's own name, or the argument.
         value: the attribute's new value.
@@ -83,6 +83,8 @@ class Edit:
     def shown(self) -> str:
         """As messages name it."""
         argument = self.kind in ("arg", "given")
+        if self.kind == "narrow":
+            return f"the width of argument {self.key!r} of {self.module}"
         return f"argument {self.key!r} of {self.module}" if argument else f"{self.module}.{self.key}"
 
 
@@ -307,9 +309,16 @@ class Block:
                 raise _MismatchError(f"{name}: its input is not this rank's part of the whole one's")
             return whole
 
+        stand_ins: list[tuple[Tensor, Tensor]] = []
+
+        def real(module: nn.Module, args: Any) -> Any:
+            return (next((x for stand_in, x in stand_ins if stand_in is args[0]), args[0]), *args[1:])
+
         with ExitStack() as stack:
             for group in groups:
                 size = group.features // tp
+                for column in group.columns:
+                    stack.callback(self.modules[column].register_forward_pre_hook(real).remove)
                 mine = torch.arange(rank * size, (rank + 1) * size)
                 for column, layout in group.columns.items():
                     module = self.modules[column]
@@ -341,7 +350,7 @@ class Block:
                     stack.callback(self.modules[name].register_forward_hook(slice_).remove)
                 stack.enter_context(_attribute(self.modules[group.row], "in_features", size))
             for edit in edits:
-                stack.enter_context(_edited(self.modules[edit.module], edit, tp, rank))
+                stack.enter_context(_edited(self.modules[edit.module], edit, tp, rank, stand_ins))
             yield
             for name, count in counts.items():
                 if count != len(wanted[name]):
@@ -366,7 +375,14 @@ def _attribute(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _edited(module: nn.Module, edit: Edit, tp: int, rank: int) -> Iterator[None]:
+def _edited(
+    module: nn.Module, edit: Edit, tp: int, rank: int, stand_ins: list[tuple[Tensor, Tensor]]
+) -> Iterator[None]:
+    def narrow(x: Tensor) -> Tensor:
+        stand_in = x.new_full((), float("nan")).expand(*x.shape[:-1], x.shape[-1] // tp)
+        stand_ins.append((stand_in, x))
+        return stand_in
+
     def part(tensor: Tensor) -> Tensor:
         size = tensor.shape[edit.dim] // tp
         return tensor.narrow(edit.dim, rank * size, size)
@@ -383,11 +399,12 @@ def _edited(module: nn.Module, edit: Edit, tp: int, rank: int) -> Iterator[None]
         finally:
             tensor.data = before
     else:
+        changed = narrow if edit.kind == "narrow" else part
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if isinstance(edit.key, str):
-                return args, {**kwargs, edit.key: part(kwargs[edit.key])}
-            return (*args[: edit.key], part(args[edit.key]), *args[edit.key + 1 :]), kwargs
+                return args, {**kwargs, edit.key: changed(kwargs[edit.key])}
+            return (*args[: edit.key], changed(args[edit.key]), *args[edit.key + 1 :]), kwargs
 
         handle = module.register_forward_pre_hook(hook, with_kwargs=True)
         try:

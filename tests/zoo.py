@@ -304,6 +304,24 @@ class HardCodedHeads(nn.Module):
         return self.out(y.transpose(1, 2).reshape(b, s, c))
 
 
+class NanoAttention(nn.Module):
+    """Takes the head size from its input's width, as nanoGPT does."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.n_head, self.n_embd = heads, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()  # noqa: N806
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+
+
 class HeadList(nn.Module):
     """A norm for each head in a ModuleList, zipped with the heads."""
 
@@ -484,6 +502,7 @@ BLOCKS: dict[str, Any] = {
     "norm_inside": lambda: NormInside(),
     "all_inline": lambda: AllInline(),
     "hard_coded": lambda: PreNorm(16, HardCodedHeads(), FeedForward(16, 32)),
+    "nano": lambda: PreNorm(16, NanoAttention(16, 4), FeedForward(16, 32)),
     "head_list": lambda: PreNorm(16, HeadList(16, 4), FeedForward(16, 32)),
     "low_rank": lambda: PreNorm(16, LowRank(16, 4), FeedForward(16, 32)),
     "squared_relu": lambda: PreNorm(16, Attention(16, 4), FeedForward(16, 32, lambda x: F.relu(x).square())),

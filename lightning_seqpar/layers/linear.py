@@ -210,6 +210,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """``[b, s, h]`` (or its shard, if this layer gathers) → ``[b, s, f/tp]``."""
         region = self.region
         if not self.gathers_input:
+            x = region.behind(x)
             region.check_column_input(x, self.full_name)
             return sharded_linear(x, self.matrix, self.bias, region)
         region.open_gather(x, self.full_name)
