@@ -37,8 +37,8 @@ MUTANTS = [
     Mutant(
         "norm sync left out",
         "grad_sync.py",
-        "            _sum_coalesced([_grad(p.parameter) for p in members], group)\n",
-        "            del members, group\n",
+        "            _sum_coalesced([*whole, *(part.sent for part in shared)], group)\n",
+        "            del group\n",
     ),
     Mutant(
         "average for sum",
@@ -61,13 +61,13 @@ MUTANTS = [
     Mutant(
         "sync of a kept gradient counts it tp times",
         "grad_sync.py",
-        "                    kept.div_(size)\n",
+        "                    kept.div_(size if partial.layout.shard is None else self._holders(partial, kept))\n",
         "                    pass\n",
     ),
     Mutant(
         "row bias unsynced",
         "blueprint.py",
-        '            return layout(partial=self.sp, reason="row bias: added to shards" if self.sp else ""), False\n',
+        '            return layout(partial=sp, reason="row bias: added to shards" if sp else ""), False\n',
         "            return layout(), False\n",
     ),
     Mutant(
@@ -116,8 +116,8 @@ MUTANTS = [
     Mutant(
         "whole parameters counted tp times in the norm",
         "grad_sync.py",
-        "(sharded if found is not None and found.is_sharded else whole).append(parameter.grad)",
-        "sharded.append(parameter.grad)",
+        "            whole.append(parameter.grad)\n        elif found.shard.has_shared",
+        "            sharded.append(parameter.grad)\n        elif found.shard.has_shared",
         "tests/test_parity.py tests/test_guards.py",
     ),
     Mutant(
@@ -325,8 +325,8 @@ MUTANTS = [
     Mutant(
         "plans and models not compared",
         "strategy.py",
-        "        check_agreement(told, self._world, self.root_device)\n        self._make",
-        "        self._make",
+        "        check_agreement(told_of_model(module), self._world, self.root_device)\n",
+        "",
         "tests/test_agreement.py",
     ),
     Mutant(
@@ -377,6 +377,104 @@ MUTANTS = [
         "                refuse_sweep(self.num_nodes * self.num_processes)\n",
         "                pass\n",
         "tests/test_ways_in.py -k sweep",
+    ),
+    Mutant(
+        "shared kv gradients not summed",
+        "grad_sync.py",
+        "            for part in shared:\n                part.take()\n",
+        "            del shared\n",
+        "tests/test_zoo.py tests/test_styles.py",
+    ),
+    Mutant(
+        "a shared kv head counts twice in the norm",
+        "grad_sync.py",
+        "            sharded.append(parameter.grad.index_select(found.shard.dim, first))",
+        "            sharded.append(parameter.grad)",
+        "tests/test_styles.py -k shared_parts",
+    ),
+    Mutant(
+        "encoder states gathered backwards alone",
+        "region.py",
+        "        copied = copy_to_tensor_parallel_region(x, self.group)\n        self._frame.copied",
+        "        copied = x.view_as(x)\n        self._frame.copied",
+        "tests/test_zoo.py -k encoder_decoder",
+    ),
+    Mutant(
+        "the self-check passes everything",
+        "selfcheck.py",
+        "            verdict = _compare(dense, sharded, record, names, groups)\n",
+        "            verdict = Verdict()\n",
+        "tests/test_selfcheck.py",
+    ),
+    Mutant(
+        "the self-check looks at the forward alone",
+        "selfcheck.py",
+        "        if wrong and not gap <= worst:\n",
+        "        if False:\n",
+        "tests/test_selfcheck.py -k gradient",
+    ),
+    Mutant(
+        "small gradients may be twice too large",
+        "selfcheck.py",
+        "(own > OWN_LIMIT and gap > NOISE[dense.narrow])",
+        "False",
+        "tests/test_selfcheck.py -k small",
+    ),
+    Mutant(
+        "a proof holds for another model",
+        "proof.py",
+        "        return hashlib.sha256((told + self._digest).encode()).hexdigest()",
+        "        return hashlib.sha256(told.encode()).hexdigest()",
+        "tests/test_selfcheck.py -k numbers",
+    ),
+    Mutant(
+        "head counts never found",
+        "infer.py",
+        "            return list(chosen)\n",
+        "            return []\n",
+        "tests/test_infer.py tests/test_zoo.py",
+    ),
+    Mutant(
+        "one rank rehearsed for all",
+        "support.py",
+        "        for rank in range(tp):\n            try:\n",
+        "        for rank in range(1):\n            try:\n",
+        "tests/test_infer.py tests/test_zoo.py",
+    ),
+    Mutant(
+        "every rank draws the same masks",
+        "random.py",
+        'salt=rank.to_bytes(4, "little")',
+        'salt=b"0"',
+        "tests/test_random.py",
+    ),
+    Mutant(
+        "whole activations dropped out apart",
+        "region.py",
+        "            self.streams.pause()  # what it drops out before its columns is whole\n",
+        "            pass\n",
+        "tests/test_random.py",
+    ),
+    Mutant(
+        "every step draws the same masks",
+        "random.py",
+        "        _restore(self._replicated)\n        _advance(used)\n",
+        "        _restore(self._replicated)\n",
+        "tests/test_random.py",
+    ),
+    Mutant(
+        "padding of the vocabulary not cut off",
+        "layers/vocab.py",
+        "logits.ndim - 1, self.group, self.shard.length)",
+        "logits.ndim - 1, self.group)",
+        "tests/test_styles.py -k vocab",
+    ),
+    Mutant(
+        "a stand-in that is zero",
+        "region.py",
+        'whole.new_full((), float("nan"))',
+        "whole.new_full((), 0.0)",
+        "tests/test_styles.py -k stand_in",
     ),
 ]
 

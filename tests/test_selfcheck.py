@@ -136,7 +136,10 @@ def wrong_gradient(kind: str) -> list[str]:
     """A sum over tp that is left out: nothing in the forward changes."""
     from unittest.mock import patch
 
-    with patch("lightning_seqpar.selfcheck.GradSync.flush_all", lambda self, check: None):
+    with (
+        patch("lightning_seqpar.selfcheck.GradSync.flush_all", lambda self, check: None),
+        patch("lightning_seqpar.selfcheck.check_replicated", lambda *args: None),  # it would see it too
+    ):
         return verdict(kind, None, 2)
 
 
@@ -215,6 +218,50 @@ def test_a_plan_file_that_changes_is_proved_again(cache, tmp_path):
     file.write_text(ShardingPlan.from_rules(without("set")(rules)).to_yaml())
     with pytest.raises(RankFailedError, match="self_check: with the plan"):
         run(cache, "einsum", str(file))
+
+
+SWITCH = {"on": False}  # read by Global's forward, and told by no attribute
+
+
+class Global(zoo.Zoo):
+    """Mixes positions where a global says so."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (ids,) = batch
+        if SWITCH["on"]:
+            ids = ids.flip(1)
+        return super().training_step((ids,), batch_idx)
+
+
+def fit_switched(cache: str, on: bool) -> None:
+    SWITCH["on"] = on
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache)
+        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+        trainer.fit(Global("einsum"), models.loader(4))
+
+
+def test_a_proof_holds_for_the_numbers_that_it_was_made_with(cache):
+    for on in (False, True, False):
+        run_distributed(fit_switched, 2, str(cache), on)
+    assert len(proofs(cache)) == 2
+
+
+class SmallAndWrong(zoo.PreNorm):
+    """Computes in float32, and its branch is so small that a gradient counted twice drowns in the others' norm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln1(x.float()).to(x.dtype)) * 1e-4
+        return x + 1e-4 * self.mlp(self.ln2(x))
+
+
+zoo.BLOCKS["small"] = lambda: SmallAndWrong(16, zoo.EinsumAttention(16, 4), zoo.FeedForward(16, 32), zoo.RMSNorm)
+
+
+def test_a_small_gradient_that_is_not_summed_is_seen():
+    (said, _) = run_distributed(wrong_gradient, 2, "small")
+    assert "times as large as it should be" in said[0]
+    assert told("small") == ""
 
 
 # ---- examples --------------------------------------------------------------------------------------------------

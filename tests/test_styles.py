@@ -243,3 +243,30 @@ def test_an_unknown_linear_is_refused_and_never_skipped():
         RankFailedError, match=r"net.h.1.mlp.fc1: a Sub, which is not known to compute what nn.Linear does"
     ):
         run_distributed(broken_by_a_subclass, 2)
+
+
+class ReadsItsInput(zoo.NanoAttention):
+    """Takes the head size from its input's width, and also computes with the input."""
+
+    def forward(self, x):
+        return super().forward(x) + 0 * x.sum()
+
+
+zoo.BLOCKS["reads_its_input"] = lambda: zoo.PreNorm(16, ReadsItsInput(16, 4), zoo.FeedForward(16, 32))
+
+
+def fit_stand_in() -> None:
+    rules = [
+        {"pattern": "net.h.*", "style": "blocks"},
+        {"pattern": "net.h.*.attn", "style": "gather", "local_width": True},
+        {"pattern": "net.h.*.attn.c_attn", "style": "column", "segments": 3, "units": "n_head"},
+        {"pattern": "net.h.*.attn.c_proj", "style": "row", "units": "n_head"},
+        {"pattern": "net.h.*.attn", "style": "set", "divide": ["n_head", "n_embd"]},
+    ]
+    strategy = SeqParallelStrategy(tp=2, sp=False, plan={"base": "none", "rules": rules})
+    quiet_trainer(devices=2, strategy=strategy, max_steps=1).fit(zoo.Zoo("reads_its_input"), models.loader(4))
+
+
+def test_who_computes_with_a_stand_in_is_found_out():
+    with pytest.raises(RankFailedError, match=r"the loss differs: nan instead of|nan"):
+        run_distributed(fit_stand_in, 2)
