@@ -226,7 +226,7 @@ class ParallelConfig(FrozenModel):
     compile: bool = False
     """Compile the model. Not run yet."""
     self_check: bool = True
-    """Prove the plan before training. Accepted, and does nothing yet."""
+    """Prove the plan before training: a copy of the model whole against sharded, losses and gradients."""
     check_every: int = 0
     """Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..."""
     broadcast_batch: bool = False

@@ -103,6 +103,7 @@ class Prover:
         inferred = [plan for plan in out.plans if plan.source == "inferred"]
         if inferred:
             out.lines += [f"why: {reason}" for reason in self._reasons]
+            out.lines += [f"rule: {line.removeprefix('- ')}" for line in inferred[0].to_yaml().splitlines()[1:]]
         if not self._config.self_check:
             rank_zero_warn(
                 "lightning_seqpar: self_check=False: nothing proves the plan, and a wrong rule (a head count not divided, "

@@ -27,9 +27,11 @@ LIMIT = 1e-8
 NARROW_LIMIT = 1e-4
 """The same where the model's own forward computes in 32 bits or less."""
 
-OWN_LIMIT, NOISE = 2e-2, {False: 1e-13, True: 1e-7}
-"""Largest error of a gradient against its own size, where it is above rounding (of the global norm): a gradient that is
-counted twice is wrong however small it is."""
+OWN_LIMIT = 2e-2
+"""Largest error of a gradient against its own size: one that is counted twice is wrong however small it is."""
+
+NOISE = {False: 1e-13, True: 1e-7}
+"""Below this (of the global norm) a gradient is rounding, for forwards in float64 and in narrower types."""
 
 
 @dataclass

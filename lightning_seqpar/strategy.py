@@ -89,7 +89,7 @@ class SeqParallelStrategy(SteppingStrategy):
         recompute: Activation recompute by the strategy. Not run yet; checkpointing inside your model works.
         regather: Gather a column linear's input again in the backward instead of keeping the gathered copy.
         compile: Compile the model. Not run yet.
-        self_check: Prove the plan before training. Accepted, and does nothing yet.
+        self_check: Prove the plan before training: a copy of the model whole against sharded, losses and gradients.
         check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ...
         broadcast_batch: One rank of each replica reads the batches and sends them to the others: for iterable
             data sets that give each process other samples, dealt out by ``strategy.dp_rank`` and ``dp_size``.
