@@ -109,7 +109,9 @@ class Block:
             return tensor.detach().clone()
 
         args, kwargs = tree_map_only(Tensor, leaf, self.flow.call.given)
-        args = list(args)
+        # A cache of keys and values was filled by the recorded forward, and would be read instead of computed.
+        args = [None if _is_cache(arg) else arg for arg in args]
+        kwargs = {key: None if _is_cache(arg) else arg for key, arg in kwargs.items()}
         holder: Any = args if isinstance(self.flow.arg, int) else kwargs
         x = holder[self.flow.arg]
         if seed:
@@ -357,6 +359,10 @@ class Block:
                     raise _MismatchError(f"{name} runs {count} times, in the whole model {len(wanted[name])} times")
 
 
+def _is_cache(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("update", "get_seq_length"))
+
+
 class _MismatchError(Exception):
     """A rehearsal went wrong."""
 
@@ -443,8 +449,11 @@ class _Probe:
             with torch.enable_grad():
                 args, kwargs, _ = block.inputs(seed)
                 block.run(args, kwargs)
-        if not self._reads:
-            raise CantInferError(f"{row}: the block did not run it")
+        for name in (row, *columns):
+            if not (self._reads if name == row else self.made[name]):
+                raise CantInferError(
+                    f"{name}: the block run by itself does not call it (a cache, or a state of its own?)"
+                )
         self.read = self._reads[0]
         if not self.read.requires_grad:
             raise CantInferError(
