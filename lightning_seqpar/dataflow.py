@@ -68,14 +68,6 @@ class BlockFlow:
         return list(dict.fromkeys(column for row in self.rows for column in self.columns[row]))
 
 
-@dataclass
-class StackFlow:
-    """A stack of blocks: their flows, and where the region ends."""
-
-    blocks: list[BlockFlow]
-    exit: str | None = None
-
-
 # ---- blocks ----------------------------------------------------------------------------------------------------
 
 
@@ -108,32 +100,24 @@ def find_stacks(trace: Trace, model: nn.Module) -> list[list[Call]]:
         and sum(parameter.ndim >= 2 for parameter in module.parameters()) >= 2
     }
     fitting = [call for call in trace.calls if call.name in weighty and activation(trace, call) is not None]
-    names = {id(module): name for name, module in model.named_modules()}
     by_kind: dict[tuple[str, type], list[Call]] = defaultdict(list)
     for call in fitting:
-        parent = _parent(model, names, call.name)
-        by_kind[parent, type(call.module)].append(call)
+        by_kind[_parent(call.name), type(call.module)].append(call)
     repeated: set[str] = set()
     for (parent, _), calls in by_kind.items():
-        listed = isinstance(model.get_submodule(parent) if parent else model, nn.ModuleList | nn.Sequential)
-        if len(calls) > 1 or (listed and not _is_pipe(model, calls[0])):
+        listed = bool(parent) and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential)
+        if len(calls) > 1 or listed:
             repeated |= {call.name for call in calls}
     outermost = [call for call in fitting if call.name in repeated and not _encloses(trace, call, repeated)]
     stacks: dict[str, list[Call]] = defaultdict(list)
     for call in outermost:
-        stack = stacks[_parent(model, names, call.name)]
+        stack = stacks[_parent(call.name)]
         if all(call.name != other.name for other in stack):
             stack.append(call)
     return list(stacks.values())
 
 
-def _is_pipe(model: nn.Module, call: Call) -> bool:
-    """Whether the call's module is the whole of what a Sequential does once, rather than a block of a stack."""
-    parent = call.name.rpartition(".")[0]
-    return parent == ""
-
-
-def _parent(model: nn.Module, names: dict[int, str], name: str) -> str:
+def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
@@ -379,20 +363,15 @@ class _Gathering:
 # ---- the end of the region -------------------------------------------------------------------------------------
 
 
-def find_exit(trace: Trace, stack: list[BlockFlow], model: nn.Module) -> str | None:
-    """The final norm, if nothing else reads the last block's output; none if the last block itself is the end.
-
-    Raises:
-        CantInferError: if something between the blocks, or beside them, reads a block's output.
-    """
+def find_exit(trace: Trace, stack: list[BlockFlow]) -> str | None:
+    """The final norm, if nothing else reads the last block's output; none if the last block itself is the end."""
     names = {flow.name for flow in stack}
     calls = [call for call in trace.calls if call.name in names]
     last = max(calls, key=lambda call: call.last_op)
     root = trace.values[last.outputs[0]].root
     readers = [op for op in trace.ops[last.last_op :] if any(trace.values[n].root == root for n in op.inputs)]
-    heads = {
-        op.stack[len(last_stack)] if len(op.stack) > len(last_stack := _owners(trace, last)) else None for op in readers
-    }
+    around = _owners(trace, last)
+    heads = {op.stack[len(around)] if len(op.stack) > len(around) else None for op in readers}
     if len(heads) != 1 or None in heads:
         return None
     call = trace.calls[next(iter(head for head in heads if head is not None))]
@@ -403,7 +382,7 @@ def find_exit(trace: Trace, stack: list[BlockFlow], model: nn.Module) -> str | N
 
 
 def _owners(trace: Trace, call: Call) -> tuple[int, ...]:
-    """The calls around a block, without containers' own."""
+    """The calls around a block, outermost first."""
     found: list[int] = []
     at = call.parent
     while at is not None:

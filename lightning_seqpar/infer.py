@@ -191,7 +191,7 @@ def _plan_stack(
     owner = _owner(model, names[0])
     if type(model.get_submodule(owner)) is nn.TransformerEncoder:
         out += [{"pattern": owner, "style": "replace"}, {"pattern": owner, "style": "exit"}]
-    elif (exit_at := find_exit(trace, flows, model)) is not None:
+    elif (exit_at := find_exit(trace, flows)) is not None:
         out.append({"pattern": exit_at, "style": "exit", **({} if alone else {"blocks": blocks})})
     kinds = "" if len(known) == 1 else f" of {len(known)} kinds"
     reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, sequence at dim {dim}"]

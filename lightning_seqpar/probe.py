@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import random
 import re
@@ -18,9 +19,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_seqpar.random import get_streams, set_streams
@@ -371,7 +373,7 @@ _LOOPS = {
 
 
 def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example]:
-    """Examples of the module's input, the best first: its own, its model's, the first batch of the loop.
+    """Examples of the module's input, the best first: its ``example_input_array``, the first batch of the loop.
 
     Raises:
         NoExampleError: if a loader can be read once only.
@@ -384,22 +386,19 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
             yield Example("example_input_array", "forward", own if isinstance(own, tuple) else (own,), {})
     loop, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
     batch = peek_batch(getattr(trainer, loop)._data_source.dataloader, name)
-    batch = small(batch)
+    with kept_streams(torch.device("cpu")):  # the user's transfer hooks may augment
+        batch = small(module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0))
     for method in dict.fromkeys(("training_step", step)):
-        if type(module).__dict__.get(method) is not None or hasattr(type(module), method):
+        if is_overridden(method, module):
             takes = _step_args(getattr(module, method), batch)
             yield Example(f"the first {name} batch", method, takes, {})
 
 
 def _step_args(method: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
-    import inspect
-
-    names = [
-        p
-        for p in inspect.signature(method).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    return (batch, 0, 0)[: max(1, len(names))] if len(names) < 3 else (batch, 0)
+    """``(batch,)`` or ``(batch, 0)``, as the step takes it; further arguments have defaults."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    takes = [p for p in inspect.signature(method).parameters.values() if p.kind in kinds]
+    return (batch, 0)[: max(1, len(takes))]
 
 
 def peek_batch(make_loaders: Callable[[], Any], what: str) -> Any:
@@ -415,14 +414,8 @@ def peek_batch(make_loaders: Callable[[], Any], what: str) -> Any:
         if isinstance(loaders, list | tuple | dict | CombinedLoader):
             combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "min_size")
             flat = [_first(one, what) for one in combined.flattened]
-            return combined.iterables if not flat else _unflatten(combined, flat)
+            return tree_unflatten(flat, combined._spec)
         return _first(loaders, what)
-
-
-def _unflatten(combined: CombinedLoader, flat: list[Any]) -> Any:
-    from torch.utils._pytree import tree_unflatten
-
-    return tree_unflatten(flat, combined._spec)
 
 
 def _first(loader: Any, what: str) -> Any:

@@ -289,6 +289,24 @@ class WithExample(zoo.Zoo):
         return self.net(ids)
 
 
+class Transfers(zoo.Zoo):
+    """Makes tokens of what the loader gives, on the way to the device."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return (batch[0].long(),)
+
+
+def fit_transferred() -> int:
+    ids = models.tokens(count=16).tensors[0].to(torch.uint8)
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=2)
+    trainer.fit(Transfers("einsum"), DataLoader(TensorDataset(ids), batch_size=4))
+    return trainer.global_step
+
+
+def test_a_peeked_batch_goes_through_the_transfer_hooks():
+    assert run_distributed(fit_transferred, 2) == [2, 2]
+
+
 class NeedsTrainer(zoo.Zoo):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) / self.trainer.callbacks[0].scale
