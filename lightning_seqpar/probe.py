@@ -146,7 +146,7 @@ def detached_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | N
                 tensor.zero_()
     copied = copied.to(device)
     if dtype is not None:
-        copied = copied.to(dtype)
+        copied = copied.double() if dtype is torch.float64 else copied.float()  # complex tables stay complex
     _move_weights(copied)
     copied.train()
     for name, module in model.named_modules():

@@ -91,7 +91,7 @@ class Prover:
             ValueError: if no plan is found, or none that is right; the message says what to write.
         """
         out = Proved()
-        key = self._from_first_rank(self._key)
+        key = self._from_first_rank(self._key) if self._config.self_check else None
         known = self._from_first_rank(lambda: None if key is None else _read(key))
         cached = None if known is None or not known["plan"] else ShardingPlan.from_yaml_text(known["plan"])
         started = time.monotonic()
@@ -180,10 +180,10 @@ class Prover:
     def _try(self, example: Example, dtype: torch.dtype | None) -> str | None:
         """Run the example on a whole copy; what is wrong, or none: then its numbers are kept."""
         with kept_streams(self._device), default_dtype(dtype):
-            copied = detached_copy(self._module, self._device, dtype)
-            attach_view(copied, self._trainer)
-            seed_streams()
             try:
+                copied = detached_copy(self._module, self._device, dtype)
+                attach_view(copied, self._trainer)
+                seed_streams()
                 with Quiet(draws=example.draws):
                     loss = example.to(self._device, dtype).run(copied)
                     if not bool(torch.isfinite(loss.detach())):

@@ -164,9 +164,10 @@ def test_kv_heads_that_are_fewer_than_ranks():
         Shard.by_segments(0, [4], [1], 4, "k")
 
 
-@pytest.mark.parametrize(("world", "tp"), [(4, 4), (8, 4)])
-@pytest.mark.parametrize("kind", ["gqa_shared", "fused_mqa", "alibi"])
-def test_shared_parts_are_summed_once_and_count_once(kind, world, tp):
+@pytest.mark.parametrize(
+    ("world", "tp", "kind"), [(4, 4, "gqa_shared"), (8, 4, "gqa_shared"), (4, 4, "fused_mqa"), (4, 4, "alibi")]
+)
+def test_shared_parts_are_summed_once_and_count_once(world, tp, kind):
     """Accumulation, clipping by a norm that must count a shared kv head once, several steps."""
     kwargs: dict[str, Any] = {"steps": 3, "clip": 0.05, "accumulate": 2}
     reference = fit("Zoo", {"kind": kind, "optimizer": "sgd"}, **kwargs)
