@@ -23,6 +23,10 @@ class CantInferError(ValueError):
     """The data flow does not say how to shard; the message names the module and the rule to write."""
 
 
+class UnknownLinearError(CantInferError):
+    """A linear of a class that is not known to compute what ``nn.Linear`` does: refused, never left aside."""
+
+
 @dataclass
 class Linear:
     """One product of an activation and a parameter, in one block.

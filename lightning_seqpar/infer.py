@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_seqpar.dataflow import BlockFlow, CantInferError, activation, find_exit, find_stacks, read_blocks
+from lightning_seqpar.dataflow import (
+    BlockFlow,
+    CantInferError,
+    UnknownLinearError,
+    activation,
+    find_exit,
+    find_stacks,
+    read_blocks,
+)
 from lightning_seqpar.layers import read_attribute
 from lightning_seqpar.plan import BlocksRule, ColumnRule, ReplaceRule, RowRule, ShardingPlan, WholeRule
 from lightning_seqpar.probe import (
@@ -246,7 +254,7 @@ def _plan_block(
                 tried.append(group)
                 found = _find_edits(trace, block, tried, edits, tp)
             except CantInferError as error:
-                if _mixes(model, flow, row, unknown=True):
+                if isinstance(error, UnknownLinearError) or _mixes(model, flow, row, unknown=True):
                     raise CantInferError(f"{error}\n  {_what_to_write(flow, row, stack)}") from None
                 plan.reasons.append(
                     f"{row}: left whole, as are its columns; they work on each position alone ({error})"

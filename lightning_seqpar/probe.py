@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 import random
@@ -418,7 +419,35 @@ def peek_batch(make_loaders: Callable[[], Any], what: str) -> Any:
         return _first(loaders, what)
 
 
+@contextmanager
+def _generators_kept(loader: DataLoader[Any]) -> Iterator[None]:
+    """Random generators of the loader's, its samplers' and its data set's own come back as they were."""
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    holders = [loader, loader.sampler, loader.batch_sampler, inner, loader.dataset]
+    held = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
+    states: list[tuple[Any, Any]] = []
+    for value in held:
+        if isinstance(value, torch.Generator):
+            states.append((value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            states.append((value.setstate, value.getstate()))
+        elif isinstance(value, np.random.Generator):
+            states.append((functools.partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
+    try:
+        yield
+    finally:
+        for put_back, state in states:
+            put_back(state)
+
+
 def _first(loader: Any, what: str) -> Any:
+    if isinstance(loader, DataLoader):
+        with _generators_kept(loader):
+            return _first_of(loader, what)
+    return _first_of(loader, what)
+
+
+def _first_of(loader: Any, what: str) -> Any:
     advice = "set example_input_array on the module (a tensor, tuple or dict that its forward takes)"
     if isinstance(loader, DataLoader):
         data = loader.dataset

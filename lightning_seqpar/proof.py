@@ -175,6 +175,8 @@ class Prover:
                     why.append(f"{example.method} with {example.source}: {wrong}")
         except NoExampleError as error:
             why.append(str(error))
+        except Exception as error:  # the user's loader: training would meet it too, and tell it in its own way
+            why.append(f"the loader raised {type(error).__name__}: {error}")
         return None, None, why
 
     def _try(self, example: Example, dtype: torch.dtype | None) -> str | None:

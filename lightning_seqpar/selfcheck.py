@@ -214,7 +214,7 @@ def _compare(dense: _Run, sharded: _Run, record: ShardedModel, names: Sequence[s
     place = _first_difference(dense, sharded, record, groups, limit)
     if not error <= limit:
         verdict.wrong.append(f"the loss differs: {sharded.loss:.9g} instead of {dense.loss:.9g}")
-    if place:
+    if place and (verdict.wrong or where):  # it explains, and is no proof of its own
         verdict.wrong.append(place)
     if where:
         ratio = norm_of({"": sharded.grads[where]}) / max(norm_of({"": dense.grads[where]}), 1e-300)
@@ -234,14 +234,12 @@ def _first_difference(
     for index, ((name, a), (other, b)) in enumerate(zip(dense.outputs, sharded.outputs, strict=False)):
         if name != other:
             break
-        parts = [a] if a.shape == b.shape else []
-        parts += [split(a, region.dim, group) for region in record.regions if a.ndim > region.dim]
-        fitting = [part for part in parts if part.shape == b.shape]
-        if not fitting:
+        gaps = [_gap(a, b, padded=False)] if a.shape == b.shape else []
+        shards = [split(a, region.dim, group) for region in record.regions if a.ndim > region.dim]
+        gaps += [_gap(part, b, padded=True) for part in shards if part.shape == b.shape]
+        if not gaps:
             continue
-        scale = max(float(a.abs().max()), 1e-12)
-        padded = b.shape != a.shape
-        gaps = [_gap(part, b, padded) / scale for part in fitting]
+        gaps = [gap / max(float(a.abs().max()), 1e-12) for gap in gaps]
         if not min(gaps) <= 100 * limit:
             found, size = index, min(gaps)
             break
@@ -253,7 +251,7 @@ def _first_difference(
     )
 
 
-def _gap(part: Tensor, got: Tensor, padded: bool) -> float:
+def _gap(part: Tensor, got: Tensor, *, padded: bool) -> float:
     if padded:
         got = torch.where(part == 0, torch.zeros_like(got), got)  # padding: zeros in the part, anything in the shard
     return float((part.double() - got.double()).abs().max()) if part.numel() else 0.0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_seqpar.dataflow import BlockFlow, CantInferError
+from lightning_seqpar.dataflow import BlockFlow, CantInferError, UnknownLinearError
 from lightning_seqpar.layers import Shard, features, linear_kind, write_attribute
 from lightning_seqpar.probe import Quiet
 
@@ -182,7 +182,7 @@ class Block:
             if name not in self.modules:
                 raise CantInferError(f"{name}: a parameter that is multiplied past any linear module (einsum?)")
             if linear_kind(self.modules[name]) is None:
-                raise CantInferError(
+                raise UnknownLinearError(
                     f"{name}: a {type(self.modules[name]).__name__}, which is not known to compute what nn.Linear does"
                 )
         found = _Supports(self, row, columns, (), tp)

@@ -39,7 +39,6 @@ def test_patterns(pattern, name, fits):
         ("blocks", "a rule is a mapping with at least 'pattern' and 'style'"),
         ({"pattern": "a"}, "a rule is a mapping with at least 'pattern' and 'style'"),
         ({"pattern": "a", "style": "colunm"}, "no style 'colunm'; did you mean 'column'"),
-        ({"pattern": "a", "style": "vocab"}, "the style 'vocab' does not run yet"),
         ({"pattern": "a..b", "style": "exit"}, "write names joined by single dots"),
         ({"pattern": "a.{b", "style": "exit"}, "a brace is not closed"),
         ({"pattern": "a", "style": "blocks", "dim": 2}, "0 or 1"),
