@@ -224,8 +224,8 @@ class Shifted(zoo.PreNorm):
         return super().forward(torch.cat([x[..., :8], back[..., 8:]], -1))
 
 
-zoo.BLOCKS["conv"] = ConvBlock
-zoo.BLOCKS["shifted"] = lambda: Shifted(16, zoo.EinsumAttention(16, 4), zoo.FeedForward(16, 32))
+zoo.EXTRA["conv"] = ConvBlock
+zoo.EXTRA["shifted"] = lambda: Shifted(16, zoo.EinsumAttention(16, 4), zoo.FeedForward(16, 32))
 
 
 def fit_here(kind: str, world: int) -> Trace:

@@ -255,7 +255,7 @@ class SmallAndWrong(zoo.PreNorm):
         return x + 1e-4 * self.mlp(self.ln2(x))
 
 
-zoo.BLOCKS["small"] = lambda: SmallAndWrong(16, zoo.EinsumAttention(16, 4), zoo.FeedForward(16, 32), zoo.RMSNorm)
+zoo.EXTRA["small"] = lambda: SmallAndWrong(16, zoo.EinsumAttention(16, 4), zoo.FeedForward(16, 32), zoo.RMSNorm)
 
 
 def test_a_small_gradient_that_is_not_summed_is_seen():

@@ -253,7 +253,7 @@ class ReadsItsInput(zoo.NanoAttention):
         return super().forward(x) + 0 * x.sum()
 
 
-zoo.BLOCKS["reads_its_input"] = lambda: zoo.PreNorm(16, ReadsItsInput(16, 4), zoo.FeedForward(16, 32))
+zoo.EXTRA["reads_its_input"] = lambda: zoo.PreNorm(16, ReadsItsInput(16, 4), zoo.FeedForward(16, 32))
 
 
 def fit_stand_in() -> None:
