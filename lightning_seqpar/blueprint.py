@@ -29,6 +29,8 @@ from lightning_seqpar.plan import (
     GatherRule,
     LocalHeadsRule,
     Match,
+    OnceRule,
+    ReduceRule,
     ReplaceRule,
     RowRule,
     Rule,
@@ -111,7 +113,11 @@ class Blueprint:
         ]
         self._let_whole_win(matches)
         self.matches = matches
-        self.linear = self._last(matches, (ColumnRule, RowRule, ReplaceRule))
+        of_modules = [match for match in matches if not match.of_tensor]
+        self.linear = self._last(of_modules, (ColumnRule, RowRule, ReplaceRule))
+        self.raw = self._last([match for match in matches if match.of_tensor], (ColumnRule, RowRule))
+        self.once = self._last(matches, (OnceRule,))
+        self.reduces = [*self._last(matches, (ReduceRule,)), *self._raw_rows()]
         self.gathers = self._last(matches, (GatherRule,))
         self.copies = self._last(matches, (CopyRule,))
         self.wholes = self._last(matches, (WholeRule,))
@@ -256,6 +262,12 @@ class Blueprint:
                 self._check_linear(name, match.rule)
         for name in (*self.gathers, *self.copies, *self.wholes, *self.wide, *self.sliced_args, *self.sliced_tensors):
             self.region_of(name)
+        for name, match in self.raw.items():
+            self._check_raw(name, match.rule)
+        for name in self.reduces:
+            self._check_reduce(name)
+        for name in self.once:
+            self._check_once(name)
         for name, rule in self.sliced_tensors.items():
             self._check_sliced(name, rule)
         for name in self.wide:
@@ -264,7 +276,7 @@ class Blueprint:
             self._check_vocab(name)
         for match in self.sets:
             self._check_set(match)
-        if not self.linear.keys() - self.encoders:
+        if not self.linear.keys() - self.encoders and not self.raw:
             raise ValueError("the plan shards nothing: give at least one 'column' and one 'row' rule, or set tp=1")
         if self.sp:
             self._check_pointwise()
@@ -305,6 +317,60 @@ class Blueprint:
                     f"{name}: {units[0]} units (heads or features) do not divide by tp={self.size}; use tp of {works}"
                 )
             self.shards[name] = Shard.by_segments(1 if kind == "out_in" else 0, [into], units, self.size, name)
+
+    def _raw_rows(self) -> list[str]:
+        """Modules that multiply a row parameter themselves: their output is a partial sum."""
+        owners = [name.rpartition(".")[0] for name, match in self.raw.items() if isinstance(match.rule, RowRule)]
+        return list(dict.fromkeys(owners))
+
+    def reduced_at(self, name: str) -> str | None:
+        """The module at whose end the partial sums of a row are reduced; none if at the row itself."""
+        return next((owner for owner in self.reduces if inside(name, owner)), None)
+
+    def _check_raw(self, name: str, rule: Rule) -> None:
+        assert isinstance(rule, ColumnRule | RowRule)
+        self.region_of(name)
+        shape, module = list(self._tensor(name).shape), name.rpartition(".")[0]
+        dim = rule.dim if rule.dim is not None else -2 if isinstance(rule, ColumnRule) else -1
+        if not -len(shape) <= dim < len(shape):
+            raise ValueError(f"{name}: it has shape {shape} and no dim {dim}; name the {rule.style}'s dim")
+        if not any(inside(module, around) for around in (*self.gathers, *self.copies)):
+            raise ValueError(
+                f"{name}: {module} multiplies this {rule.style} itself, where nothing was gathered for it; add a rule "
+                f"{{pattern: {module}, style: gather}}, with all the arguments that hold tokens"
+            )
+        if isinstance(rule, ColumnRule) and not any(inside(module, owner) for owner in self.reduces):
+            raise ValueError(
+                f"{name}: {module} multiplies this column itself, and no row leads out of it; name the row parameter of "
+                f"{module}, or {{pattern: {module}, style: reduce}} where linear rows inside it end in a sum"
+            )
+        length = shape[dim]
+        segments = self._segments(name, rule, length) if isinstance(rule, ColumnRule) else [length]
+        units = self._units(name, rule.units, segments)
+        self.shards[name] = Shard.by_segments(dim % len(shape), segments, units, self.size, name)
+
+    def _check_reduce(self, name: str) -> None:
+        region = self.region_of(name)
+        if region.sp and not any(inside(name, around) for around in self.gathers):
+            raise ValueError(
+                f"{name}: its rows' partial sums are reduced where it returns, so it must be entered with whole activations; "
+                f"add a rule {{pattern: {name}, style: gather}}, with all the arguments that hold tokens"
+            )
+        rows = [n for n, m in (*self.linear.items(), *self.raw.items()) if isinstance(m.rule, RowRule)]
+        if not any(inside(row, name) for row in rows):
+            raise ValueError(f"{name}: 'reduce' takes a module with rows inside, and the plan names none there")
+        if name in self.linear:
+            raise ValueError(f"{name}: a {self.linear[name].rule.style} reduces itself; name the module around it")
+
+    def _check_once(self, name: str) -> None:
+        module, _, leaf = name.rpartition(".")
+        if leaf not in self.modules[module]._parameters:
+            raise ValueError(f"{name}: 'once' takes a parameter, and this is a buffer")
+        if module in self.linear or name in self.raw or self.reduced_at(module) is None:
+            raise ValueError(
+                f"{name}: 'once' takes a parameter of its own that a module adds to partial sums; around this one none are "
+                "left (a row linear adds its bias behind the sum by itself)"
+            )
 
     def _check_whole(self, name: str) -> None:
         for stack in self.stacks:
@@ -398,7 +464,7 @@ class Blueprint:
 
     def _number_at(self, name: str, attribute: str) -> int:
         """A whole-number attribute of a module, or of the nearest one around it."""
-        at = name
+        at = name if name in self.modules else name.rpartition(".")[0]
         while True:
             value = getattr(self.modules[at], attribute, None)
             if isinstance(value, int):
@@ -476,6 +542,13 @@ class Blueprint:
         sliced = self.sliced_shard(parameter)
         if sliced is not None:
             return ParamLayout(parameter, shape, sliced, reason="local_heads: sliced along its heads", free=True), False
+        if parameter in self.raw:
+            held, style = self.shards[parameter], self.raw[parameter].rule.style
+            over = frozenset({"tp"}) if held.has_shared else frozenset()
+            reason = f"{style}: {'out' if style == 'column' else 'in'}-features sharded"
+            return ParamLayout(parameter, shape, held, over, reason, free=True), False
+        if parameter in self.once:
+            return layout(partial=True, reason="once: the first rank adds it to partial sums"), False
         if module in self.vocabs:
             reason = "vocab: sharded by vocabulary"
             return ParamLayout(parameter, shape, self.vocab_shard(module), reason=reason, free=True), False
@@ -501,6 +574,8 @@ class Blueprint:
                 return ParamLayout(parameter, shape, Shard(dim, held.length, held.ranges), over, reason, free), False
             if leaf == "weight":
                 return ParamLayout(parameter, shape, held, reason="row: in-features sharded", free=free), False
+            if self.reduced_at(module) is not None:
+                return layout(partial=True, reason="row bias: the first rank adds it to partial sums"), False
             sp = self.sp_at(module)
             return layout(partial=sp, reason="row bias: added to shards" if sp else ""), False
         if not self.in_region(module):

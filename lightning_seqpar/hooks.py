@@ -144,6 +144,49 @@ def close_gather(region: SequenceRegion, name: str, *, is_block: bool = False) -
     return hook
 
 
+def begin_sum(region: SequenceRegion, added: Sequence[tuple[nn.Module, str]], *, raw: bool) -> Callable[..., None]:
+    """A module that makes partial sums begins: what it adds to them counts on the first rank alone."""
+
+    def hook(module: nn.Module, args: Any) -> None:
+        if raw:
+            region.begin_raw()
+        if region.rank:
+            for holder, leaf in added:
+                parameter = holder._parameters[leaf]
+                if parameter is not None:  # an attribute of the instance is found before its parameters
+                    holder.__dict__[leaf] = parameter * 0.0  # with a gradient: DDP waits for one
+
+    return hook
+
+
+def end_sum(region: SequenceRegion, added: Sequence[tuple[nn.Module, str]], *, raw: bool) -> Callable[..., None]:
+    """It returned or raised."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        if raw:
+            region.end_raw()
+        for holder, leaf in added:
+            holder.__dict__.pop(leaf, None)
+
+    return hook
+
+
+def reduce_output(region: SequenceRegion, name: str) -> Callable[..., Any]:
+    """What the module returns is a partial sum."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            return region.reduce(out, name)
+        if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
+            raise ValueError(
+                f"{name}: a {type(out).__name__} can't be reduced; 'reduce' takes a module that returns a tensor"
+            )
+        first = region.reduce(out[0], name)
+        return type(out)([first, *out[1:]]) if not hasattr(out, "_fields") else type(out)(first, *out[1:])
+
+    return hook
+
+
 def make_whole(region: SequenceRegion, name: str, wanted: Sequence[Argument]) -> Callable[..., Any]:
     """The module is computed whole on every rank: its arguments are gathered for that."""
 

@@ -17,10 +17,12 @@ from lightning_seqpar.blueprint import Blueprint, inside
 from lightning_seqpar.collectives import all_gather
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.hooks import (
+    begin_sum,
     close_call,
     close_gather,
     draw_alike,
     draw_apart,
+    end_sum,
     enter_block,
     exit_region,
     gather_arguments,
@@ -28,6 +30,7 @@ from lightning_seqpar.hooks import (
     make_shards,
     make_whole,
     narrow,
+    reduce_output,
     require_shard,
     slice_arguments,
     widen,
@@ -223,10 +226,13 @@ class _Swap(Blueprint):
             column = ColumnParallelLinear.adopt(module, self.shards[name], region, name, self.kinds[name])
             column.gathers_input = name in self.gathers and name not in self.copies
         else:
-            RowParallelLinear.adopt(module, self.shards[name], region, name, self.kinds[name])
+            row = RowParallelLinear.adopt(module, self.shards[name], region, name, self.kinds[name])
+            row.leaves_partial = self.reduced_at(name) is not None
 
     def _slice_tensors(self) -> Iterator[tuple[str, ParamLayout]]:
         """Cut what has a head dim of its own; the layouts of the buffers among it."""
+        for name in self.raw:
+            shrink(self._tensor(name), self.shards[name], self.rank)
         shards = {name: self.sliced_shard(name) for name in self.sliced_tensors}
         for name, shard in shards.items():
             assert shard is not None
@@ -285,7 +291,18 @@ class _Swap(Blueprint):
             narrow_input = isinstance(rule, GatherRule) and rule.local_width
             hook = gather_arguments(region, name, gathered, copied, local_width=narrow_input)
             yield module.register_forward_pre_hook(hook, with_kwargs=True)
+            if name in self.reduces:  # before the hook that closes what was gathered
+                yield from self._hook_reduce(name)
             yield module.register_forward_hook(close_gather(region, name, is_block=name in blocks), always_call=True)
+
+    def _hook_reduce(self, name: str) -> Iterator[RemovableHandle]:
+        module, region = self.modules[name], self.region_of(name)
+        once = [key.rpartition(".")[::2] for key in self.once if inside(key, name)]
+        added = [(self.modules[holder], leaf) for holder, leaf in once]
+        raw = any(key.rpartition(".")[0] == name for key in self.raw)
+        yield module.register_forward_pre_hook(begin_sum(region, added, raw=raw))
+        yield module.register_forward_hook(end_sum(region, added, raw=raw), always_call=True)
+        yield module.register_forward_hook(reduce_output(region, name))
 
     @staticmethod
     def _args(found: Mapping[str, Match], name: str) -> tuple[Argument, ...]:
@@ -293,7 +310,10 @@ class _Swap(Blueprint):
         return rule.args if isinstance(rule, GatherRule | CopyRule | WholeRule) else ()
 
     def _hook_others(self) -> Iterator[RemovableHandle]:
-        """Modules that are computed whole, norms over the full width, arguments with a head dim."""
+        """Modules that are computed whole, norms over the full width, arguments with a head dim, sums of parts."""
+        for name in self.reduces:
+            if name not in self.gathers and name not in self.copies:
+                yield from self._hook_reduce(name)
         for name in self.wholes:
             module, region = self.modules[name], self.region_of(name)
             args = self._args(self.wholes, name)
@@ -351,6 +371,7 @@ def _restorer(module: nn.Module, attributes: Iterable[str]) -> Callable[[], None
                 "full_name",
                 "global_heads",
                 "gathers_input",
+                "leaves_partial",
                 "packs",
                 "transposed",
                 "group",

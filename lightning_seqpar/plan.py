@@ -156,9 +156,11 @@ class FullWidthRule(Rule):
 
 
 class ColumnRule(Rule):
-    """Out-features sharded."""
+    """Out-features sharded, of a linear or of a parameter that its module multiplies itself (einsum, stacked experts)."""
 
     style: Literal["column"] = "column"
+    dim: int | None = None
+    """For a parameter: the dim of its out-features; by default the last but one, as in ``[experts, out, in]``."""
     segments: int | tuple[int | str, ...] = 1
     """Parts of a fused projection: how many equal ones, their names, or their sizes."""
     units: int | str | tuple[int | str, ...] | None = None
@@ -177,11 +179,25 @@ class ColumnRule(Rule):
 
 
 class RowRule(Rule):
-    """In-features sharded."""
+    """In-features sharded. A parameter's partial sums are reduced where its module returns."""
 
     style: Literal["row"] = "row"
+    dim: int | None = None
+    """For a parameter: the dim of its in-features; by default the last, as in ``[experts, out, in]``."""
     units: int | str | None = None
     """As for a column."""
+
+
+class ReduceRule(Rule):
+    """The rows inside this module leave partial sums, which are reduced where it returns: once for many experts."""
+
+    style: Literal["reduce"] = "reduce"
+
+
+class OnceRule(Rule):
+    """A parameter that its module adds to partial sums, such as an output bias: the first rank alone adds it."""
+
+    style: Literal["once"] = "once"
 
 
 class VocabRule(Rule):
@@ -221,6 +237,8 @@ _STYLES: dict[str, type[Rule]] = {
     "full_width": FullWidthRule,
     "column": ColumnRule,
     "row": RowRule,
+    "reduce": ReduceRule,
+    "once": OnceRule,
     "vocab": VocabRule,
     "set": SetRule,
     "replace": ReplaceRule,
@@ -278,6 +296,7 @@ class Match:
     name: str
     rule: Rule
     source: str
+    of_tensor: bool = False
 
 
 @dataclass(frozen=True)
@@ -359,17 +378,20 @@ class ShardingPlan:
         tensors = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
         found: list[Match] = []
         for rule in self.rules:
-            of_tensors = isinstance(rule, LocalHeadsRule) and rule.args is None
+            of_tensors = isinstance(rule, OnceRule) or (isinstance(rule, LocalHeadsRule) and rule.args is None)
             names, kind = (tensors, "parameter or buffer") if of_tensors else (modules, "module")
             pattern = self._full(rule.pattern)
             compiled = _compile(pattern)
             hits = [name for name in names if compiled.fullmatch(name)]
+            if not hits and isinstance(rule, ColumnRule | RowRule):
+                of_tensors = True
+                hits = [name for name, _ in model.named_parameters() if compiled.fullmatch(name)]
             if not hits:
                 raise ValueError(
                     f"plan pattern {pattern!r} (style {rule.style}) matches no {kind}; near names: "
                     f"{nearest(pattern, [name for name in names if name], 5)}"
                 )
-            found += [Match(name, rule, self.source) for name in hits]
+            found += [Match(name, rule, self.source, of_tensors) for name in hits]
         return found
 
 

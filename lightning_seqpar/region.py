@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,8 @@ class _Frame:
 
     length: int | None = None
     ndim: int = 0
+    batch: int = 1  # size of the input's other dim; flattened tokens are folded by it
+    raw: int = 0  # open modules that multiply sharded parameters themselves
     first: tuple[str, tuple[int, ...]] | None = None  # the block that entered, and its whole input's shape
     scopes: list[list[Any]] = field(default_factory=list)  # per open gathering module: its gathers' graph nodes
     task: int = -1  # the backward in which the call began, or -1
@@ -86,6 +88,15 @@ class _Frame:
     copied: list[int] = field(default_factory=list)  # lengths of activations that were whole already
     unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)  # gathers whose row is still to come
     gathered: list[tuple[weakref.ref[Tensor], GatheredInput]] = field(default_factory=list)
+
+
+class _Fact(NamedTuple):
+    """Of a call's input: whether it was a shard, and of what."""
+
+    is_shard: bool
+    length: int
+    batch: int
+    ndim: int
 
 
 class SequenceRegion:
@@ -108,7 +119,7 @@ class SequenceRegion:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._frames = [_Frame()]
         # What each block's input was, by its shape: a recompute in the backward runs outside any frame.
-        self._seen: dict[tuple[str, tuple[int, ...]], tuple[bool, int] | None] = {}
+        self._seen: dict[tuple[str, tuple[int, ...]], _Fact | None] = {}
         self.intervals: list[list[int]] = []
         self._shards: list[weakref.ref[Tensor]] = []
         self.streams = RankStreams(self.rank)
@@ -214,10 +225,11 @@ class SequenceRegion:
                     f"has {self.shard_length} of {frame.length} positions at dim {self.dim}; something between the "
                     "blocks changes the sequence: leave those blocks out of the plan, or end the region before it"
                 )
-            self._remember(key, (True, frame.length))
+            self._remember(key, is_shard=True)
             return x
         frame.length, frame.ndim, frame.first = x.shape[self.dim], x.ndim, key
-        self._remember(key, (False, frame.length))
+        frame.batch = x.shape[1 - self.dim] if x.ndim == 3 else 1
+        self._remember(key, is_shard=False)
         self._mark(begin=True)
         return scatter_to_sequence_parallel_region(x, self.dim, self.group)
 
@@ -239,7 +251,7 @@ class SequenceRegion:
     def abort(self) -> None:
         """A block raised: shards no longer flow."""
         frame = self._frame
-        frame.length, frame.scopes, frame.gathered, frame.unreduced = None, [], [], []
+        frame.length, frame.scopes, frame.gathered, frame.unreduced, frame.raw = None, [], [], [], 0
         self._mark(begin=False)
 
     def _mark(self, *, begin: bool) -> None:
@@ -287,6 +299,13 @@ class SequenceRegion:
         if not self.sp:
             self.streams.end()
 
+    def leave_partial(self) -> None:
+        """A row linear whose partial sums are reduced later: what is drawn for them must be drawn alike."""
+        if self.sp:
+            self.streams.pause()
+        else:
+            self.streams.end()
+
     def abort_columns(self) -> None:
         """What ran between a column and its row raised."""
         while not self.sp and self.streams.on:
@@ -298,6 +317,12 @@ class SequenceRegion:
         Raises:
             ValueError: for draws that would not be what one process draws, in distribution.
         """
+        if self._frame.raw:
+            raise ValueError(
+                f"a module of {self.name} that multiplies sharded parameters itself draws random numbers ({name}) of shape "
+                f"{list(shape)}, and nothing tells whether they are for whole activations or for this rank's features; give "
+                "it linears of their own, draw outside it, or set its dropout to 0"
+            )
         if not self.active:
             return
         is_shard = len(shape) > self.dim and shape[self.dim] == self.shard_length
@@ -327,12 +352,24 @@ class SequenceRegion:
             self._note(copied)
             return copied
         length = self.length_for(x, module)
+        if (folded := self._fold(x, self.shard_length)) is not None:  # flattened tokens, in the order of [b, s]
+            whole = gather_from_sequence_parallel_region(folded, self.dim, self.group, length).flatten(0, 1)
+            self._note(whole)
+            return whole
         whole = gather_from_sequence_parallel_region(x, self.dim, self.group, length)
         if self.regather and torch.is_grad_enabled():
             handle = GatheredInput(self, x.detach(), length)
             self._frame.gathered.append((weakref.ref(whole), handle))
         self._note(whole)
         return whole
+
+    def _fold(self, x: Tensor, positions: int, of: _Frame | _Fact | None = None) -> Tensor | None:
+        """Tokens that were flattened, ``[b·s, h]`` → ``[b, s, h]`` (or ``[s, b, h]``); none if they were not."""
+        of = of or self._frame
+        if of.ndim != 3 or x.ndim not in (1, 2) or x.shape[0] != of.batch * positions:
+            return None
+        sizes = (of.batch, positions) if self.dim == 1 else (positions, of.batch)
+        return x.reshape(*sizes, *x.shape[1:])
 
     def stand_in(self, whole: Tensor) -> Tensor:
         """A tensor of this rank's width for a module that reads its input's shape; its columns get ``whole`` for it.
@@ -353,7 +390,7 @@ class SequenceRegion:
         copied = copy_to_tensor_parallel_region(x, self.group)
         self._frame.copied.append(x.shape[self.dim])
         if self.active:
-            self._remember((module, tuple(x.shape)), (True, self._length))
+            self._remember((module, tuple(x.shape)), is_shard=True)
         self._note(copied)
         return copied
 
@@ -394,7 +431,7 @@ class SequenceRegion:
     def length_for(self, x: Tensor, module: str) -> int:
         """The whole length of the sequence that the shard ``x`` is a part of."""
         self.check_shard(x, module)
-        self._remember((module, tuple(x.shape)), (True, self._length))
+        self._remember((module, tuple(x.shape)), is_shard=True)
         return self._length
 
     def open_gather(self, x: Tensor, module: str) -> None:
@@ -403,6 +440,14 @@ class SequenceRegion:
             self._resume(x, module)
             self.streams.pause()  # what it drops out before its columns is whole
         self._frame.scopes.append([])
+
+    def begin_raw(self) -> None:
+        """A module that multiplies sharded parameters itself begins: no column says where whole activations end."""
+        self._frame.raw += 1
+
+    def end_raw(self) -> None:
+        """It ended."""
+        self._frame.raw = max(0, self._frame.raw - 1)
 
     def close_gather(self, out: Tensor | None = None, module: str = "") -> None:
         """It ended, with ``out``: what did not pass a row linear in it must do so in its block."""
@@ -503,8 +548,14 @@ class SequenceRegion:
         if not self.sp:
             return reduce_from_tensor_parallel_region(x, self.group)
         frame = self._frame
-        if self._recomputes() and self._seen.get((module, tuple(x.shape))):
-            return reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
+        known = self._seen.get((module, tuple(x.shape))) if self._recomputes() else None
+        if known is not None:
+            folded = self._fold(x, known.length, known)
+            shard = reduce_scatter_to_sequence_parallel_region(x if folded is None else folded, self.dim, self.group)
+            return shard if folded is None else shard.flatten(0, 1)
+        if frame.length is not None and (folded := self._fold(x, frame.length)) is not None:
+            self._remember((module, tuple(x.shape)), is_shard=True)
+            return reduce_scatter_to_sequence_parallel_region(folded, self.dim, self.group).flatten(0, 1)
         if frame.length is None or x.ndim != frame.ndim or x.shape[self.dim] != frame.length:
             expected = f"{frame.length} positions at dim {self.dim}" if self.active else "an open sequence region"
             raise ValueError(
@@ -512,7 +563,7 @@ class SequenceRegion:
                 f"the sequence ({expected} expected in {frame.ndim or 'its'} dims); give it the activation in the layout "
                 "of the block's input, or set sp=False"
             )
-        self._remember((module, tuple(x.shape)), (True, frame.length))
+        self._remember((module, tuple(x.shape)), is_shard=True)
         return reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
 
     def check_shard(self, x: Tensor, module: str) -> None:
@@ -522,6 +573,8 @@ class SequenceRegion:
                 f"{module}: called outside the sequence region of {self.name}, where its input is whole; its gradient "
                 "could not be synced by one rule. Call it only between the region's blocks, or leave it out of the plan"
             )
+        if self._fold(x, self.shard_length) is not None:
+            return
         if x.ndim != self._frame.ndim or x.shape[self.dim] != self.shard_length:
             raise ValueError(
                 f"{module}: its input has shape {list(x.shape)}; a shard of {self.name} has {self.shard_length} of "
@@ -547,7 +600,9 @@ class SequenceRegion:
                 "batch the input, or set 'dim' in the plan's blocks rule (1 for [b, s, h], 0 for [s, b, h])"
             )
 
-    def _remember(self, key: tuple[str, tuple[int, ...]], fact: tuple[bool, int]) -> None:
+    def _remember(self, key: tuple[str, tuple[int, ...]], *, is_shard: bool) -> None:
+        frame = self._frame
+        fact = _Fact(is_shard, self._length, frame.batch, frame.ndim)
         self._seen[key] = fact if self._seen.get(key, fact) == fact else None
 
     def _resume(self, x: Tensor, module: str) -> None:
@@ -555,11 +610,11 @@ class SequenceRegion:
         task = torch._C._current_graph_task_id()
         if task == -1 or self._frame.task == task:
             return
-        fact = self._seen.get((module, tuple(x.shape)), (False, 0))
+        fact = self._seen.get((module, tuple(x.shape)), _Fact(False, 0, 1, x.ndim))
         if fact is None:
             raise RuntimeError(
                 f"{module}: recomputed in the backward, but forwards of different lengths had inputs of shape "
                 f"{list(x.shape)}; pad the sequences to a multiple of tp={self.size}"
             )
-        is_shard, length = fact
-        self._frames.append(_Frame(length if is_shard else None, x.ndim, task=task, resumed_by=module))
+        length = fact.length if fact.is_shard else None
+        self._frames.append(_Frame(length, fact.ndim, fact.batch, task=task, resumed_by=module))

@@ -479,6 +479,103 @@ class TorchDecoder(nn.Module):
         return self.out(y)
 
 
+class RawAttention(nn.Module):
+    """Weights are parameters with head dims, multiplied by einsum; biases too."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        width = dim // heads
+        self.w_q, self.w_k, self.w_v = (nn.Parameter(torch.randn(heads, dim, width) * 0.2) for _ in range(3))
+        self.w_o = nn.Parameter(torch.randn(heads, width, dim) * 0.2)
+        self.b_q, self.b_v = (nn.Parameter(torch.zeros(heads, width)) for _ in range(2))
+        self.b_o = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = torch.einsum("bsh,nhd->bsnd", x, self.w_q) + self.b_q
+        k = torch.einsum("bsh,nhd->bsnd", x, self.w_k)
+        v = torch.einsum("bsh,nhd->bsnd", x, self.w_v) + self.b_v
+        scores = torch.einsum("bqnd,bknd->bnqk", q, k) / q.shape[-1] ** 0.5
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        return torch.einsum("bnqk,bknd,ndh->bqh", weights, v, self.w_o) + self.b_o
+
+
+class StackedExperts(nn.Module):
+    """Experts in 3-D parameters, tokens flattened, chosen ones one expert after the other."""
+
+    def __init__(self, dim: int, hidden: int, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.gate_up = nn.Parameter(torch.randn(count, 2 * hidden, dim) * 0.2)
+        self.down = nn.Parameter(torch.randn(count, dim, hidden) * 0.2)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(self.count):
+            token, slot = torch.where(index == expert)
+            if not len(token):
+                continue
+            gate, up = F.linear(x[token], self.gate_up[expert]).chunk(2, -1)
+            made = F.linear(F.silu(gate) * up, self.down[expert])
+            out.index_add_(0, token, made * weights[token, slot, None])
+        return out
+
+
+class RoutedMoE(nn.Module):
+    """A router on flattened tokens in front of stacked experts, and a shared expert beside them."""
+
+    def __init__(self, dim: int, hidden: int, count: int = 4, top: int = 2) -> None:
+        super().__init__()
+        self.router, self.top = nn.Linear(dim, count, bias=False), top
+        self.experts = StackedExperts(dim, hidden, count)
+        self.shared = SwiGLU(dim, hidden)
+        self.shared_gate = nn.Linear(dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, x.shape[-1])
+        weights, index = self.router(flat).softmax(-1).topk(self.top, dim=-1)
+        routed = self.experts(flat, index, weights / weights.sum(-1, keepdim=True))
+        shared = self.shared(flat) * torch.sigmoid(self.shared_gate(flat))
+        return (routed + shared).view(x.shape)
+
+
+class ListMoE(nn.Module):
+    """Experts as a list of modules, each given the tokens that chose it."""
+
+    def __init__(self, dim: int, hidden: int, count: int = 4, top: int = 2) -> None:
+        super().__init__()
+        self.gate, self.top = nn.Linear(dim, count, bias=False), top
+        self.experts = nn.ModuleList(FeedForward(dim, hidden) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = torch.topk(self.gate(flat), self.top)
+        weights = F.softmax(weights, dim=1)
+        out = torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            row, nth = torch.where(chosen == i)
+            out[row] += weights[row, nth, None] * expert(flat[row])
+        return out.view_as(x)
+
+
+class DenseMoE(nn.Module):
+    """Every expert sees every token: einsum over parameters ``[e, h, f]`` and ``[e, f, h]``."""
+
+    def __init__(self, dim: int, hidden: int, count: int = 3) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, count)
+        self.w1 = nn.Parameter(torch.randn(count, dim, hidden) * 0.2)
+        self.b1 = nn.Parameter(torch.zeros(count, hidden))
+        self.w2 = nn.Parameter(torch.randn(count, hidden, dim) * 0.2)
+        self.b2 = nn.Parameter(torch.zeros(count, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).softmax(-1)
+        hidden = F.gelu(torch.einsum("bsh,ehf->bsef", x, self.w1) + self.b1)
+        made = torch.einsum("bsef,efh->bseh", hidden, self.w2) + self.b2
+        return torch.einsum("bseh,bse->bsh", made, scores)
+
+
 # ---- whole models ----------------------------------------------------------------------------------------------
 
 
@@ -505,6 +602,10 @@ BLOCKS: dict[str, Any] = {
     "nano": lambda: PreNorm(16, NanoAttention(16, 4), FeedForward(16, 32)),
     "head_list": lambda: PreNorm(16, HeadList(16, 4), FeedForward(16, 32)),
     "low_rank": lambda: PreNorm(16, LowRank(16, 4), FeedForward(16, 32)),
+    "raw_attention": lambda: PreNorm(16, RawAttention(16, 4), FeedForward(16, 32)),
+    "routed_moe": lambda: PreNorm(16, Attention(16, 4), RoutedMoE(16, 24)),
+    "list_moe": lambda: PreNorm(16, Attention(16, 4), ListMoE(16, 24)),
+    "dense_moe": lambda: PreNorm(16, Attention(16, 4), DenseMoE(16, 24)),
     "squared_relu": lambda: PreNorm(16, Attention(16, 4), FeedForward(16, 32, lambda x: F.relu(x).square())),
 }
 
@@ -518,7 +619,7 @@ class Decoder(nn.Module):
     def __init__(self, kind: str, depth: int = 2, vocab: int = 31, tied: bool = False) -> None:
         super().__init__()
         blocks = [(BLOCKS | EXTRA)[kind]() for _ in range(depth)]
-        dim = next(p for p in blocks[0].parameters() if p.ndim == 2).shape[1]
+        dim = next(m for m in blocks[0].modules() if isinstance(m, nn.Linear)).in_features
         self.wte, self.wpe = nn.Embedding(vocab, dim), nn.Embedding(32, dim)
         self.h = nn.ModuleList(blocks)
         self.ln_f = nn.LayerNorm(dim)

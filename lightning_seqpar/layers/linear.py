@@ -238,8 +238,11 @@ class RowParallelLinear(_ParallelLinear):
     ============  ====================  ======================  ======================
 
     The bias is added after the reduce-scatter, to shards: its gradient is partial and is summed over tp. Without
-    sequence parallelism the output is whole (all-reduced) and the bias gradient is too.
+    sequence parallelism the output is whole (all-reduced) and the bias gradient is too. With :attr:`leaves_partial` a
+    module around this layer reduces: the output is a partial sum, to which the first rank alone adds the bias.
     """
+
+    leaves_partial: bool = False
 
     def _cut(self, rank: int) -> None:
         shrink(self.weight, self.shard, rank)
@@ -248,9 +251,14 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, f/tp]`` → ``[b, s/tp, h]``."""
         try:
-            partial = ShardedLinear.apply(x, self.matrix, None, None)  # type: ignore[no-untyped-call]
+            partial: Tensor = ShardedLinear.apply(x, self.matrix, None, None)  # type: ignore[no-untyped-call]
         except BaseException:  # a recompute ends here, when the last tensor that it is for is kept
             self.region.abort_columns()
             raise
+        if self.leaves_partial:
+            self.region.leave_partial()
+            # Times zero on the others, which makes a gradient there too: DDP waits for one.
+            first = float(self.region.rank == 0)
+            return partial if self.bias is None else partial + (self.bias * first).to(partial.dtype)
         out = self.region.reduce(partial, self.full_name)
         return out if self.bias is None else out + self.bias.to(out.dtype)
