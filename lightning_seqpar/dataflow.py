@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ class Linear:
     """One product of an activation and a parameter, in one block.
 
     Attributes:
-        name: the module that owns the weight (or an ``nn.MultiheadAttention``).
+        name: the module that owns the weight (or an ``nn.MultiheadAttention``); the parameter's own name where the module
+            multiplies it beside others.
         parameter: the weight's name; empty for an ``nn.MultiheadAttention``.
         upstream: the nearest linears that its input comes from, or :data:`RES`, :data:`ENC`.
         op: index of the product.
@@ -47,10 +49,18 @@ class Linear:
     reads: int
     makes: tuple[int, ...]
 
+    @property
+    def is_raw(self) -> bool:
+        """Whether it is a parameter that a module multiplies itself."""
+        return self.name == self.parameter
+
 
 @dataclass
 class BlockFlow:
-    """The data flow of one block."""
+    """The data flow of one block.
+
+    ``sums`` holds the modules that multiply parameters themselves, with the arguments to gather for them.
+    """
 
     call: Call
     arg: Argument
@@ -59,6 +69,7 @@ class BlockFlow:
     columns: dict[str, list[str]] = field(default_factory=dict)
     gathers: dict[tuple[str, str], list[Argument]] = field(default_factory=dict)
     attentions: list[str] = field(default_factory=list)
+    sums: dict[str, list[Argument]] = field(default_factory=dict)
     residual_in: dict[str, bool] = field(default_factory=dict)
 
     @property
@@ -207,7 +218,7 @@ class _Flow:
     def _product(self, op: Op, weight: int, others: list[int]) -> None:
         parameter = self.value(weight).parameter
         assert parameter is not None
-        owner = parameter.rpartition(".")[0]
+        owner = parameter if self._is_raw(parameter) else parameter.rpartition(".")[0]
         upstream = self._union(others)
         known = self.out.linears.get(owner)
         if known is not None and known.parameter != parameter:
@@ -220,6 +231,12 @@ class _Flow:
             known.makes += op.outputs
         for number in op.outputs:
             self.up[number] = frozenset({owner})
+
+    def _is_raw(self, parameter: str) -> bool:
+        """Whether a module multiplies the parameter beside others, or as one of many matrices: it is no linear then."""
+        owner, _, leaf = parameter.rpartition(".")
+        own = [p for p in self.model.get_submodule(owner)._parameters.values() if p is not None and p.ndim > 1]
+        return len(own) > 1 or leaf != "weight" or own[0].ndim > 2
 
     def _sum(self, op: Op, result: frozenset[str]) -> frozenset[str]:
         sides = [self.up[n] for n in op.inputs if self.up.get(n)]
@@ -285,6 +302,9 @@ def read_blocks(
     for flow in flows:
         gathering = _Gathering(trace, flow, reduced, [other.call for other in flows])
         for row in flow.rows:
+            if flow.linears[row].is_raw:
+                gathering.find_sum(row)
+                continue
             for column in flow.columns[row]:
                 gathering.find(column)
             if mixes(flow, row):
@@ -339,6 +359,39 @@ class _Gathering:
                 args += [key for key in given if key not in args]
                 return
         raise CantInferError(f"{column}: its input is given to no module that could gather it")
+
+    def find_sum(self, row: str) -> None:
+        """A row that its module multiplies itself: everything that holds tokens is gathered where that module is entered."""
+        trace, flow = self.trace, self.flow
+        names = [row, *flow.columns[row]]
+        owner = row.rpartition(".")[0]
+        mixed = [name for name in names if name.rpartition(".")[0] != owner or not flow.linears[name].is_raw]
+        if (
+            mixed
+            or owner == flow.name
+            or owner not in (trace.calls[n].name for n in trace.ops[flow.linears[row].op].stack)
+        ):
+            return  # no one module makes it of its own parameters: told where the row is planned
+        call = next(trace.calls[n] for n in trace.ops[flow.linears[row].op].stack if trace.calls[n].name == owner)
+        made = self._made_of_activation()
+        given = [key for key, value in call.args.items() if value in made or trace.values[value].root in made]
+        if given and all(self._holds_tokens(trace.values[call.args[key]]) for key in given):
+            flow.sums[owner] = given
+
+    def _made_of_activation(self) -> set[int]:
+        """Values, and roots of values, that depend on the block's activation; whole numbers such as expert choices too."""
+        trace, flow = self.trace, self.flow
+        made = {flow.call.args[flow.arg]}
+        for op in trace.ops_in(flow.call):
+            if not op.is_empty and any(number in made for number in op.inputs):
+                made.update(op.outputs)
+        return made | {trace.values[number].root for number in made}
+
+    def _holds_tokens(self, value: Value) -> bool:
+        """Whether an argument has a place for every token: ``[b, s, ...]`` or ``[b·s, ...]``."""
+        shape = self.trace.values[self.flow.call.args[self.flow.arg]].shape
+        tokens = shape[:-1]
+        return value.shape[: len(tokens)] == tokens or value.shape[:1] == (math.prod(tokens),)
 
     def merge(self, row: str) -> None:
         """Columns that would gather for themselves gather where their attention is entered, if they can.

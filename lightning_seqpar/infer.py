@@ -39,6 +39,7 @@ from lightning_seqpar.probe import (
     repeats_skipped,
     seed_streams,
 )
+from lightning_seqpar.products import Products
 from lightning_seqpar.support import Block, ColumnLayout, Edit, GroupLayout
 from lightning_seqpar.trace import Call, Trace
 
@@ -244,6 +245,8 @@ def _plan_block(
     for row in flow.rows:
         if decided.covers(row, *flow.columns[row]):
             left |= {row, *flow.columns[row]}
+        elif flow.linears[row].is_raw:
+            _plan_products(block, row, tp, plan, decided, stack)
         elif row in flow.attentions:
             plan.rules.append((row[cut:], "replace", {}))
             plan.reasons.append(f"{row}: an nn.MultiheadAttention, which calls its projections through raw weights")
@@ -291,6 +294,44 @@ def _plan_block(
         plan.rules.append((group.row[cut:], "row", row_options))
     plan.rules += _edit_rules(model, edits, tp, cut)
     return plan
+
+
+def _plan_products(block: Block, row: str, tp: int, plan: BlockPlan, decided: _Decided, stack: Sequence[str]) -> None:
+    """A module that multiplies parameters itself: all its rows and columns at once."""
+    flow, owner = block.flow, row.rpartition(".")[0]
+    cut, inner = len(flow.name) + 1, owner[len(flow.name) + 1 :]
+    if any(name == inner and style == "gather" for name, style, _ in plan.rules):
+        return  # another of its rows was here
+    rows = [name for name in flow.rows if name.rpartition(".")[0] == owner]
+    columns = list(dict.fromkeys(column for name in rows for column in flow.columns[name]))
+    if owner not in flow.sums:
+        raise CantInferError(
+            f"{row}: a parameter that is multiplied past any linear module, and no one module inside the block makes what is "
+            f"added of its own parameters and the tokens given to it\n  {_what_to_write(flow, row, stack)}"
+        )
+    products = Products(block, owner, rows, columns)
+    try:
+        layout = products.deal(tp)
+    except CantInferError as error:
+        if any(products.mixes_positions(arg) for arg in flow.sums[owner] if products.is_floating(arg)):
+            raise CantInferError(f"{error}\n  {_what_to_write(flow, row, stack)}") from None
+        plan.reasons.append(f"{owner}: left whole; it works on each token alone ({error})")
+        return
+    args = flow.sums[owner]
+    plan.rules.append((inner, "gather", {} if args == [0] else {"args": list(args)}))
+    for name, part in layout.cuts.items():
+        options: dict[str, Any] = {}
+        style = "once" if part.dim is None else "row" if name in products.rows else "column"
+        if part.dim is not None:
+            options["dim"] = part.dim
+            if part.segments > 1:
+                options["segments"] = part.segments
+        plan.rules.append((f"{owner}.{name}"[cut:], style, options))
+    plan.rules += _edit_rules(block.model, layout.edits, tp, cut)
+    dims = ", ".join(f"{name} at dim {part.dim}" for name, part in layout.cuts.items() if part.dim is not None)
+    plan.reasons.append(
+        f"{owner}: it multiplies parameters itself; cut into {tp} parts ({dims}), what it returns sums up to the whole"
+    )
 
 
 def _mixes(model: nn.Module, flow: BlockFlow, row: str, *, unknown: bool = False) -> bool:

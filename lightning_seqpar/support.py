@@ -24,7 +24,7 @@ _DRAWS = 16
 
 Ranges = tuple[tuple[int, int], ...]
 
-_EQUAL = {torch.float64: 1e-8, torch.float32: 1e-3}
+EQUAL = {torch.float64: 1e-8, torch.float32: 1e-3}
 """Largest difference, relative to the largest value, that counts as equal."""
 
 
@@ -123,8 +123,13 @@ class Block:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's forward, without luck."""
+        return self.quiet(self.module, args, kwargs)
+
+    @staticmethod
+    def quiet(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A module's forward, without luck."""
         with Quiet():
-            return self.module(*args, **kwargs)
+            return module(*args, **kwargs)
 
     def argument_shapes(self, name: str) -> dict[int | str, tuple[int, ...]]:
         """Shapes of the tensor arguments that a module inside the block is called with."""
@@ -307,7 +312,7 @@ class Block:
             if x.shape != part.shape:
                 raise _MismatchError(f"{name}: its input is {list(x.shape)}, expected {list(part.shape)}")
             scale = float(part.abs().max()) if part.numel() else 0.0
-            if not float((x - part).abs().max()) <= _EQUAL.get(part.dtype, 5e-2) * max(scale, 1e-30):
+            if not float((x - part).abs().max()) <= EQUAL.get(part.dtype, 5e-2) * max(scale, 1e-30):
                 raise _MismatchError(f"{name}: its input is not this rank's part of the whole one's")
             return whole
 
@@ -330,7 +335,7 @@ class Block:
                         return out.index_select(-1, held.to(out.device))
 
                     stack.callback(module.register_forward_hook(cut).remove)
-                    stack.enter_context(_attribute(module, "out_features", len(held)))
+                    stack.enter_context(changed_attribute(module, "out_features", len(held)))
                 for name in (group.row, *group.full_width):
 
                     def swap(
@@ -350,7 +355,7 @@ class Block:
                         return out.narrow(-1, rank * width, width)
 
                     stack.callback(self.modules[name].register_forward_hook(slice_).remove)
-                stack.enter_context(_attribute(self.modules[group.row], "in_features", size))
+                stack.enter_context(changed_attribute(self.modules[group.row], "in_features", size))
             for edit in edits:
                 stack.enter_context(_edited(self.modules[edit.module], edit, tp, rank, stand_ins))
             yield
@@ -368,7 +373,7 @@ class _MismatchError(Exception):
 
 
 @contextmanager
-def _attribute(module: Any, name: str, value: Any) -> Iterator[None]:
+def changed_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
     """Another value for an attribute, for a while."""
     first = name.partition(".")[0]
     missing = not hasattr(module, first)
@@ -394,7 +399,7 @@ def _edited(
         return tensor.narrow(edit.dim, rank * size, size)
 
     if edit.kind == "set":
-        with _attribute(module, str(edit.key), edit.value):
+        with changed_attribute(module, str(edit.key), edit.value):
             yield
     elif edit.kind == "tensor":
         tensor = getattr(module, str(edit.key))

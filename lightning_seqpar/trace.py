@@ -203,6 +203,8 @@ class Trace(TorchDispatchMode):
         tag = copied = None
         if name in _RESHAPES and len(inputs) == 1:
             copied, tag = inputs[0], self.values[inputs[0]].parameter
+        elif name in ("index", "index_select") and len(self.values[inputs[0]].shape) > 2:
+            tag = self.values[inputs[0]].parameter  # some of the matrices that a parameter stacks
         outputs: list[int] = []
         if func._schema.is_mutable:
             stripped = name.removesuffix("_")

@@ -1,0 +1,211 @@
+"""Modules that multiply parameters themselves, by einsum or expert by expert: which dims to deal out.
+
+No linear's output can be watched here, so candidate cuts are tried: the parts that the ranks would return must sum up
+to what the whole module returns. Runs on one process, with the inputs of a recorded forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, combinations, islice, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_seqpar.dataflow import CantInferError
+from lightning_seqpar.layers import Shard
+from lightning_seqpar.plan import Argument
+from lightning_seqpar.support import EQUAL, Block, Edit, changed_attribute
+
+_TRIES = 2000
+_SEGMENTS = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter dealt out along ``dim``, in ``segments`` equal parts.
+
+    ``size`` is that dim's length; ``dim`` is none for what the first rank alone adds.
+    """
+
+    dim: int | None
+    size: int = 0
+    segments: int = 1
+
+
+@dataclass
+class SumLayout:
+    """What becomes of a module whose output is a sum over its parameters' parts.
+
+    Attributes:
+        owner: the module.
+        cuts: by parameter; one that is missing stays whole.
+        edits: attributes that change.
+    """
+
+    owner: str
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    edits: tuple[Edit, ...] = ()
+
+
+class Products:
+    """One such module, called as in a recorded forward."""
+
+    def __init__(self, block: Block, owner: str, rows: Sequence[str], columns: Sequence[str]) -> None:
+        self.owner, self.module = owner, block.modules[owner]
+        cut = len(owner) + 1
+        self.rows, self.columns = [name[cut:] for name in rows], [name[cut:] for name in columns]
+        self._args, self._kwargs = self._inputs_of(block)
+        with torch.no_grad():
+            self.whole = _first(block.quiet(self.module, self._args, self._kwargs))
+        self._block = block
+
+    def _inputs_of(self, block: Block) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kept: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            kept.append(tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs)))
+
+        handle = self.module.register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            with torch.no_grad():
+                args, kwargs, _ = block.inputs()
+                block.run(args, kwargs)
+        finally:
+            handle.remove()
+        if not kept:
+            raise CantInferError(f"{self.owner}: the block run by itself does not call it")
+        return kept[0]
+
+    def is_floating(self, arg: Argument) -> bool:
+        """Whether an argument can carry a gradient."""
+        value = self._args[arg] if isinstance(arg, int) else self._kwargs[arg]
+        return isinstance(value, Tensor) and value.is_floating_point()
+
+    def mixes_positions(self, arg: Argument) -> bool:
+        """Whether the output for the last token depends on other tokens of an argument."""
+        args, kwargs = list(self._args), dict(self._kwargs)
+        holder: Any = args if isinstance(arg, int) else kwargs
+        holder[arg] = x = holder[arg].detach().requires_grad_()
+        with torch.enable_grad():
+            out = _first(self._block.quiet(self.module, args, kwargs))
+        flat = out.reshape(-1, out.shape[-1])
+        (grad,) = torch.autograd.grad(flat[-1].sum() + 0 * flat.sum(), x)
+        return bool(grad.reshape(-1, grad.shape[-1])[:-1].any())
+
+    # ---- the search ------------------------------------------------------------------------------------------
+
+    def deal(self, tp: int) -> SumLayout:
+        """The cuts under which the ranks' parts sum up to the whole, the likeliest first.
+
+        Raises:
+            CantInferError: if none of them do.
+        """
+        for edits, cuts in islice(self._candidates(tp), _TRIES):
+            if self._sums_up(cuts, edits, tp):
+                return SumLayout(self.owner, cuts, edits)
+        names = ", ".join((*self.columns, *self.rows))
+        raise CantInferError(
+            f"{self.owner}: it multiplies the parameters {names} itself, and no way of cutting them for tp={tp} makes the ranks' "
+            "parts sum up to its output"
+        )
+
+    def _candidates(self, tp: int) -> Iterator[tuple[tuple[Edit, ...], dict[str, Cut]]]:
+        plain = list(self._cuts(tp, likely=True))
+        yield from (((), cuts) for cuts in plain)
+        for cuts in plain:
+            found = self._edits(cuts, tp)
+            for edits in chain(combinations(found, 1), combinations(found, 2)):
+                yield edits, cuts
+        yield from (((), cuts) for cuts in self._cuts(tp, likely=False))
+
+    def _cuts(self, tp: int, *, likely: bool) -> Iterator[dict[str, Cut]]:
+        own = dict(self.module.named_parameters(recurse=False))
+        shapes = list(dict.fromkeys(tuple(own[name].shape) for name in self.columns))
+        row_shapes = list(dict.fromkeys(tuple(own[name].shape) for name in self.rows))
+        options = [_options(shape, tp, _SEGMENTS) for shape in shapes]
+        row_options = [_options(shape, tp, (1,)) for shape in row_shapes]
+        found: list[tuple[int, int, int, dict[str, Cut]]] = []
+        for picks in product(*row_options, *options):
+            by_row = dict(zip(row_shapes, picks[: len(row_shapes)], strict=True))
+            by_column = dict(zip(shapes, picks[len(row_shapes) :], strict=True))
+            cuts = {name: by_row[tuple(own[name].shape)] for name in self.rows}
+            cuts |= {name: by_column[tuple(own[name].shape)] for name in self.columns}
+            lengths = {cut.size for name, cut in cuts.items() if name in self.rows}
+            odd = sum(cut.size // cut.segments not in lengths for cut in cuts.values())
+            found.append((odd, sum(cut.segments for cut in cuts.values()), len(found), cuts))
+        rest = [name for name in own if name not in self.columns and name not in self.rows]
+        for *_, cuts in sorted(found, key=lambda item: item[:3]):
+            choices = [self._others(own[name], cuts, tp) for name in rest]
+            for number, chosen in enumerate(product(*choices)):
+                if likely != (number == 0):
+                    continue
+                yield cuts | {name: cut for name, cut in zip(rest, chosen, strict=True) if cut is not None}
+
+    def _others(self, tensor: Tensor, cuts: dict[str, Cut], tp: int) -> list[Cut | None]:
+        """What may become of another parameter, such as a bias: cut like a column, added once, whole."""
+        columns = {(cut.size, cut.segments) for name, cut in cuts.items() if name in self.columns}
+        sliced: list[Cut | None] = [
+            Cut(dim, size, segments)
+            for dim, size in enumerate(tensor.shape)
+            for length, segments in sorted(columns)
+            if size == length
+        ]
+        once: list[Cut | None] = [Cut(None)] if tensor.ndim and tensor.shape[-1] == self.whole.shape[-1] else []
+        return [*sliced, *once, None]
+
+    def _edits(self, cuts: dict[str, Cut], tp: int) -> list[Edit]:
+        numbers = {cut.size for cut in cuts.values()} | {cut.size // cut.segments for cut in cuts.values()}
+        return [
+            Edit("set", self.owner, key, value=value // tp)
+            for key, value in vars(self.module).items()
+            if type(value) is int and value in numbers and value % tp == 0
+        ]
+
+    # ---- one try ---------------------------------------------------------------------------------------------
+
+    def _sums_up(self, cuts: dict[str, Cut], edits: Sequence[Edit], tp: int) -> bool:
+        total: Tensor | None = None
+        for rank in range(tp):
+            try:
+                with self._cut(cuts, edits, tp, rank), torch.no_grad():
+                    part = _first(self._block.quiet(self.module, self._args, self._kwargs))
+            except (RuntimeError, ValueError, IndexError, AssertionError, TypeError):
+                return False  # the shapes do not fit: not this way
+            if part.shape != self.whole.shape:
+                return False
+            total = part if total is None else total + part
+        assert total is not None
+        scale = max(float(self.whole.abs().max()), 1e-30)
+        return float((total - self.whole).abs().max()) <= EQUAL.get(total.dtype, 5e-2) * scale
+
+    @contextmanager
+    def _cut(self, cuts: dict[str, Cut], edits: Sequence[Edit], tp: int, rank: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, cut in cuts.items():
+                parameter = getattr(self.module, name)
+                stack.callback(setattr, parameter, "data", parameter.data)
+                if cut.dim is None:
+                    parameter.data = parameter.data if rank == 0 else torch.zeros_like(parameter.data)
+                else:
+                    parts = [cut.size // cut.segments] * cut.segments
+                    shard = Shard.by_segments(cut.dim, parts, parts, tp, name)
+                    parameter.data = shard.take(parameter.data, rank)
+            for edit in edits:
+                stack.enter_context(changed_attribute(self.module, str(edit.key), edit.value))
+            yield
+
+
+def _options(shape: tuple[int, ...], tp: int, segments: Sequence[int]) -> list[Cut]:
+    return [Cut(dim, size, count) for dim, size in enumerate(shape) for count in segments if size % (count * tp) == 0]
+
+
+def _first(out: Any) -> Tensor:
+    first = out[0] if isinstance(out, list | tuple) and out else out
+    if not isinstance(first, Tensor):
+        raise CantInferError(f"a module that multiplies parameters itself returns a {type(first).__name__}, no tensor")
+    return first
