@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +100,12 @@ def exit_region(region: SequenceRegion, name: str) -> Callable[..., Any]:
     return hook
 
 
+def _widest(values: Iterable[Any]) -> torch.dtype | None:
+    """The type of the most precise tensor: the others' gradients are sums over ranks too, and must not lose more."""
+    kinds = [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    return functools.reduce(torch.promote_types, kinds) if len(kinds) > 1 else None
+
+
 def gather_arguments(
     region: SequenceRegion,
     name: str,
@@ -111,6 +118,7 @@ def gather_arguments(
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         done: dict[int, Tensor] = {}  # one gather serves an argument that is passed twice
+        widest = _widest(_argument(name, arg, args, kwargs)[1] for arg in (*gathered, *copied))
         for arg in (*gathered, *copied):
             where, x = _argument(name, arg, args, kwargs)
             if x is None and arg in copied:
@@ -121,7 +129,8 @@ def gather_arguments(
             if not done:
                 region.open_gather(x, name)
             if id(x) not in done:
-                whole = region.gather(x, name) if arg in gathered else region.copy(x, name)
+                given = x.to(widest) if widest is not None and x.is_floating_point() else x
+                whole = region.gather(given, name) if arg in gathered else region.copy(given, name)
                 done[id(x)] = region.stand_in(whole) if local_width and arg in gathered else whole
             args, kwargs = _replace(where, done[id(x)], args, kwargs)
         return args, kwargs

@@ -496,6 +496,7 @@ class _Supports:
         self._probes = [_Probe(block, row, columns, seed, skipped) for seed in (0, 1, 2)]
         self._features = self._probes[0].features
         self._tp = tp
+        self._feeding = {name for column in columns for name in block.flow.linears[column].upstream}
         if self.features % tp:
             raise CantInferError(f"{row}: its {self.features} in-features do not divide by tp={tp}")
         size = self.features // tp
@@ -520,8 +521,11 @@ class _Supports:
         return torch.stack([part[column] for part in self._parts]).sum(0)
 
     def is_shared(self, column: str) -> bool:
-        """Whether every rank needs all of a column."""
-        return bool((self._owners(column) == self._tp).all())
+        """Whether every rank needs all of a column, or all of what another column does not read of it."""
+        owners = self._owners(column)
+        if column in self._feeding:
+            owners = owners[owners > 0]
+        return bool((owners == self._tp).all())
 
     def units(self, column: str) -> int:
         """Into how many units side by side the row's in-features fall apart, as far as one column's own part goes."""
