@@ -334,6 +334,8 @@ class Blueprint:
         dim = rule.dim if rule.dim is not None else -2 if isinstance(rule, ColumnRule) else -1
         if not -len(shape) <= dim < len(shape):
             raise ValueError(f"{name}: it has shape {shape} and no dim {dim}; name the {rule.style}'s dim")
+        if linear_kind(self.modules[module]) is not None:
+            raise ValueError(f"{name}: it is the parameter of a linear; name the linear itself, {module}")
         if not any(inside(module, around) for around in (*self.gathers, *self.copies)):
             raise ValueError(
                 f"{name}: {module} multiplies this {rule.style} itself, where nothing was gathered for it; add a rule "
@@ -357,10 +359,28 @@ class Blueprint:
                 f"add a rule {{pattern: {name}, style: gather}}, with all the arguments that hold tokens"
             )
         rows = [n for n, m in (*self.linear.items(), *self.raw.items()) if isinstance(m.rule, RowRule)]
+        self._check_siblings(name)
         if not any(inside(row, name) for row in rows):
             raise ValueError(f"{name}: 'reduce' takes a module with rows inside, and the plan names none there")
         if name in self.linear:
             raise ValueError(f"{name}: a {self.linear[name].rule.style} reduces itself; name the module around it")
+
+    def _check_siblings(self, name: str) -> None:
+        """Of experts in a list all are sharded or none: a whole one would count once per rank in the sum."""
+        for planned in [n for n in self.linear if inside(n, name)]:
+            path = planned.split(".")
+            for at in range(name.count(".") + 2, len(path)):
+                holder = self.modules[".".join(path[:at])]
+                if not isinstance(holder, nn.ModuleList | nn.ModuleDict):
+                    continue
+                for key, _ in holder.named_children():
+                    twin = ".".join([*path[:at], key, *path[at + 1 :]])
+                    if twin in self.modules and twin not in self.linear:
+                        raise ValueError(
+                            f"{twin}: no rule names it, but {planned} beside it is a {self.linear[planned].rule.style} whose "
+                            f"output is summed at the end of {name}, where a whole expert would count tp times; write the "
+                            "pattern for all of them ('*')"
+                        )
 
     def _check_once(self, name: str) -> None:
         module, _, leaf = name.rpartition(".")

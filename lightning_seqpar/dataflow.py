@@ -59,7 +59,8 @@ class Linear:
 class BlockFlow:
     """The data flow of one block.
 
-    ``sums`` holds the modules that multiply parameters themselves, with the arguments to gather for them.
+    ``sums`` holds the modules that return partial sums, with the arguments to gather for them: those that multiply parameters
+    themselves, and those that give some of the tokens to each of their rows (experts in a list).
     """
 
     call: Call
@@ -294,13 +295,21 @@ class _Flow:
 
 
 def read_blocks(
-    trace: Trace, calls: Iterable[Call], model: nn.Module, mixes: Callable[[BlockFlow, str], bool]
+    trace: Trace,
+    calls: Iterable[Call],
+    model: nn.Module,
+    mixes: Callable[[BlockFlow, str], bool],
+    *,
+    sums: bool = True,
 ) -> list[BlockFlow]:
-    """The data flow of every block, one call each; ``mixes`` says whether positions mix between columns and a row."""
+    """The data flow of every block, one call each; ``mixes`` says whether positions mix between columns and a row.
+
+    With ``sums`` a module that deals tokens out to experts is entered whole and returns a sum; else each expert gathers.
+    """
     flows = [_Flow(trace, call, model).run() for call in calls]
     reduced = {number for flow in flows for row in flow.rows for number in flow.linears[row].makes}
     for flow in flows:
-        gathering = _Gathering(trace, flow, reduced, [other.call for other in flows])
+        gathering = _Gathering(trace, flow, reduced, [other.call for other in flows], sums=sums)
         for row in flow.rows:
             if flow.linears[row].is_raw:
                 gathering.find_sum(row)
@@ -318,8 +327,8 @@ def read_blocks(
 class _Gathering:
     """Finds the modules at whose entry the columns' input is gathered."""
 
-    def __init__(self, trace: Trace, flow: BlockFlow, reduced: set[int], blocks: list[Call]) -> None:
-        self.trace, self.flow, self.reduced = trace, flow, reduced
+    def __init__(self, trace: Trace, flow: BlockFlow, reduced: set[int], blocks: list[Call], *, sums: bool) -> None:
+        self.trace, self.flow, self.reduced, self.sums = trace, flow, reduced, sums
         self.blocks = {call.name for call in blocks}
 
     def _leaks(self, call: Call, root: int) -> bool:
@@ -355,10 +364,29 @@ class _Gathering:
             call = trace.calls[number]
             given = [key for key, value in call.args.items() if trace.values[value].root == root]
             if given and not self._leaks(call, root):
+                if (
+                    self.sums
+                    and not self._holds_tokens(trace.values[call.args[given[0]]])
+                    and self._find_dealer(column)
+                ):
+                    return
                 args = flow.gathers.setdefault((call.name, style), [])
                 args += [key for key in given if key not in args]
                 return
         raise CantInferError(f"{column}: its input is given to no module that could gather it")
+
+    def _find_dealer(self, column: str) -> bool:
+        """The module that is given all tokens and hands some of them on to this column; whether there is one."""
+        trace, flow = self.trace, self.flow
+        made = self._made_of_activation()
+        stack = trace.ops[flow.linears[column].op].stack
+        for number in reversed(stack[stack.index(flow.call.id) + 1 :]):
+            call = trace.calls[number]
+            given = [key for key, value in call.args.items() if value in made or trace.values[value].root in made]
+            if given and all(self._holds_tokens(trace.values[call.args[key]]) for key in given):
+                flow.sums[call.name] = given
+                return True
+        return False
 
     def find_sum(self, row: str) -> None:
         """A row that its module multiplies itself: everything that holds tokens is gathered where that module is entered."""

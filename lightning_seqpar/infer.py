@@ -69,6 +69,7 @@ def infer_plan(
     tp: int,
     own: ShardingPlan | None = None,
     *,
+    sums: bool = True,
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda copied: None,
 ) -> Inference:
@@ -79,6 +80,8 @@ def infer_plan(
         example: what ``forward`` takes (a tensor, a tuple or a dict), or an :class:`~lightning_seqpar.probe.Example`.
         tp: for how many ranks.
         own: the user's own rules; what they decide is left to them.
+        sums: a module that deals its tokens out to experts may be reduced where it returns; else at each expert, which needs
+            whole sequences between the blocks.
         dtype: of the copy; none keeps the model's.
         prepare: makes the copy ready for its forward.
 
@@ -95,10 +98,10 @@ def infer_plan(
     with kept_streams(cpu), default_dtype(dtype):
         copied = detached_copy(model, cpu, dtype)
         prepare(copied)
-        return _infer(copied, example.to(cpu, dtype), tp, own)
+        return _infer(copied, example.to(cpu, dtype), tp, own, sums=sums)
 
 
-def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None) -> Inference:
+def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None, *, sums: bool) -> Inference:
     trace = Trace(model)
     decided = _Decided(model, own)
     with repeats_skipped(model) if is_large(model) else nullcontext(), trace.watch(), Quiet(draws=example.draws):
@@ -118,7 +121,7 @@ def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None
     reasons: list[str] = []
     owners = [_owner(model, calls[0].name) for calls in stacks]
     for calls, owner in zip(stacks, owners, strict=True):
-        found, why = _plan_stack(trace, model, calls, tp, decided, alone=owners.count(owner) == 1)
+        found, why = _plan_stack(trace, model, calls, tp, decided, alone=owners.count(owner) == 1, sums=sums)
         rules += found
         reasons += why
     return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons)
@@ -161,7 +164,14 @@ def _owner(model: nn.Module, block: str) -> str:
 
 
 def _plan_stack(
-    trace: Trace, model: nn.Module, calls: Sequence[Call], tp: int, decided: _Decided, *, alone: bool
+    trace: Trace,
+    model: nn.Module,
+    calls: Sequence[Call],
+    tp: int,
+    decided: _Decided,
+    *,
+    alone: bool,
+    sums: bool,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     mixing: dict[Any, bool] = {}
 
@@ -171,7 +181,7 @@ def _plan_stack(
             mixing[key] = _mixes(model, flow, row)
         return mixing[key]
 
-    flows = read_blocks(trace, calls, model, mixes)
+    flows = read_blocks(trace, calls, model, mixes, sums=sums)
     known: dict[Any, BlockPlan] = {}
     plans: dict[str, BlockPlan] = {}
     dims = {}
@@ -215,6 +225,16 @@ def _all_names(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     return [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in objects]
 
 
+def alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules are made of the same classes and shapes."""
+
+    def told(module: nn.Module) -> Any:
+        parts = [(name, type(part)) for name, part in module.named_modules()]
+        return parts, [(name, tuple(tensor.shape)) for name, tensor in module.named_parameters()]
+
+    return bool(told(one) == told(other))
+
+
 def _likeness(flow: BlockFlow, model: nn.Module) -> Any:
     """What two blocks must share to get the same plan."""
     cut = len(flow.name) + 1
@@ -227,6 +247,7 @@ def _likeness(flow: BlockFlow, model: nn.Module) -> Any:
         flow.arg,
         tuple(row[cut:] for row in flow.rows),
         tuple((name[cut:], style, tuple(args)) for (name, style), args in flow.gathers.items()),
+        tuple((name[cut:], tuple(args)) for name, args in flow.sums.items()),
     )
 
 
@@ -241,11 +262,11 @@ def _plan_block(
     cut = len(flow.name) + 1
     groups: list[GroupLayout] = []
     edits: list[Edit] = []
-    left: set[str] = set()
     for row in flow.rows:
-        if decided.covers(row, *flow.columns[row]):
-            left |= {row, *flow.columns[row]}
-        elif flow.linears[row].is_raw:
+        idle = 0 in trace.values[flow.linears[row].reads].shape  # an expert that the example gave no token
+        if idle or decided.covers(row, *flow.columns[row]):
+            continue
+        if flow.linears[row].is_raw:
             _plan_products(block, row, tp, plan, decided, stack)
         elif row in flow.attentions:
             plan.rules.append((row[cut:], "replace", {}))
@@ -285,6 +306,13 @@ def _plan_block(
             if any(edit.kind == "narrow" and edit.module == name for edit in edits):
                 options["local_width"] = True
             plan.rules.append((name[cut:], style, options))
+    for name, args in flow.sums.items():
+        if any(_inside(group.row, name) for group in groups):
+            plan.rules.append((name[cut:], "gather", {} if args == [0] else {"args": list(args)}))
+            plan.rules.append((name[cut:], "reduce", {}))
+            plan.reasons.append(
+                f"{name}: it gives each expert some of its tokens; what they make is summed where it returns"
+            )
     for group in groups:
         for column, layout in group.columns.items():
             plan.rules.append((column[cut:], "column", _column_options(model, column, layout)))
@@ -293,7 +321,34 @@ def _plan_block(
         row_options = {} if group.units == group.features else {"units": _unit_name(model, group.row, group.units)}
         plan.rules.append((group.row[cut:], "row", row_options))
     plan.rules += _edit_rules(model, edits, tp, cut)
+    plan.rules += _idle_experts(model, flow, plan.rules)
     return plan
+
+
+def _idle_experts(
+    model: nn.Module, flow: BlockFlow, rules: Sequence[tuple[str, str, dict[str, Any]]]
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """Rules for experts that the example gave no token: those of an equal one."""
+    known = {(name, style) for name, style, _ in rules}
+    block = model.get_submodule(flow.name)
+    found = []
+    for name, style, options in rules:
+        full = f"{flow.name}.{name}"
+        if style not in ("column", "row", "set", "gather") or not any(
+            _inside(full, owner) and full != owner for owner in flow.sums
+        ):
+            continue
+        path = name.split(".")
+        for at in range(1, len(path)):
+            holder = block.get_submodule(".".join(path[:at]))
+            if not isinstance(holder, nn.ModuleList | nn.ModuleDict):
+                continue
+            for key, other in holder.named_children():
+                twin = ".".join([*path[:at], key, *path[at + 1 :]])
+                if (twin, style) not in known and alike(other, holder.get_submodule(path[at])):
+                    known.add((twin, style))
+                    found.append((twin, style, options))
+    return found
 
 
 def _plan_products(block: Block, row: str, tp: int, plan: BlockPlan, decided: _Decided, stack: Sequence[str]) -> None:

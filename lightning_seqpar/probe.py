@@ -236,6 +236,7 @@ class Example:
         args: positional arguments.
         kwargs: named arguments.
         draws: it needs random numbers that are random.
+        path: the submodule that takes it; the model itself by default.
     """
 
     source: str
@@ -243,6 +244,7 @@ class Example:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     draws: bool = False
+    path: str = ""
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> Example:
         """The same on a device, floats in ``dtype``."""
@@ -265,7 +267,7 @@ class Example:
         losses: list[Tensor] = []
         if isinstance(model, LightningModule):
             _answer_harmlessly(model, logged, losses)
-        target = model if self.method == "forward" else getattr(model, self.method)
+        target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
         out = target(*self.args, **self.kwargs)
         if self.method != "forward":
             loss = out.get("loss") if isinstance(out, Mapping) else out
@@ -374,7 +376,10 @@ _LOOPS = {
 
 
 def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example]:
-    """Examples of the module's input, the best first: its ``example_input_array``, the first batch of the loop.
+    """Examples of the module's input, the best first.
+
+    Its ``example_input_array``; the first batch of the loop, which goes through the user's own step and loss; the
+    ``dummy_inputs`` that a model inside it offers, as Hugging Face's do.
 
     Raises:
         NoExampleError: if a loader can be read once only.
@@ -386,13 +391,29 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
         else:
             yield Example("example_input_array", "forward", own if isinstance(own, tuple) else (own,), {})
     loop, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
-    batch = peek_batch(getattr(trainer, loop)._data_source.dataloader, name)
-    with kept_streams(torch.device("cpu")):  # the user's transfer hooks may augment
-        batch = small(module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0))
-    for method in dict.fromkeys(("training_step", step)):
-        if is_overridden(method, module):
-            takes = _step_args(getattr(module, method), batch)
-            yield Example(f"the first {name} batch", method, takes, {})
+    refused: NoExampleError | None = None
+    try:
+        batch = peek_batch(getattr(trainer, loop)._data_source.dataloader, name)
+    except NoExampleError as error:
+        refused = error
+    else:
+        with kept_streams(torch.device("cpu")):  # the user's transfer hooks may augment
+            batch = small(module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0))
+        for method in dict.fromkeys(("training_step", step)):
+            if is_overridden(method, module):
+                takes = _step_args(getattr(module, method), batch)
+                yield Example(f"the first {name} batch", method, takes, {})
+    yield from _dummies(module)
+    if refused is not None:
+        raise refused
+
+
+def _dummies(module: nn.Module) -> Iterator[Example]:
+    for path, part in module.named_modules():
+        given = getattr(part, "dummy_inputs", None)
+        if isinstance(given, Mapping) and any(isinstance(value, Tensor) for value in given.values()):
+            yield Example(f"the dummy_inputs of {path or type(part).__name__}", "forward", (), given, path=path)
+            return
 
 
 def _step_args(method: Callable[..., Any], batch: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from lightning_seqpar.config import VERSION, ParallelConfig, PlanSpec
 from lightning_seqpar.dataflow import CantInferError
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.infer import Inference, infer_plan
-from lightning_seqpar.plan import EXAMPLE, ShardingPlan, resolve_plans
+from lightning_seqpar.plan import EXAMPLE, ReduceRule, ShardingPlan, resolve_plans
 from lightning_seqpar.probe import (
     Example,
     NoExampleError,
@@ -100,27 +100,31 @@ class Prover:
         out.plans = resolve_plans(self._config.plan, self._module, lambda: cached or self._infer())
         for plan in out.plans:
             plan.match(self._module)
-        inferred = [plan for plan in out.plans if plan.source == "inferred"]
-        if inferred:
-            out.lines += [f"why: {reason}" for reason in self._reasons]
-            out.lines += [f"rule: {line.removeprefix('- ')}" for line in inferred[0].to_yaml().splitlines()[1:]]
+        self._prove(out, key, known, started)
+        if inferred := [plan for plan in out.plans if plan.source == "inferred"]:
+            rules = inferred[0].to_yaml().splitlines()[1:]
+            out.lines[:0] = [f"why: {reason}" for reason in self._reasons] + [
+                f"rule: {line.removeprefix('- ')}" for line in rules
+            ]
+        return out
+
+    def _prove(self, out: Proved, key: str | None, known: Any, started: float) -> None:
         if not self._config.self_check:
             rank_zero_warn(
                 "lightning_seqpar: self_check=False: nothing proves the plan, and a wrong rule (a head count not divided, "
                 "segments left out, a block that mixes positions) can train without an error"
             )
-            return out
+            return
         if known is not None:
             out.lines.append("self-check: passed before, for the same source, plan, versions and numbers")
-            return out
-        passed = self._check_or_widen(out, inferred)
+            return
+        passed = self._check_or_widen(out, [plan for plan in out.plans if plan.source == "inferred"])
         inferred = [plan for plan in out.plans if plan.source == "inferred"]
         if passed:
             if key is not None and dist.get_rank(self._world) == 0:
                 _write(key, inferred[0].to_yaml() if inferred else "")
             _, _, source = self._example_source()
             out.lines.append(f"self-check: passed, with {source}, in {time.monotonic() - started:.1f} s")
-        return out
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
@@ -200,7 +204,7 @@ class Prover:
             self._digest = digest.hexdigest()
         return None
 
-    def _infer(self) -> ShardingPlan:
+    def _infer(self, *, sums: bool = True) -> ShardingPlan:
         name = type(self._module).__name__
         example, dtype, why = self._example()
         if example is None:
@@ -219,6 +223,7 @@ class Prover:
                 example,
                 self._tp,
                 own,
+                sums=sums,
                 dtype=dtype,
                 prepare=lambda copied: attach_view(copied, self._trainer),
             )
@@ -241,11 +246,8 @@ class Prover:
         except ValueError as error:
             if not inferred or not self._config.sp:
                 raise
-            narrow, wide = out.plans, [plan.without_sp() if plan in inferred else plan for plan in out.plans]
-            out.plans = wide
-            try:
-                passed = self._check(out)
-            except ValueError:
+            narrow = out.plans
+            if not self._check_wider(out, inferred):
                 out.plans = narrow
                 raise error from None
             why = str(error).partition("): ")[2].partition(".\nThe rules were")[0] or str(error)
@@ -255,7 +257,21 @@ class Prover:
                 "may be computed whole ({pattern: ..., style: whole})"
             )
             out.lines.append("sequence parallelism is off for the blocks: they are right on whole sequences only")
-            return passed
+            return True
+
+    def _check_wider(self, out: Proved, inferred: Sequence[ShardingPlan]) -> bool:
+        """Try whole sequences; where experts are summed, also with each expert reduced by itself."""
+        narrow = out.plans
+        sums = any(isinstance(rule, ReduceRule) for plan in inferred for rule in plan.rules)
+        for again in (False, True) if sums else (False,):
+            try:
+                wide = [self._infer(sums=False) if again else plan for plan in inferred]
+                out.plans = [plan for plan in narrow if plan not in inferred]
+                out.plans[:0] = [plan.without_sp() for plan in wide]
+                return self._check(out)
+            except ValueError:
+                continue  # the error of the plan on shards is the one to tell
+        return False
 
     def _check(self, out: Proved) -> bool:
         example, dtype, why = self._example()

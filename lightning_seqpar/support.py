@@ -217,6 +217,8 @@ class Block:
         """Whether the row's input at one position depends on its columns' outputs at others: attention, not an MLP."""
         probe = _Probe(self, row, self.flow.columns[row], 1, ())
         flat = probe.read.reshape(-1, probe.features)
+        if not len(flat):
+            return False  # an expert that was given no token
         cotangent = torch.zeros_like(flat)
         cotangent[-1] = 1.0
         leaves = [leaf for made in probe.made.values() for leaf in made]

@@ -324,6 +324,18 @@ def test_a_stream_asks_for_an_example():
     assert run_distributed(fit_stream, 2, WithExample) == [2, 2]
 
 
+class WithDummies(zoo.Zoo):
+    """As models of Hugging Face, it offers an input of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.net.dummy_inputs = {"ids": torch.arange(18).view(2, 9)}
+
+
+def test_a_models_own_dummy_inputs_will_do():
+    assert run_distributed(fit_stream, 2, WithDummies) == [2, 2]
+
+
 def fit_counted() -> tuple[int, torch.Tensor]:
     """How often the loader's samples were read, and what was drawn."""
     L.seed_everything(3, verbose=False)

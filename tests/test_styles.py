@@ -27,6 +27,10 @@ rules:
 - {pattern: h.*.conv, style: whole}
 - {pattern: h.*.attn.qkv, style: column, segments: [q, k, v], units: [n_head, n_kv, n_kv]}
 - {pattern: h.*.attn.out, style: row, units: n_head}
+- {pattern: h.*.experts.w1, style: column, dim: 2}
+- {pattern: h.*.experts.w2, style: row, dim: 1}
+- {pattern: h.*.experts.b2, style: once}
+- {pattern: h.*.moe, style: reduce}
 - {pattern: h.*.attn.slopes, style: local_heads}
 - {pattern: h.*.attn, style: local_heads, dim: 1, args: [bias]}
 - {pattern: h.*.attn.q_norm, style: full_width}

@@ -17,7 +17,8 @@ KINDS = [kind for kind in (*zoo.BLOCKS, *zoo.MODELS) if kind not in REFUSED]
 # On four ranks, one of each sort; the rest differ in what two ranks show as well.
 FOUR = [
     "parallel_residual", "sandwich", "gqa", "gqa_shared", "mqa", "head_norm", "full_norm", "fused_per_head", "fused_gqa", "einsum",
-    "alibi", "bias_table", "inline_mlp", "nano", "bert", "sequence_first", "flat", "vision", "encoder_decoder", "tied",
+    "alibi", "bias_table", "raw_attention", "routed_moe",
+    "inline_mlp", "nano", "bert", "sequence_first", "flat", "vision", "encoder_decoder", "tied",
 ]  # fmt: skip
 TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True), "tp2-no-sp": (2, 2, False)}
 

@@ -546,10 +546,13 @@ class ListMoE(nn.Module):
         super().__init__()
         self.gate, self.top = nn.Linear(dim, count, bias=False), top
         self.experts = nn.ModuleList(FeedForward(dim, hidden) for _ in range(count))
+        self.balance: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        weights, chosen = torch.topk(self.gate(flat), self.top)
+        logits = self.gate(flat)
+        self.balance = logits.softmax(-1).mean(0).square().sum()
+        weights, chosen = torch.topk(logits, self.top)
         weights = F.softmax(weights, dim=1)
         out = torch.zeros_like(flat)
         for i, expert in enumerate(self.experts):
