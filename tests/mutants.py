@@ -476,6 +476,62 @@ MUTANTS = [
         "whole.new_full((), 0.0)",
         "tests/test_styles.py -k stand_in",
     ),
+    Mutant(
+        "flattened tokens folded the wrong way round",
+        "region.py",
+        "        sizes = (of.batch, positions) if self.dim == 1 else",
+        "        sizes = (of.batch, positions) if self.dim == 0 else",
+        "tests/test_products.py",
+    ),
+    Mutant(
+        "a bias added to partial sums by every rank",
+        "hooks.py",
+        "parameter * 0.0",
+        "parameter * 1.0",
+        "tests/test_products.py",
+    ),
+    Mutant(
+        "an expert's row bias added by every rank",
+        "layers/linear.py",
+        "first = float(self.region.rank == 0)",
+        "first = 1.0",
+        "tests/test_products.py",
+    ),
+    Mutant(
+        "a whole expert among sharded ones accepted",
+        "blueprint.py",
+        "if twin in self.modules and twin not in self.linear:",
+        "if twin not in self.modules:",
+        "tests/test_products.py",
+    ),
+    Mutant(
+        "an expert without tokens in the example left whole",
+        "infer.py",
+        "    plan.rules += _idle_experts(model, flow, plan.rules)\n",
+        "",
+        "tests/test_products.py",
+    ),
+    Mutant(
+        "routing weights summed in less precision than the activation",
+        "hooks.py",
+        "if len(kinds) > 1 else None",
+        "if len(kinds) > 9 else None",
+        "tests/test_products.py",
+    ),
+    Mutant(
+        "draws beside raw parameters accepted",
+        "region.py",
+        "        if self._frame.raw:\n            raise",
+        "        if False:\n            raise",
+        "tests/test_products.py",
+    ),
+    Mutant(
+        "a latent projection that all heads share dealt out",
+        "support.py",
+        "            owners = owners[owners > 0]\n",
+        "",
+        "tests/test_infer.py",
+    ),
 ]
 
 

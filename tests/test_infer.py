@@ -228,6 +228,12 @@ zoo.EXTRA["conv"] = ConvBlock
 zoo.EXTRA["shifted"] = lambda: Shifted(16, zoo.EinsumAttention(16, 4), zoo.FeedForward(16, 32))
 
 
+def test_what_all_heads_share_stays_whole():
+    told = infer_plan(zoo.Zoo("latent").net, IDS, 2).plan
+    assert "kv_down" not in told.to_yaml()
+    assert "{pattern: h.*.attn.kv_up, style: column, units: num_heads}" in told.to_yaml()
+
+
 def fit_here(kind: str, world: int) -> Trace:
     return fit("Zoo", {"kind": kind}, world=world, strategy={"tp": world}, steps=3)
 

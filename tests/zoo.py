@@ -358,6 +358,27 @@ class LowRank(nn.Module):
         return self.o_proj(y.transpose(1, 2).reshape(b, s, -1))
 
 
+class Latent(nn.Module):
+    """As :class:`LowRank`, and a part of the narrow projection is one key for all heads."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, dim // heads
+        self.q_proj = nn.Linear(dim, dim + 2 * heads, bias=False)
+        self.kv_down, self.kv_norm = nn.Linear(dim, 6 + 2), RMSNorm(6)
+        self.kv_up, self.o_proj = nn.Linear(6, 2 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q = self.q_proj(x).view(b, s, self.num_heads, self.head_dim + 2).transpose(1, 2)
+        latent, shared = self.kv_down(x).split((6, 2), -1)
+        kv = self.kv_up(self.kv_norm(latent)).view(b, s, self.num_heads, 2 * self.head_dim).transpose(1, 2)
+        k, v = kv.split(self.head_dim, -1)
+        k = torch.cat([k, shared[:, None].expand(b, self.num_heads, s, 2)], -1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).reshape(b, s, -1))
+
+
 class SequenceFirst(nn.Module):
     """``[s, b, h]`` all along."""
 
@@ -533,7 +554,7 @@ class RoutedMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.view(-1, x.shape[-1])
-        weights, index = self.router(flat).softmax(-1).topk(self.top, dim=-1)
+        weights, index = self.router(flat).softmax(-1, dtype=torch.float32).topk(self.top, dim=-1)
         routed = self.experts(flat, index, weights / weights.sum(-1, keepdim=True))
         shared = self.shared(flat) * torch.sigmoid(self.shared_gate(flat))
         return (routed + shared).view(x.shape)
@@ -604,6 +625,7 @@ BLOCKS: dict[str, Any] = {
     "hard_coded": lambda: PreNorm(16, HardCodedHeads(), FeedForward(16, 32)),
     "nano": lambda: PreNorm(16, NanoAttention(16, 4), FeedForward(16, 32)),
     "head_list": lambda: PreNorm(16, HeadList(16, 4), FeedForward(16, 32)),
+    "latent": lambda: PreNorm(16, Latent(16, 4), FeedForward(16, 32)),
     "low_rank": lambda: PreNorm(16, LowRank(16, 4), FeedForward(16, 32)),
     "raw_attention": lambda: PreNorm(16, RawAttention(16, 4), FeedForward(16, 32)),
     "routed_moe": lambda: PreNorm(16, Attention(16, 4), RoutedMoE(16, 24)),
