@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DATA ?=
 ARGS ?=
 
-.PHONY: help install demo test check lint format types mutants convergence clean
+.PHONY: help install demo test parity check lint format types mutants convergence clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,9 @@ demo: $(STAMP)  ## train on two processes and on one, compare (DATA=file-or-fold
 
 test: $(STAMP)  ## the test suite
 	$(BIN)/python -m pytest $(ARGS)
+
+parity: $(STAMP)  ## every Hugging Face family at every topology, against one process
+	$(BIN)/python -m pytest tests/test_families.py -m "matrix or not matrix" $(ARGS)
 
 lint: $(STAMP)  ## formatter and linter
 	$(BIN)/ruff format --check .

@@ -455,8 +455,7 @@ class Blueprint:
         if wrong or any(inside(n, name) for n in self.linear):
             raise ValueError(f"{name}: 'full_width' takes a norm, whose parameters are vectors over the whole width")
 
-    @staticmethod
-    def _segments(name: str, rule: ColumnRule, features: int) -> list[int]:
+    def _segments(self, name: str, rule: ColumnRule, features: int) -> list[int]:
         if isinstance(rule.segments, tuple) and isinstance(rule.segments[0], int):
             sizes = [int(size) for size in rule.segments]
             if sum(sizes) != features:
@@ -464,6 +463,13 @@ class Blueprint:
                     f"{name}: segments {sizes} sum to {sum(sizes)}, the linear has {features} out-features"
                 )
             return sizes
+        if isinstance(rule.segments, tuple) and isinstance(rule.units, tuple) and len(rule.units) == len(rule.segments):
+            counts = [unit if isinstance(unit, int) else self._number_at(name, unit) for unit in rule.units]
+            if features % sum(counts):
+                raise ValueError(
+                    f"{name}: {features} out-features do not divide into {sum(counts)} units ({list(rule.units)}: {counts})"
+                )
+            return [features // sum(counts) * number for number in counts]
         count = rule.segments if isinstance(rule.segments, int) else len(rule.segments)
         if features % count:
             raise ValueError(
@@ -486,7 +492,10 @@ class Blueprint:
         """A whole-number attribute of a module, or of the nearest one around it."""
         at = name if name in self.modules else name.rpartition(".")[0]
         while True:
-            value = getattr(self.modules[at], attribute, None)
+            try:
+                value = read_attribute(self.modules[at], attribute)
+            except AttributeError:
+                value = None
             if isinstance(value, int):
                 return value
             if at == "":
@@ -498,7 +507,7 @@ class Blueprint:
     def _check_set(self, match: Match) -> None:
         rule, module = match.rule, self.modules[match.name]
         assert isinstance(rule, SetRule)
-        for attribute in (*rule.divide, *rule.values):
+        for attribute in (*rule.divide, *rule.values, *rule.ratio):
             try:
                 read_attribute(module, attribute)
             except AttributeError:
@@ -509,6 +518,20 @@ class Blueprint:
             value = read_attribute(module, attribute)
             if not isinstance(value, int) or value % self.size:
                 raise ValueError(f"{match.name}.{attribute} is {value!r} and can't be divided by tp={self.size}")
+        for attribute in rule.ratio:
+            self.local_ratio(match, attribute)
+
+    def local_ratio(self, match: Match, attribute: str) -> int:
+        """What an attribute that is a ratio of two counts becomes on a rank, where the smaller count may be shared."""
+        assert isinstance(match.rule, SetRule)
+        above, below = match.rule.ratio[attribute]
+        over, under = (n if isinstance(n, int) else self._number_at(match.name, n) for n in (above, below))
+        if read_attribute(self.modules[match.name], attribute) != over // under:
+            raise ValueError(
+                f"{match.name}.{attribute} is {read_attribute(self.modules[match.name], attribute)}, not {above} / {below} "
+                f"({over} / {under})"
+            )
+        return max(1, over // self.size) // max(1, under // self.size)
 
     def _check_pointwise(self) -> None:
         replaced = {n for n, m in self.linear.items() if isinstance(m.rule, ReplaceRule)}

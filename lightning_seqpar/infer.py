@@ -427,18 +427,22 @@ def _column_options(model: nn.Module, column: str, layout: ColumnLayout) -> dict
 
 def _unit_name(model: nn.Module, name: str, count: int) -> int | str:
     """The attribute that holds the number of units, as the plan's reader would look it up; else the number."""
-    at, found = name, []
+    at = name
     while at:
         at = at.rpartition(".")[0]
-        module = model.get_submodule(at)
-        for key, value in vars(module).items():
-            if type(value) is int and value == count and "head" in key.lower():
-                found.append(key)
-        if found:
-            return sorted(
-                found, key=lambda key: ("dim" in key or "size" in key, "kv" in key or "key" in key, len(key))
-            )[0]
+        own = vars(model.get_submodule(at))
+        places = {"": own} | {f"{key}.": vars(value) for key, value in own.items() if _is_settings(value)}
+        for prefix, settings in places.items():
+            found = [key for key, value in settings.items() if type(value) is int and value == count and _counts(key)]
+            if found:
+                return f"{prefix}{min(found, key=lambda key: ('kv' in key or 'key' in key, len(key)))}"
     return count
+
+
+def _counts(key: str) -> bool:
+    """Whether an attribute's name says that it counts heads."""
+    low = key.lower()
+    return "head" in low and "dim" not in low and "size" not in low and not low.startswith("_")
 
 
 def _edit_rules(model: nn.Module, edits: Sequence[Edit], tp: int, cut: int) -> list[tuple[str, str, dict[str, Any]]]:

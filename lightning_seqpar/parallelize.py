@@ -201,7 +201,7 @@ class _Swap(Blueprint):
         for match in self.sets:
             assert isinstance(match.rule, SetRule)
             changed.setdefault(match.name, []).extend(
-                attribute.partition(".")[0] for attribute in (*match.rule.divide, *match.rule.values)
+                attribute.partition(".")[0] for attribute in (*match.rule.divide, *match.rule.values, *match.rule.ratio)
             )
         for name, attributes in changed.items():
             yield _restorer(self.modules[name], attributes)
@@ -260,9 +260,12 @@ class _Swap(Blueprint):
     def _set(self, match: Match) -> None:
         rule, module = match.rule, self.modules[match.name]
         assert isinstance(rule, SetRule)
+        ratios = {attribute: self.local_ratio(match, attribute) for attribute in rule.ratio}  # of the whole counts
         for attribute in rule.divide:
             write_attribute(module, attribute, read_attribute(module, attribute) // self.size)
         for attribute, value in rule.values.items():
+            write_attribute(module, attribute, value)
+        for attribute, value in ratios.items():
             write_attribute(module, attribute, value)
 
     def _hook_regions(self) -> Iterator[RemovableHandle]:

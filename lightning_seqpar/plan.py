@@ -162,7 +162,8 @@ class ColumnRule(Rule):
     dim: int | None = None
     """For a parameter: the dim of its out-features; by default the last but one, as in ``[experts, out, in]``."""
     segments: int | tuple[int | str, ...] = 1
-    """Parts of a fused projection: how many equal ones, their names, or their sizes."""
+    """Parts of a fused projection: how many equal ones, their names, or their sizes. Named parts with units of their own are as
+    long as these are many: ``segments: [q, k, v], units: [n_head, n_kv, n_kv]``."""
     units: int | str | tuple[int | str, ...] | None = None
     """Whole units (heads) in each part: a number, or an attribute of the module or the nearest one around it; a list
     gives each part its own. A part with fewer units than ranks is shared: tp must be a multiple of them then."""
@@ -215,6 +216,9 @@ class SetRule(Rule):
     the number is divided; the config itself, which others share, stays as it is."""
     values: dict[str, Any] = Field(default_factory=dict)
     """Attributes given a fixed value."""
+    ratio: dict[str, tuple[str | int, str | int]] = Field(default_factory=dict)
+    """Attributes that are a ratio of two counts: ``{num_key_value_groups: [num_heads, num_key_value_heads]}``. Where
+    there are fewer kv heads than ranks, each rank has one of them."""
 
 
 class ReplaceRule(Rule):
@@ -374,25 +378,45 @@ class ShardingPlan:
         Raises:
             ValueError: for a pattern that matches nothing; the message lists the nearest names.
         """
-        modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
-        tensors = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        names = _Names(model)
         found: list[Match] = []
         for rule in self.rules:
-            of_tensors = isinstance(rule, OnceRule) or (isinstance(rule, LocalHeadsRule) and rule.args is None)
-            names, kind = (tensors, "parameter or buffer") if of_tensors else (modules, "module")
-            pattern = self._full(rule.pattern)
-            compiled = _compile(pattern)
-            hits = [name for name in names if compiled.fullmatch(name)]
-            if not hits and isinstance(rule, ColumnRule | RowRule):
-                of_tensors = True
-                hits = [name for name, _ in model.named_parameters() if compiled.fullmatch(name)]
+            hits, of_tensors = names.hits(rule, self._full(rule.pattern))
             if not hits:
+                kind = "parameter or buffer" if of_tensors else "module"
+                near = nearest(self._full(rule.pattern), [name for name in names.of(of_tensors) if name], 5)
                 raise ValueError(
-                    f"plan pattern {pattern!r} (style {rule.style}) matches no {kind}; near names: "
-                    f"{nearest(pattern, [name for name in names if name], 5)}"
+                    f"plan pattern {self._full(rule.pattern)!r} (style {rule.style}) matches no {kind}; near names: {near}"
                 )
             found += [Match(name, rule, self.source, of_tensors) for name in hits]
         return found
+
+    def hits(self, rule: Rule, model: nn.Module) -> bool:
+        """Whether a rule holds for anything in a model."""
+        return bool(_Names(model).hits(rule, self._full(rule.pattern))[0])
+
+
+class _Names:
+    """What a model's patterns can match."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        self._parameters = [name for name, _ in model.named_parameters()]
+        self._tensors = [*self._parameters, *(name for name, _ in model.named_buffers())]
+
+    def of(self, tensors: bool) -> list[str]:
+        """All names of one sort."""
+        return self._tensors if tensors else self._modules
+
+    def hits(self, rule: Rule, pattern: str) -> tuple[list[str], bool]:
+        """The names that a rule holds for, and whether they are of tensors."""
+        compiled = _compile(pattern)
+        of_tensors = isinstance(rule, OnceRule) or (isinstance(rule, LocalHeadsRule) and rule.args is None)
+        found = [name for name in self.of(of_tensors) if compiled.fullmatch(name)]
+        if not found and isinstance(rule, ColumnRule | RowRule):
+            raw = [name for name in self._parameters if compiled.fullmatch(name)]
+            return raw, bool(raw)
+        return found, of_tensors
 
 
 # ---- families --------------------------------------------------------------------------------------------------
@@ -405,7 +429,8 @@ class Family(FrozenModel):
     class_name: str
     """Class of the module that the rules are relative to; with its package for a library's class."""
     parts: dict[str, tuple[str, ...]]
-    """Every module of the family, by pattern, and the classes that it may have; any other module is foreign."""
+    """Every module of the family, by pattern, and the classes that it may have (``*``: any without parameters); any other
+    module is foreign."""
     when: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
     """Attributes by pattern, and the values that the plan holds for."""
     source: dict[str, str] = Field(default_factory=dict)
@@ -427,7 +452,8 @@ class Family(FrozenModel):
             allowed = [classes for pattern, classes in self.parts.items() if match_pattern(pattern, name)]
             if not allowed:
                 return f"{name!r} ({type(module).__name__}) is not a part of this family"
-            if type(module).__name__ not in allowed[-1]:
+            plain = "*" in allowed[-1] and not any(True for _ in module.parameters())
+            if not plain and type(module).__name__ not in allowed[-1]:
                 return f"{name!r} is a {type(module).__name__}; the plan holds for {' or '.join(allowed[-1])}"
         for pattern, values in self.when.items():
             path, _, attribute = pattern.rpartition(".")
@@ -449,6 +475,12 @@ class Family(FrozenModel):
     def plan(self, prefix: str) -> ShardingPlan:
         """The family's plan for the module at ``prefix``."""
         return ShardingPlan.from_rules(self.rules, prefix=prefix, source=f"family {self.family}")
+
+    def plan_for(self, root: nn.Module, prefix: str) -> ShardingPlan:
+        """The plan without the rules for parts that ``root``, the module at ``prefix``, does not have."""
+        plan = self.plan("")
+        kept = [rule for rule in plan.rules if plan.hits(rule, root)]
+        return ShardingPlan(tuple(kept), prefix, plan.source)
 
 
 def source_digest(kind: type) -> str:
@@ -485,7 +517,7 @@ def _search_families(model: nn.Module, known: Sequence[Family], *, strict: bool)
         for family in named:
             reason = family.mismatch(module) if strict else None
             if reason is None:
-                search.plans.append(family.plan(name))
+                search.plans.append(family.plan_for(module, name))
                 reasons = []
                 break
             reasons.append(f"{name or type(model).__name__}: not {family.family}: {reason}")
@@ -526,7 +558,7 @@ def check_plan(spec: str | PlanSpec) -> None:
             raise ValueError("plan={'base': 'none'} without rules shards nothing; add rules, or use base: auto")
     if base.endswith((".yaml", ".yml")):
         ShardingPlan.from_yaml(base)
-    elif base != "auto" and not (base == "none" and isinstance(spec, PlanSpec)):
+    elif base not in ("auto", "infer") and not (base == "none" and isinstance(spec, PlanSpec)):
         _family_named(base, load_families())
 
 
@@ -535,7 +567,7 @@ def _family_named(name: str, known: Sequence[Family]) -> Family:
     if name == "none":
         raise ValueError("plan='none' has no rules; write plan={'base': 'none', 'rules': [...]}")
     if not found:
-        names = ["auto", *(family.family for family in known)]
+        names = ["auto", "infer", *(family.family for family in known)]
         raise ValueError(f"plan={name!r} is no family; did you mean {nearest(name, names)}? (a file ends in .yaml)")
     return found[0]
 
@@ -543,6 +575,12 @@ def _family_named(name: str, known: Sequence[Family]) -> Family:
 def _resolve_base(base: str, model: nn.Module, infer: Callable[[], ShardingPlan] | None = None) -> list[ShardingPlan]:
     if base.endswith((".yaml", ".yml")):
         return [ShardingPlan.from_yaml(base)]
+    if base == "infer":
+        if infer is None:
+            raise ValueError(
+                "plan='infer' is found by a strategy, which has an example input; here name a plan, or use 'auto'"
+            )
+        return [infer()]
     known = load_families()
     if base == "auto":
         search = _search_families(model, known, strict=True)

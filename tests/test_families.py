@@ -1,0 +1,160 @@
+"""Hugging Face models: by shipped plan and by inference alone, equal to one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+import write_families
+import zoo
+from fit import fit
+from models import perturb
+from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+from lightning_seqpar.parity import Trace, compare
+from lightning_seqpar.plan import resolve_plans
+from lightning_seqpar.testing import run_distributed
+
+FAMILIES = list(write_families.FAMILIES)
+TASKS = {"bert": transformers.AutoModelForMaskedLM, "roberta": transformers.AutoModelForMaskedLM,
+         "t5": transformers.AutoModelForSeq2SeqLM}  # fmt: skip
+EXPERTS = {"experts_implementation": "eager"}  # grouped products know no float64
+
+
+def build(family: str, attention: str = "sdpa", **settings: Any) -> Any:
+    """A tiny model of a family with a head."""
+    config = write_families.FAMILIES[family][1][-1].__class__(
+        **{**write_families.FAMILIES[family][1][-1].to_dict(), "use_cache": False, **settings}
+    )
+    more = EXPERTS if family in ("mixtral", "qwen3_moe") else {}
+    kind = TASKS.get(family, transformers.AutoModelForCausalLM)
+    return kind.from_config(config, attn_implementation=attention, **more)
+
+
+class PreciseNorm(Gemma3RMSNorm):
+    """Gemma's norm in the precision of its input: rounded to float32, 1e-16 may become 1e-7."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._norm(x) * (1.0 + self.weight)
+
+
+class HuggingFace(L.LightningModule):
+    """A model of transformers; the loss is its own, or ``F.cross_entropy`` on its logits."""
+
+    def __init__(self, family: str, loss: str = "model", **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = build(family, **settings)
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+            for name in ("attention_dropout", "dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
+            if type(module).__name__ == "Gemma3RMSNorm":
+                module.__class__ = PreciseNorm
+        perturb(self)
+        self.model.train()
+        self.loss = loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (ids,) = batch
+        mask = (ids != 0).long()
+        if self.loss == "model":
+            return self.model(input_ids=ids, attention_mask=mask, labels=ids).loss
+        more = {"decoder_input_ids": ids} if self.model.config.is_encoder_decoder else {}
+        logits = self.model(input_ids=ids, attention_mask=mask, **more).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+zoo.HuggingFace = HuggingFace
+
+TOPOLOGIES = {
+    "tp2": (2, 2, True), "tp2-no-sp": (2, 2, False), "tp4": (4, 4, True), "tp4-no-sp": (4, 4, False),
+    "dp2-tp2": (4, 2, True), "dp2-tp2-no-sp": (4, 2, False),
+}  # fmt: skip
+LENGTH = 9  # odd: the last shard is padded
+
+
+def cases(families: list[str], topologies: list[str]) -> list[tuple[str, str, str, str]]:
+    return [
+        (topology, plan, loss, family)
+        for topology in topologies
+        for plan, loss in (("auto", "user"), ("infer", "model"))
+        for family in families
+    ]
+
+
+SLICE = [case for case in cases(FAMILIES, ["tp2"]) if case[1] == "infer" or case[3] in ("phi3", "t5", "qwen3_moe")]
+SLICE += [case for case in cases(["llama"], ["dp2-tp2"]) if case[1] == "auto"]
+MATRIX = [case for case in cases(FAMILIES, list(TOPOLOGIES)) if case not in SLICE]
+
+
+def fit_all(topology: str, plan: str, loss: str, families: list[str]) -> dict[str, Trace | str]:
+    world, tp, sp = TOPOLOGIES[topology]
+    out: dict[str, Trace | str] = {}
+    for family in families:
+        try:
+            # By its name where the test's own norm is no class of the family.
+            strategy = {"tp": tp, "sp": sp, "plan": family if (family, plan) == ("gemma3", "auto") else plan}
+            args = {"family": family, "loss": loss}
+            out[family] = fit("HuggingFace", args, world=world, strategy=strategy, steps=3, length=LENGTH)
+        except ValueError as error:
+            out[family] = str(error)
+    return out
+
+
+@functools.cache
+def reference(family: str, loss: str) -> Trace:
+    return fit("HuggingFace", {"family": family, "loss": loss}, steps=3, length=LENGTH)
+
+
+@pytest.fixture(scope="module")
+def trained(request: Any) -> dict[str, Trace | str]:
+    topology, plan, loss, families = request.param
+    return run_distributed(fit_all, TOPOLOGIES[topology][0], topology, plan, loss, list(families), timeout=290.0)[0]
+
+
+def grouped(chosen: list[tuple[str, str, str, str]], *marks: Any) -> list[Any]:
+    """One start of the ranks for all families of a topology, plan and loss."""
+    by_start: dict[tuple[str, str, str], list[str]] = {}
+    for topology, plan, loss, family in chosen:
+        by_start.setdefault((topology, plan, loss), []).append(family)
+    return [
+        pytest.param(
+            (*start, tuple(families)), family, id=f"{family}-{start[0]}-{start[1]}-{start[2]}_loss", marks=marks
+        )
+        for start, families in by_start.items()
+        for family in families
+    ]
+
+
+@pytest.mark.parametrize(
+    ("trained", "family"), grouped(SLICE) + grouped(MATRIX, pytest.mark.matrix), indirect=["trained"]
+)
+def test_parity_with_one_process(trained, family, request):
+    loss = "user" if "user_loss" in request.node.name else "model"
+    got = trained[family]
+    assert isinstance(got, Trace), got
+    compare(reference(family, loss), got).raise_if_failed()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_auto_takes_the_shipped_plan(family):
+    plans = resolve_plans("auto", build(family))
+    assert {plan.source for plan in plans} == {f"family {family}"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shipped_file_is_of_this_version(family):
+    file = write_families.FOLDER / f"{family}.yaml"
+    assert file.read_text() == write_families.text(family), "run tests/write_families.py, then make parity"
