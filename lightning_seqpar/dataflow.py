@@ -364,11 +364,8 @@ class _Gathering:
             call = trace.calls[number]
             given = [key for key, value in call.args.items() if trace.values[value].root == root]
             if given and not self._leaks(call, root):
-                if (
-                    self.sums
-                    and not self._holds_tokens(trace.values[call.args[given[0]]])
-                    and self._find_dealer(column)
-                ):
+                some = style == "gather" and not self._holds_tokens(trace.values[call.args[given[0]]])
+                if self.sums and some and self._find_dealer(column):
                     return
                 args = flow.gathers.setdefault((call.name, style), [])
                 args += [key for key in given if key not in args]
