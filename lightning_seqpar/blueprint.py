@@ -137,6 +137,8 @@ class Blueprint:
             )
             for stack in self.stacks
         }
+        for stack in self.stacks:
+            self.regions[stack.blocks[0]].blocks = tuple(stack.blocks)
         self.shards: dict[str, Shard] = {}
         self.encoders = {
             name
@@ -375,6 +377,8 @@ class Blueprint:
                     continue
                 for key, _ in holder.named_children():
                     twin = ".".join([*path[:at], key, *path[at + 1 :]])
+                    if not any(inside(one, ".".join([*path[:at], key])) for one in (*self.linear, *self.raw)):
+                        twin = ".".join([*path[:at], key])
                     if twin in self.modules and twin not in self.linear:
                         raise ValueError(
                             f"{twin}: no rule names it, but {planned} beside it is a {self.linear[planned].rule.style} whose "

@@ -78,6 +78,10 @@ class BlockFlow:
         """Name of the block."""
         return self.call.name
 
+    def tokens(self, trace: Trace) -> tuple[int, ...]:
+        """The activation's shape without its features: ``(b, s)``, or the number of flat tokens."""
+        return trace.values[self.call.args[self.arg]].shape[:-1]
+
     @property
     def all_columns(self) -> list[str]:
         """Columns of all rows, each once."""
@@ -321,6 +325,61 @@ def read_blocks(
     return flows
 
 
+def made_of_activation(trace: Trace, flow: BlockFlow) -> set[int]:
+    """Values that depend on the block's activation; whole numbers such as expert choices too."""
+    made = {flow.call.args[flow.arg]}
+    for op in trace.ops_in(flow.call):
+        if not op.is_empty and any(number in made for number in op.inputs):
+            made.update(op.outputs)
+    return made
+
+
+def orders_tokens(trace: Trace, flow: BlockFlow) -> tuple[str, str] | None:
+    """A module and an operation of the block that counts or sorts tokens where it sees shards; none if there is none.
+
+    A place in an expert's queue, for one: no gradient shows it, and the example need not be long enough to.
+    """
+    made, tokens = made_of_activation(trace, flow), flow.tokens(trace)
+    entered = {name for name, style in flow.gathers if style == "gather"} | set(flow.sums) | set(flow.attentions)
+    for op in trace.ops_in(flow.call):
+        if not op.dims or op.inputs[0] not in made:
+            continue
+        names = [trace.calls[number].name for number in op.stack]
+        if any(name in entered for name in names):
+            continue
+        shape = trace.values[op.inputs[0]].shape
+        flat = shape[:1] == (math.prod(tokens),) and 0 in op.dims
+        if flat or (shape[: len(tokens)] == tokens and any(dim < len(tokens) for dim in op.dims)):
+            return names[-1], op.name
+    return None
+
+
+def reorders_tokens(trace: Trace, flow: BlockFlow) -> str | None:
+    """A module that is given tokens flattened in another order than the block's, ``[s·b, h]`` for ``[b, s, h]``; or none."""
+    tokens = flow.tokens(trace)
+    if len(tokens) != 2:
+        return None
+    makers: dict[int, Op] = {}
+    for op in trace.ops_in(flow.call):
+        for number in op.outputs:
+            makers.setdefault(number, op)
+    asked = [(name, args) for (name, style), args in flow.gathers.items() if style == "gather"] + [*flow.sums.items()]
+    for name, args in asked:
+        call = next(call for call in trace.calls_of(name) if call.first_op >= flow.call.first_op)
+        todo, seen = [call.args[key] for key in args if key in call.args], set()
+        while todo:
+            number = todo.pop()
+            shape = trace.values[number].shape
+            if number in seen or number not in makers:
+                continue
+            seen.add(number)
+            if shape[:1] == (math.prod(tokens),) and shape[:2] != tokens:
+                todo += makers[number].inputs
+            elif len(shape) > 2 and math.prod(shape[:2]) == math.prod(tokens) and shape[:2] != tokens:
+                return name
+    return None
+
+
 # ---- where to gather -------------------------------------------------------------------------------------------
 
 
@@ -381,9 +440,23 @@ class _Gathering:
             call = trace.calls[number]
             given = [key for key, value in call.args.items() if value in made or trace.values[value].root in made]
             if given and all(self._holds_tokens(trace.values[call.args[key]]) for key in given):
+                if self._escapes(call):
+                    return False
                 flow.sums[call.name] = given
                 return True
         return False
+
+    def _escapes(self, call: Call) -> bool:
+        """Whether anything is read of what a call makes but its first output, as a loss does that balances a router.
+
+        It would be whole on every rank, and its gradient counted by each.
+        """
+        trace = self.trace
+        roots = {trace.values[number].root for number in call.outputs[:1]}
+        made = {n for op in trace.ops_in(call) for n in op.outputs if trace.values[n].floating}
+        # A parameter's view is the same value wherever it is taken.
+        made = {n for n in made if trace.values[n].root not in roots and trace.values[n].parameter is None}
+        return any(n in made for op in trace.ops[call.last_op :] for n in op.inputs)
 
     def find_sum(self, row: str) -> None:
         """A row that its module multiplies itself: everything that holds tokens is gathered where that module is entered."""
@@ -400,22 +473,16 @@ class _Gathering:
         call = next(trace.calls[n] for n in trace.ops[flow.linears[row].op].stack if trace.calls[n].name == owner)
         made = self._made_of_activation()
         given = [key for key, value in call.args.items() if value in made or trace.values[value].root in made]
-        if given and all(self._holds_tokens(trace.values[call.args[key]]) for key in given):
+        if given and all(self._holds_tokens(trace.values[call.args[key]]) for key in given) and not self._escapes(call):
             flow.sums[owner] = given
 
     def _made_of_activation(self) -> set[int]:
-        """Values, and roots of values, that depend on the block's activation; whole numbers such as expert choices too."""
-        trace, flow = self.trace, self.flow
-        made = {flow.call.args[flow.arg]}
-        for op in trace.ops_in(flow.call):
-            if not op.is_empty and any(number in made for number in op.inputs):
-                made.update(op.outputs)
-        return made | {trace.values[number].root for number in made}
+        made = made_of_activation(self.trace, self.flow)
+        return made | {self.trace.values[number].root for number in made}
 
     def _holds_tokens(self, value: Value) -> bool:
         """Whether an argument has a place for every token: ``[b, s, ...]`` or ``[b·s, ...]``."""
-        shape = self.trace.values[self.flow.call.args[self.flow.arg]].shape
-        tokens = shape[:-1]
+        tokens = self.flow.tokens(self.trace)
         return value.shape[: len(tokens)] == tokens or value.shape[:1] == (math.prod(tokens),)
 
     def merge(self, row: str) -> None:

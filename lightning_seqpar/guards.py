@@ -170,6 +170,7 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
     Raises:
         RuntimeError: naming the parameter and the operation that reads it.
     """
+    check_sums(loss, record)
     allowed = {f"{kind.__name__}Backward" for kind in (ShardedLinear, GatherLinear)}
     seen: set[Any] = set()
     todo = [loss.grad_fn]
@@ -195,6 +196,16 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
                     f"inside it is partial ({found.reason}): no one rule can sync both. Keep parameters out of the loss "
                     "(weight decay belongs into the optimizer), or use a parameter of its own outside"
                 )
+
+
+def check_sums(loss: Tensor, record: ShardedModel) -> None:
+    """The loss must read of a module whose output is summed over tp nothing but that output.
+
+    Raises:
+        PartError: naming the module.
+    """
+    for region in record.regions:
+        region.leaks.check(loss)
 
 
 def check_parameters(record: ShardedModel) -> None:

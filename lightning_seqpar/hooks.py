@@ -153,10 +153,13 @@ def close_gather(region: SequenceRegion, name: str, *, is_block: bool = False) -
     return hook
 
 
-def begin_sum(region: SequenceRegion, added: Sequence[tuple[nn.Module, str]], *, raw: bool) -> Callable[..., None]:
+def begin_sum(
+    region: SequenceRegion, added: Sequence[tuple[nn.Module, str]], widths: frozenset[int], *, raw: bool
+) -> Callable[..., None]:
     """A module that makes partial sums begins: what it adds to them counts on the first rank alone."""
 
     def hook(module: nn.Module, args: Any) -> None:
+        region.begin_sum(widths)
         if raw:
             region.begin_raw()
         if region.rank:
@@ -174,23 +177,26 @@ def end_sum(region: SequenceRegion, added: Sequence[tuple[nn.Module, str]], *, r
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         if raw:
             region.end_raw()
+        region.end_sum()
         for holder, leaf in added:
             holder.__dict__.pop(leaf, None)
 
     return hook
 
 
-def reduce_output(region: SequenceRegion, name: str) -> Callable[..., Any]:
+def reduce_output(
+    region: SequenceRegion, name: str, rows: list[nn.Parameter], once: list[nn.Parameter]
+) -> Callable[..., Any]:
     """What the module returns is a partial sum."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if isinstance(out, Tensor):
-            return region.reduce(out, name)
+            return region.reduce_sum(out, name, rows, once)
         if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
             raise ValueError(
                 f"{name}: a {type(out).__name__} can't be reduced; 'reduce' takes a module that returns a tensor"
             )
-        first = region.reduce(out[0], name)
+        first = region.reduce_sum(out[0], name, rows, once)
         return type(out)([first, *out[1:]]) if not hasattr(out, "_fields") else type(out)(first, *out[1:])
 
     return hook

@@ -25,7 +25,9 @@ from lightning_seqpar.dataflow import (
     activation,
     find_exit,
     find_stacks,
+    orders_tokens,
     read_blocks,
+    reorders_tokens,
 )
 from lightning_seqpar.layers import read_attribute
 from lightning_seqpar.plan import BlocksRule, ColumnRule, ReplaceRule, RowRule, ShardingPlan, WholeRule
@@ -36,6 +38,7 @@ from lightning_seqpar.probe import (
     detached_copy,
     is_large,
     kept_streams,
+    kind_of,
     repeats_skipped,
     seed_streams,
 )
@@ -189,7 +192,7 @@ def _plan_stack(
     for flow in flows:
         key = _likeness(flow, model)
         if key not in known:
-            known[key] = _plan_block(trace, model, flow, tp, decided, names)
+            known[key] = _plan_block(trace, model, flow, tp, decided, names, sums=sums)
             dims[flow.name] = Block(model, flow).sequence_dim()
         plans.update(dict.fromkeys(_all_names(model, [flow.name]), known[key]))
     if len(set(dims.values())) > 1:
@@ -226,13 +229,8 @@ def _all_names(model: nn.Module, blocks: Sequence[str]) -> list[str]:
 
 
 def alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules are made of the same classes and shapes."""
-
-    def told(module: nn.Module) -> Any:
-        parts = [(name, type(part)) for name, part in module.named_modules()]
-        return parts, [(name, tuple(tensor.shape)) for name, tensor in module.named_parameters()]
-
-    return bool(told(one) == told(other))
+    """Whether two modules are made of the same classes, settings and shapes."""
+    return bool(kind_of(one) == kind_of(other))
 
 
 def _likeness(flow: BlockFlow, model: nn.Module) -> Any:
@@ -255,16 +253,19 @@ def _likeness(flow: BlockFlow, model: nn.Module) -> Any:
 
 
 def _plan_block(
-    trace: Trace, model: nn.Module, flow: BlockFlow, tp: int, decided: _Decided, stack: Sequence[str]
+    trace: Trace, model: nn.Module, flow: BlockFlow, tp: int, decided: _Decided, stack: Sequence[str], *, sums: bool
 ) -> BlockPlan:
     block = Block(model, flow, set(stack) - {flow.name})
     plan = BlockPlan()
     cut = len(flow.name) + 1
     groups: list[GroupLayout] = []
     edits: list[Edit] = []
+    idle_rows: list[str] = []
     for row in flow.rows:
-        idle = 0 in trace.values[flow.linears[row].reads].shape  # an expert that the example gave no token
-        if idle or decided.covers(row, *flow.columns[row]):
+        if decided.covers(row, *flow.columns[row]):
+            continue
+        if 0 in trace.values[flow.linears[row].reads].shape:
+            idle_rows.append(row)  # an expert that the example gave no token
             continue
         if flow.linears[row].is_raw:
             _plan_products(block, row, tp, plan, decided, stack)
@@ -298,6 +299,15 @@ def _plan_block(
                 f"the columns {shown}"
             )
     plan.reasons += [f"{edit.shown}: without it the forward of one rank's part goes wrong" for edit in edits]
+    if (moved := reorders_tokens(trace, flow)) is not None:
+        plan.reads_length = True
+        plan.reasons.append(f"{moved}: its tokens are in another order than the block's: no sequence parallelism here")
+    if (counted := orders_tokens(trace, flow)) is not None:
+        plan.reads_length = True
+        plan.reasons.append(
+            f"{counted[0]}: it counts or sorts tokens ({counted[1]}) where it would see this rank's part of them: no sequence "
+            "parallelism here"
+        )
     used = {name for group in groups for name in (group.row, *group.columns)}
     used |= {column for group in groups for column in flow.columns[group.row]}
     for (name, style), args in flow.gathers.items():
@@ -322,7 +332,37 @@ def _plan_block(
         plan.rules.append((group.row[cut:], "row", row_options))
     plan.rules += _edit_rules(model, edits, tp, cut)
     plan.rules += _idle_experts(model, flow, plan.rules)
+    for row in idle_rows if sums else ():
+        if not any(name == row[cut:] and style == "row" for name, style, _ in plan.rules):
+            raise CantInferError(
+                f"{row}: the example gives it no token, and no module like it shows how to deal it out; set example_input_array to "
+                f"an input that does\n  {_what_to_write(flow, row, stack)}"
+            )
+    plan.rules = _one_for_all_experts(model.get_submodule(flow.name), plan.rules)
     return plan
+
+
+def _one_for_all_experts(
+    block: nn.Module, rules: Sequence[tuple[str, str, dict[str, Any]]]
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """Rules that hold alike for all modules of a list inside the block, as one with ``*``."""
+    known = {repr(rule) for rule in rules}
+    out: dict[str, tuple[str, str, dict[str, Any]]] = {}
+    for name, style, options in rules:
+        path = name.split(".")
+        for at in range(1, len(path)):
+            holder = block.get_submodule(".".join(path[:at]))
+            if isinstance(holder, nn.ModuleList | nn.ModuleDict) and len(holder) > 1:
+                twins = [
+                    (".".join([*path[:at], key, *path[at + 1 :]]), style, options)
+                    for key in dict(holder.named_children())
+                ]
+                if all(repr(twin) in known for twin in twins):
+                    path[at] = "*"
+                    break
+        rule = (".".join(path), style, options)
+        out[repr(rule)] = rule
+    return list(out.values())
 
 
 def _idle_experts(
@@ -334,9 +374,7 @@ def _idle_experts(
     found = []
     for name, style, options in rules:
         full = f"{flow.name}.{name}"
-        if style not in ("column", "row", "set", "gather") or not any(
-            _inside(full, owner) and full != owner for owner in flow.sums
-        ):
+        if style == "reduce" or not any(_inside(full, owner) and full != owner for owner in flow.sums):
             continue
         path = name.split(".")
         for at in range(1, len(path)):
@@ -365,6 +403,10 @@ def _plan_products(block: Block, row: str, tp: int, plan: BlockPlan, decided: _D
             f"added of its own parameters and the tokens given to it\n  {_what_to_write(flow, row, stack)}"
         )
     products = Products(block, owner, rows, columns)
+    try:
+        products.check_used()
+    except CantInferError as error:
+        raise CantInferError(f"{error}\n  {_what_to_write(flow, row, stack)}") from None
     try:
         layout = products.deal(tp)
     except CantInferError as error:

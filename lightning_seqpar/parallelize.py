@@ -55,6 +55,7 @@ from lightning_seqpar.plan import (
     GatherRule,
     Match,
     ReplaceRule,
+    RowRule,
     Rule,
     SetRule,
     ShardingPlan,
@@ -115,6 +116,10 @@ class ShardedModel:
                     f"{name}: changed in place after the model was sharded and before training; initialise weights in "
                     "__init__ or configure_model, while they are whole"
                 )
+
+    def on_shard(self, name: str) -> bool:
+        """Whether the module stands inside blocks whose activations are shards."""
+        return any(region.sp and any(inside(name, one) for one in region.blocks) for region in self.regions)
 
     def reset_calls(self) -> None:
         """A new step begins: forget what aborted calls left."""
@@ -303,9 +308,15 @@ class _Swap(Blueprint):
         once = [key.rpartition(".")[::2] for key in self.once if inside(key, name)]
         added = [(self.modules[holder], leaf) for holder, leaf in once]
         raw = any(key.rpartition(".")[0] == name for key in self.raw)
-        yield module.register_forward_pre_hook(begin_sum(region, added, raw=raw))
+        columns = [n for n, m in self.linear.items() if isinstance(m.rule, ColumnRule) and inside(n, name)]
+        widths = frozenset(self.shards[n].local_length(self.rank) for n in columns)
+        held = {key: self.model.get_parameter(key) for key in (*self.raw, *self.once) if inside(key, name)}
+        rows = [held[key] for key in held if key in self.raw and isinstance(self.raw[key].rule, RowRule)]
+        yield module.register_forward_pre_hook(begin_sum(region, added, widths, raw=raw))
+        yield module.register_forward_hook(
+            reduce_output(region, name, rows, [held[key] for key in held if key in self.once])
+        )
         yield module.register_forward_hook(end_sum(region, added, raw=raw), always_call=True)
-        yield module.register_forward_hook(reduce_output(region, name))
 
     @staticmethod
     def _args(found: Mapping[str, Match], name: str) -> tuple[Argument, ...]:

@@ -85,7 +85,7 @@ def seed_streams() -> None:
 # ---- copies ----------------------------------------------------------------------------------------------------
 
 
-def _kind(module: nn.Module) -> Any:
+def kind_of(module: nn.Module) -> Any:
     """What makes two blocks of a stack alike: classes, shapes and plain settings, a block's own index aside."""
 
     def settings(part: nn.Module) -> tuple[Any, ...]:
@@ -114,7 +114,7 @@ def _share_equal_blocks(model: nn.Module, memo: dict[int, Any]) -> None:
         for block in stack:
             if id(block) in memo or not any(True for _ in block.children()):
                 continue
-            kind = _kind(block)
+            kind = kind_of(block)
             if kind not in first:
                 first[kind] = copy.deepcopy(block, memo)
             memo[id(block)] = first[kind]

@@ -99,6 +99,18 @@ class Products:
 
     # ---- the search ------------------------------------------------------------------------------------------
 
+    def check_used(self) -> None:
+        """Every parameter must matter for the example.
+
+        Raises:
+            CantInferError: naming those that do not.
+        """
+        if idle := self._idle():
+            raise CantInferError(
+                f"{self.owner}: the example does not use its parameter{'s' * (len(idle) > 1)} {', '.join(idle)}, so nothing "
+                "tells how to cut it; set example_input_array to an input that does"
+            )
+
     def deal(self, tp: int) -> SumLayout:
         """The cuts under which the ranks' parts sum up to the whole, the likeliest first.
 
@@ -114,11 +126,29 @@ class Products:
             "parts sum up to its output"
         )
 
+    def _idle(self) -> list[str]:
+        """Parameters that the output does not depend on for the example."""
+        own = {name: p for name, p in self.module.named_parameters(recurse=False) if p.is_floating_point()}
+        before = {name: p.requires_grad for name, p in own.items()}
+        try:
+            for parameter in own.values():
+                parameter.requires_grad_()
+            with torch.enable_grad():
+                out = _first(self._block.quiet(self.module, self._args, self._kwargs))
+                weights = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64).view(out.shape).to(out)
+                total = (out * weights).sum()
+            grads = torch.autograd.grad(total, list(own.values()), allow_unused=True) if total.requires_grad else []
+        finally:
+            for name, parameter in own.items():
+                parameter.requires_grad_(before[name])
+        used = {name for name, grad in zip(own, grads, strict=False) if grad is not None and bool(grad.any())}
+        return [name for name in own if name not in used]
+
     def _candidates(self, tp: int) -> Iterator[tuple[tuple[Edit, ...], dict[str, Cut]]]:
         plain = list(self._cuts(tp, likely=True))
         yield from (((), cuts) for cuts in plain)
         for cuts in plain:
-            found = self._edits(cuts, tp)
+            found = self._edits(tp)
             for edits in chain(combinations(found, 1), combinations(found, 2)):
                 yield edits, cuts
         yield from (((), cuts) for cuts in self._cuts(tp, likely=False))
@@ -127,17 +157,20 @@ class Products:
         own = dict(self.module.named_parameters(recurse=False))
         shapes = list(dict.fromkeys(tuple(own[name].shape) for name in self.columns))
         row_shapes = list(dict.fromkeys(tuple(own[name].shape) for name in self.rows))
-        options = [_options(shape, tp, _SEGMENTS) for shape in shapes]
-        row_options = [_options(shape, tp, (1,)) for shape in row_shapes]
+        options = [[*_options(shape, tp, _SEGMENTS), None] for shape in shapes]
+        row_options: list[list[Cut | None]] = [[*_options(shape, tp, (1,))] for shape in row_shapes]
         found: list[tuple[int, int, int, dict[str, Cut]]] = []
         for picks in product(*row_options, *options):
-            by_row = dict(zip(row_shapes, picks[: len(row_shapes)], strict=True))
+            by_row = dict(zip(row_shapes, picks, strict=False))
             by_column = dict(zip(shapes, picks[len(row_shapes) :], strict=True))
-            cuts = {name: by_row[tuple(own[name].shape)] for name in self.rows}
-            cuts |= {name: by_column[tuple(own[name].shape)] for name in self.columns}
+            if not any(by_column.values()):
+                continue
+            cuts = {name: cut for name in self.rows if (cut := by_row[tuple(own[name].shape)]) is not None}
+            cuts |= {name: cut for name in self.columns if (cut := by_column[tuple(own[name].shape)]) is not None}
             lengths = {cut.size for name, cut in cuts.items() if name in self.rows}
             odd = sum(cut.size // cut.segments not in lengths for cut in cuts.values())
-            found.append((odd, sum(cut.segments for cut in cuts.values()), len(found), cuts))
+            shared = sum(cut is None for cut in by_column.values())  # kv that all query heads read
+            found.append((shared, odd, sum(cut.segments for cut in cuts.values()), cuts))
         rest = [name for name in own if name not in self.columns and name not in self.rows]
         for *_, cuts in sorted(found, key=lambda item: item[:3]):
             choices = [self._others(own[name], cuts, tp) for name in rest]
@@ -158,13 +191,14 @@ class Products:
         once: list[Cut | None] = [Cut(None)] if tensor.ndim and tensor.shape[-1] == self.whole.shape[-1] else []
         return [*sliced, *once, None]
 
-    def _edits(self, cuts: dict[str, Cut], tp: int) -> list[Edit]:
-        numbers = {cut.size for cut in cuts.values()} | {cut.size // cut.segments for cut in cuts.values()}
-        return [
+    def _edits(self, tp: int) -> list[Edit]:
+        """Attributes that may count what is dealt out: heads, or the length of a cut dim."""
+        found = [
             Edit("set", self.owner, key, value=value // tp)
             for key, value in vars(self.module).items()
-            if type(value) is int and value in numbers and value % tp == 0
+            if type(value) is int and not key.startswith("_") and value > 1 and value % tp == 0
         ]
+        return sorted(found, key=lambda edit: "head" not in str(edit.key))
 
     # ---- one try ---------------------------------------------------------------------------------------------
 

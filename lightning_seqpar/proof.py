@@ -244,12 +244,14 @@ class Prover:
         try:
             return self._check(out)
         except ValueError as error:
-            if not inferred or not self._config.sp:
+            if not inferred or not (self._config.sp or _has_sums(inferred)):
                 raise
             narrow = out.plans
             if not self._check_wider(out, inferred):
                 out.plans = narrow
                 raise error from None
+            if not self._config.sp:
+                return True
             why = str(error).partition("): ")[2].partition(".\nThe rules were")[0] or str(error)
             rank_zero_warn(
                 "lightning_seqpar: sequence parallelism is off for this model's blocks, which are right on whole sequences only: "
@@ -262,8 +264,7 @@ class Prover:
     def _check_wider(self, out: Proved, inferred: Sequence[ShardingPlan]) -> bool:
         """Try whole sequences; where experts are summed, also with each expert reduced by itself."""
         narrow = out.plans
-        sums = any(isinstance(rule, ReduceRule) for plan in inferred for rule in plan.rules)
-        for again in (False, True) if sums else (False,):
+        for again in [False] * self._config.sp + [True] * _has_sums(inferred):
             try:
                 wide = [self._infer(sums=False) if again else plan for plan in inferred]
                 out.plans = [plan for plan in narrow if plan not in inferred]
@@ -312,6 +313,10 @@ class Prover:
                 f"{' ...' if len(verdict.idle) > 5 else ''}: the plan is not proved for them"
             )
         return True
+
+
+def _has_sums(plans: Sequence[ShardingPlan]) -> bool:
+    return any(isinstance(rule, ReduceRule) for plan in plans for rule in plan.rules)
 
 
 # ---- what is remembered ----------------------------------------------------------------------------------------

@@ -28,11 +28,8 @@ from lightning_seqpar.collectives import (
     scatter_to_sequence_parallel_region,
     shard_length,
 )
+from lightning_seqpar.linearity import REDUCTIONS, Leaks, Parts
 from lightning_seqpar.random import RankStreams
-
-_REDUCTIONS = ("_ReduceBackward", "_ReduceScatterBackward")
-"""Graph nodes behind which every rank has the whole, or its shard, of a sum."""
-
 
 _MANY = 4096  # calls that are remembered outside any step
 
@@ -79,6 +76,8 @@ class _Frame:
     length: int | None = None
     ndim: int = 0
     batch: int = 1  # size of the input's other dim; flattened tokens are folded by it
+    sums: list[frozenset[int]] = field(default_factory=list)  # open modules that return sums: their columns' widths
+    parts: list[Any] = field(default_factory=list)  # graph nodes of what rows left to such a module
     raw: int = 0  # open modules that multiply sharded parameters themselves
     first: tuple[str, tuple[int, ...]] | None = None  # the block that entered, and its whole input's shape
     scopes: list[list[Any]] = field(default_factory=list)  # per open gathering module: its gathers' graph nodes
@@ -123,6 +122,8 @@ class SequenceRegion:
         self.intervals: list[list[int]] = []
         self._shards: list[weakref.ref[Tensor]] = []
         self.streams = RankStreams(self.rank)
+        self.leaks = Leaks()
+        self.blocks: tuple[str, ...] = ()  # their names
         self._in_block = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
@@ -194,6 +195,7 @@ class SequenceRegion:
         self._shards = []
         self._in_block = 0
         self.streams.forget()
+        self.leaks.forget()
 
     @contextmanager
     def call(self) -> Iterator[SequenceRegion]:
@@ -251,7 +253,15 @@ class SequenceRegion:
     def abort(self) -> None:
         """A block raised: shards no longer flow."""
         frame = self._frame
-        frame.length, frame.scopes, frame.gathered, frame.unreduced, frame.raw = None, [], [], [], 0
+        frame.length, frame.scopes, frame.gathered, frame.unreduced, frame.raw, frame.sums, frame.parts = (
+            None,
+            [],
+            [],
+            [],
+            0,
+            [],
+            [],
+        )
         self._mark(begin=False)
 
     def _mark(self, *, begin: bool) -> None:
@@ -299,8 +309,10 @@ class SequenceRegion:
         if not self.sp:
             self.streams.end()
 
-    def leave_partial(self) -> None:
+    def leave_partial(self, partial: Tensor) -> None:
         """A row linear whose partial sums are reduced later: what is drawn for them must be drawn alike."""
+        if partial.grad_fn is not None:
+            self._frame.parts.append(partial.grad_fn)
         if self.sp:
             self.streams.pause()
         else:
@@ -323,9 +335,19 @@ class SequenceRegion:
                 f"{list(shape)}, and nothing tells whether they are for whole activations or for this rank's features; give "
                 "it linears of their own, draw outside it, or set its dropout to 0"
             )
+        if self._frame.sums and self.streams.own and shape[-1] not in self._frame.sums[-1]:
+            raise ValueError(
+                f"a module of {self.name} that returns a sum over ranks draws random numbers ({name}) of shape {list(shape)} "
+                "behind its first column linear, which are not for the features of a column: each rank would draw its own. "
+                "Draw them before the experts, outside the module, or not at all"
+            )
         if not self.active:
             return
+        frame = self._frame
         is_shard = len(shape) > self.dim and shape[self.dim] == self.shard_length
+        is_shard |= (
+            frame.ndim == 3 and len(shape) == 2 and shape[0] == frame.batch * self.shard_length
+        )  # flattened tokens
         is_local = (
             len(shape) > self.dim and shape[self.dim] == self._length
         )  # between a column that gathers and its row
@@ -445,6 +467,29 @@ class SequenceRegion:
         """A module that multiplies sharded parameters itself begins: no column says where whole activations end."""
         self._frame.raw += 1
 
+    def begin_sum(self, widths: frozenset[int]) -> None:
+        """A module whose output is reduced where it returns begins; its columns have these widths on this rank."""
+        self._frame.sums.append(widths)
+
+    def reduce_sum(self, out: Tensor, name: str, rows: list[Parameter], once: list[Parameter]) -> Tensor:
+        """The partial sum that a module returns, reduced; what else it may be is refused."""
+        frame = self._frame
+        sources = [node for scope in frame.scopes for node in scope]
+        if all(row.requires_grad for row in rows):  # the graph shows no frozen rows
+            Parts(frame.parts, rows, once).check(out, sources, name)
+        reduced = self.reduce(out, name)
+        if self._recomputes():
+            return reduced
+        self.leaks.note(name, reduced, sources)
+        return reduced
+
+    def end_sum(self) -> None:
+        """It ended."""
+        if self._frame.sums:
+            self._frame.sums.pop()
+        if not self._frame.sums:
+            self._frame.parts = []
+
     def end_raw(self) -> None:
         """It ended."""
         self._frame.raw = max(0, self._frame.raw - 1)
@@ -480,7 +525,7 @@ class SequenceRegion:
         todo = [start]
         while todo:
             node = todo.pop()
-            if node is None or node in seen or hasattr(node, "variable") or node.name() in _REDUCTIONS:
+            if node is None or node in seen or hasattr(node, "variable") or node.name() in REDUCTIONS:
                 continue
             if node in nodes:
                 return True

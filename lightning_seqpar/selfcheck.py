@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +79,22 @@ class _Run:
     grads: dict[str, Tensor | None]
     outputs: list[tuple[str, Tensor]]
     narrow: bool
+    buffers: dict[str, Tensor]
+    changed: set[str]
+    ran: set[str]
+
+
+@contextmanager
+def _noted(model: nn.Module, ran: set[str]) -> Iterator[None]:
+    """Note which modules run."""
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+
+            def note(module: nn.Module, args: Any, name: str = name) -> None:
+                ran.add(name)
+
+            stack.callback(module.register_forward_pre_hook(note).remove)
+        yield
 
 
 @contextmanager
@@ -173,10 +189,12 @@ def _run(
     model: nn.Module, record: ShardedModel | None, example: Example, names: Sequence[str], groups: ParallelGroups
 ) -> _Run:
     outputs: list[tuple[str, Tensor]] = []
+    ran: set[str] = set()
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     watch = _Watch(draws=example.draws)
     seed_streams()
     sync = GradSync(record.layout, groups, record.doubtful) if record is not None else None
-    with torch.enable_grad(), _recorded(model, names, outputs), watch:
+    with torch.enable_grad(), _recorded(model, names, outputs), _noted(model, ran), watch:
         if record is not None:
             record.reset_calls()
         loss = example.run(model)
@@ -189,7 +207,13 @@ def _run(
     if record is not None and sync is not None:
         sync.flush_all(check=True)
         sync.remove()
-    return _Run(float(loss.detach()), gather_grads(model), outputs, watch.narrow)
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
+    changed = {name for name, buffer in buffers.items() if name in before and not _equal(buffer, before[name])}
+    return _Run(float(loss.detach()), gather_grads(model), outputs, watch.narrow, buffers, changed, ran)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _compare(dense: _Run, sharded: _Run, record: ShardedModel, names: Sequence[str], groups: ParallelGroups) -> Verdict:
@@ -198,19 +222,9 @@ def _compare(dense: _Run, sharded: _Run, record: ShardedModel, names: Sequence[s
     ran = {name for name, _ in dense.outputs}
     verdict.idle = [name for name in names if name not in ran and not any(inside(one, name) for one in ran)]
     error = abs(dense.loss - sharded.loss) / max(abs(dense.loss), 1e-12)
-    norm = max(norm_of(dense.grads), 1e-300)
-    worst, where = 0.0, ""
-    for name, grad in dense.grads.items():
-        other = sharded.grads.get(name)
-        if grad is None and other is None:
-            continue
-        a = grad if grad is not None else torch.zeros_like(other)  # type: ignore[arg-type]
-        b = other if other is not None else torch.zeros_like(a)
-        gap = float((a.double() - b.double()).abs().max()) / norm if a.numel() else 0.0
-        own = gap * norm / max(float(a.abs().max()), 1e-300) if a.numel() else 0.0
-        wrong = not gap <= limit or (own > OWN_LIMIT and gap > NOISE[dense.narrow])
-        if wrong and not gap <= worst:
-            worst, where = gap, name
+    worst, where = worst_gradient(dense.grads, sharded.grads, narrow=dense.narrow)
+    verdict.wrong += _unknown(dense, record)
+    verdict.wrong += _wrong_buffers(dense, sharded, record, limit, groups)
     place = _first_difference(dense, sharded, record, groups, limit)
     if not error <= limit:
         verdict.wrong.append(f"the loss differs: {sharded.loss:.9g} instead of {dense.loss:.9g}")
@@ -222,6 +236,80 @@ def _compare(dense: _Run, sharded: _Run, record: ShardedModel, names: Sequence[s
             f"the gradient of {where} is {ratio:.4g} times as large as it should be (error {worst:.1e} of the global norm)"
         )
     return verdict
+
+
+def worst_gradient(
+    whole: Mapping[str, Tensor | None], sharded: Mapping[str, Tensor | None], *, narrow: bool
+) -> tuple[float, str]:
+    """The gradient that is wrong by most, relative to the global norm, and its parameter; ``(0, "")`` if all are right.
+
+    One that is small beside the others may drown in the limit: it must not be off by much of its own size either.
+
+    Args:
+        whole: gradients of the whole model.
+        sharded: gathered gradients of the sharded one.
+        narrow: something was computed in less than float64.
+    """
+    limit = NARROW_LIMIT if narrow else LIMIT
+    norm = max(norm_of(whole), 1e-300)
+    worst, where = 0.0, ""
+    for name, grad in whole.items():
+        other = sharded.get(name)
+        if grad is None and other is None:
+            continue
+        a = grad if grad is not None else torch.zeros_like(other)  # type: ignore[arg-type]
+        b = other if other is not None else torch.zeros_like(a)
+        gap = float((a.double() - b.double()).abs().max()) / norm if a.numel() else 0.0
+        own = gap * norm / max(float(a.abs().max()), 1e-300) if a.numel() else 0.0
+        wrong = not gap <= limit or (own > OWN_LIMIT and gap > NOISE[narrow])
+        if wrong and not gap <= worst:
+            worst, where = gap, name
+    return worst, where
+
+
+def _unknown(dense: _Run, record: ShardedModel) -> list[str]:
+    """Modules on shards that no rule names and that the example does not run: they may do anything to a sequence."""
+    known = {name for name, style, _ in record.choices if name and style not in ("blocks", "scatter")}
+    found: list[str] = []
+    for name, module in record.model.named_modules():
+        if name in dense.ran or not record.on_shard(name) or any(inside(name, one) for one in found):
+            continue
+        planned = any(inside(name, one) or inside(one, name) for one in known)
+        if not planned and any(parameter.ndim > 1 for parameter in module.parameters()):
+            found.append(name)
+    return [
+        f"{name} is inside the sequence region, but the example does not run it and no rule names it, so nothing is known of "
+        f"it: set example_input_array to an input that runs it, or have it computed whole, {{pattern: {name}, style: whole}}"
+        for name in found
+    ]
+
+
+def _wrong_buffers(dense: _Run, sharded: _Run, record: ShardedModel, limit: float, groups: ParallelGroups) -> list[str]:
+    """Buffers that the forward changes: counts of tokens, running statistics. On shards each rank has its own."""
+    whole = {name for name, style, _ in record.choices if style in ("gather", "whole")}
+    for name in sorted(dense.changed):
+        holder = name.rpartition(".")[0]
+        if record.on_shard(holder) and not any(inside(holder, one) for one in whole):
+            return [
+                f"the buffer {name} is changed by the forward, where each rank sees its part of the sequence, so that ranks would "
+                "come to differ"
+            ]
+    found = []
+    for name, buffer in dense.buffers.items():
+        other = sharded.buffers.get(name)
+        if other is None or not buffer.numel():
+            continue
+        layout = record.buffers.get(name)
+        wanted = buffer if layout is None or layout.shard is None else layout.shard.take(buffer, groups.rank("tp"))
+        if wanted.shape != other.shape:
+            found.append(name)
+            continue
+        a, b = wanted.double(), other.double()
+        gap = torch.where(a == b, torch.zeros_like(a), (a - b).abs())  # infinities are equal
+        size = float(torch.where(a.isfinite(), a.abs(), torch.zeros_like(a)).max())
+        if not float(gap.max()) <= limit * max(1.0, size):
+            found.append(name)
+    return [f"the buffer {name} is not what the whole model's forward makes of it" for name in found[:3]]
 
 
 def _first_difference(
@@ -239,7 +327,7 @@ def _first_difference(
         gaps += [_gap(part, b, padded=True) for part in shards if part.shape == b.shape]
         if not gaps:
             continue
-        gaps = [gap / max(float(a.abs().max()), 1e-12) for gap in gaps]
+        gaps = [gap / max(float(a.abs().max()) if a.numel() else 0.0, 1e-12) for gap in gaps]
         if not min(gaps) <= 100 * limit:
             found, size = index, min(gaps)
             break

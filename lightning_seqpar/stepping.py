@@ -30,6 +30,7 @@ from lightning_seqpar.guards import (
     check_loss,
     check_parameters,
     check_readers,
+    check_sums,
     warn_of_equal_replicas,
 )
 from lightning_seqpar.launcher import SeqParallelLauncher
@@ -112,6 +113,8 @@ class SteppingStrategy(TopologyStrategy):
                 check_loss(closure_loss, self.groups)
                 check_readers(closure_loss, record)
                 check_parameters(record)
+            else:
+                check_sums(closure_loss, record)  # a loss may begin to read a router at any step
         if isinstance(self.model, DistributedDataParallel) and not self._module.automatic_optimization:
             prepare_for_backward(self.model, closure_loss)
 

@@ -127,9 +127,15 @@ class Block:
 
     @staticmethod
     def quiet(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A module's forward, without luck."""
-        with Quiet():
-            return module(*args, **kwargs)
+        """A module's forward, without luck; buffers that it updates come back."""
+        kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        try:
+            with Quiet():
+                return module(*args, **kwargs)
+        finally:
+            for buffer, before in kept:
+                if not torch.equal(buffer, before):
+                    buffer.detach().copy_(before)
 
     def argument_shapes(self, name: str) -> dict[int | str, tuple[int, ...]]:
         """Shapes of the tensor arguments that a module inside the block is called with."""
@@ -215,7 +221,10 @@ class Block:
 
     def mixes_positions(self, row: str) -> bool:
         """Whether the row's input at one position depends on its columns' outputs at others: attention, not an MLP."""
-        probe = _Probe(self, row, self.flow.columns[row], 1, ())
+        try:
+            probe = _Probe(self, row, self.flow.columns[row], 1, ())
+        except CantInferError:
+            probe = _Probe(self, row, self.flow.columns[row], 0, ())
         flat = probe.read.reshape(-1, probe.features)
         if not len(flat):
             return False  # an expert that was given no token
@@ -313,7 +322,9 @@ class Block:
             part = whole.index_select(-1, held)
             if x.shape != part.shape:
                 raise _MismatchError(f"{name}: its input is {list(x.shape)}, expected {list(part.shape)}")
-            scale = float(part.abs().max()) if part.numel() else 0.0
+            if not part.numel():
+                return whole
+            scale = float(part.abs().max())
             if not float((x - part).abs().max()) <= EQUAL.get(part.dtype, 5e-2) * max(scale, 1e-30):
                 raise _MismatchError(f"{name}: its input is not this rank's part of the whole one's")
             return whole
@@ -484,7 +495,7 @@ class _Probe:
         out: dict[str, Tensor] = {}
         for (name, leaf), grad in zip(leaves, grads, strict=True):
             touched = torch.zeros(leaf.shape[-1], dtype=torch.bool, device=leaf.device)
-            if grad is not None:
+            if grad is not None and grad.numel():  # an expert may be given no token
                 touched = grad.reshape(-1, leaf.shape[-1]).abs().amax(0) > 0
             out[name] = out[name] | touched if name in out else touched
         return {name: touched.cpu() for name, touched in out.items()}
@@ -495,7 +506,7 @@ class _Supports:
 
     def __init__(self, block: Block, row: str, columns: Sequence[str], skipped: Sequence[str], tp: int) -> None:
         self.skipped = skipped
-        self._probes = [_Probe(block, row, columns, seed, skipped) for seed in (0, 1, 2)]
+        self._probes = [_Probe(block, row, columns, 0, skipped)]
         self._features = self._probes[0].features
         self._tp = tp
         self._feeding = {name for column in columns for name in block.flow.linears[column].upstream}
@@ -503,8 +514,13 @@ class _Supports:
             raise CantInferError(f"{row}: its {self.features} in-features do not divide by tp={tp}")
         size = self.features // tp
         self._parts = self._all_parts(size)
-        while len(self._probes) < _DRAWS and not all((self._owners(column) > 0).all() for column in columns):
-            self._probes.append(_Probe(block, row, columns, len(self._probes), skipped))
+        for seed in range(1, _DRAWS):
+            if seed > 2 and all((self._owners(column) > 0).all() for column in columns):
+                break
+            try:
+                self._probes.append(_Probe(block, row, columns, seed, skipped))
+            except CantInferError:
+                continue  # for other numbers it is not called: an expert that no token chose
             self._parts = self._all_parts(size)
 
     def _all_parts(self, size: int) -> list[dict[str, Tensor]]:

@@ -66,6 +66,34 @@ _RESHAPES = (
 """What passes its one input's content on."""
 
 
+_ORDERED = (
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "_cummax_helper",
+    "_cummin_helper",
+    "logcumsumexp",
+    "sort",
+    "argsort",
+    "topk",
+    "kthvalue",
+    "flip",
+    "roll",
+)
+"""What puts the elements of a dim in an order, or goes through them in one; no gradient need show it."""
+
+
+def _ordered_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    if name.removesuffix("_") not in _ORDERED or not args or not isinstance(args[0], Tensor):
+        return ()
+    schema = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(schema, args, strict=False)), **kwargs}
+    dims = given.get("dim", given.get("dims", -1))
+    count = max(1, args[0].ndim)
+    return tuple(dim % count for dim in (dims if isinstance(dims, list | tuple) else [dims]))
+
+
 @dataclass(frozen=True)
 class Value:
     """A tensor at one moment: written again in place, it is another value.
@@ -87,13 +115,17 @@ class Value:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation; ``stack`` holds the numbers of the module calls that were open, outermost first."""
+    """One operation; ``stack`` holds the numbers of the module calls that were open, outermost first.
+
+    ``dims`` are the dims of its input along which it puts elements in an order or goes through them in one.
+    """
 
     index: int
     name: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     stack: tuple[int, ...]
+    dims: tuple[int, ...] = ()
 
     @property
     def is_product(self) -> bool:
@@ -200,6 +232,7 @@ class Trace(TorchDispatchMode):
         out = func(*args, **kwargs)
         name = func.name().split("::")[-1].split(".")[0]
         results = self._strided(out)
+        dims = _ordered_dims(func, name, args, kwargs)
         tag = copied = None
         if name in _RESHAPES and len(inputs) == 1:
             copied, tag = inputs[0], self.values[inputs[0]].parameter
@@ -211,10 +244,10 @@ class Trace(TorchDispatchMode):
             written = {tensor.untyped_storage()._cdata for tensor in (results or tensors[:1])}
             for storage in sorted(written & set(self._roots)):
                 outputs += self._rewrite(storage)
-            self._add(stripped, inputs, outputs)
+            self._add(stripped, inputs, outputs, dims)
         else:
             outputs = [self._make(tensor, tag, copied) for tensor in results]
-            self._add(name, inputs, outputs)
+            self._add(name, inputs, outputs, dims)
         return out
 
     def _rewrite(self, storage: int) -> list[int]:
@@ -231,8 +264,8 @@ class Trace(TorchDispatchMode):
             self._add("rewrite", [old.id], [value.id])
         return made
 
-    def _add(self, name: str, inputs: list[int], outputs: list[int]) -> None:
-        self.ops.append(Op(len(self.ops), name, tuple(inputs), tuple(outputs), tuple(self._open)))
+    def _add(self, name: str, inputs: list[int], outputs: list[int], dims: tuple[int, ...] = ()) -> None:
+        self.ops.append(Op(len(self.ops), name, tuple(inputs), tuple(outputs), tuple(self._open), dims))
 
     # ---- calls -------------------------------------------------------------------------------------------------
 

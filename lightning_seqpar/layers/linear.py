@@ -256,9 +256,10 @@ class RowParallelLinear(_ParallelLinear):
             self.region.abort_columns()
             raise
         if self.leaves_partial:
-            self.region.leave_partial()
-            # Times zero on the others, which makes a gradient there too: DDP waits for one.
-            first = float(self.region.rank == 0)
-            return partial if self.bias is None else partial + (self.bias * first).to(partial.dtype)
+            if self.bias is not None:
+                # Times zero on the others, which makes a gradient there too: DDP waits for one.
+                partial = partial + (self.bias * float(self.region.rank == 0)).to(partial.dtype)
+            self.region.leave_partial(partial)
+            return partial
         out = self.region.reduce(partial, self.full_name)
         return out if self.bias is None else out + self.bias.to(out.dtype)

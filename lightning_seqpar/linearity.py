@@ -1,0 +1,218 @@
+"""Whether what a module returns is a sum of what its rows made: read from the autograd graph, while training runs.
+
+Where partial sums are reduced at a module's end, anything else that it adds (a residual, an expert that is whole) would
+count once per rank. The graph shows it: every term must hold one row's product, and be linear in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from enum import Enum
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Kind(Enum):
+    """What a graph node's result is, seen from the sum over ranks."""
+
+    WHOLE = "whole"
+    PART = "a part of a sum"
+    WRONG = "neither"
+
+
+_ADDING = (
+    "Add", "Sub", "RSub", "Cat", "Stack", "IndexAdd", "IndexPut", "IndexPutImpl", "CopySlices", "Scatter", "ScatterAdd",
+    "ScatterReduce", "Where", "Copy", "SelectScatter", "SliceScatter", "IndexCopy", "AsStridedScatter", "MaskedScatter",
+)  # fmt: skip
+"""Results are parts where all that is put together are."""
+
+_LINEAR = (
+    "View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "T", "MT", "Mt", "Expand", "Squeeze", "Unsqueeze",
+    "Slice", "Select", "Narrow", "Split", "SplitWithSizes", "Chunk", "Unbind", "Index", "IndexSelect", "Gather", "Sum",
+    "Mean", "Clone", "ToCopy", "Neg", "Alias", "AsStrided", "Flip", "Roll", "Repeat", "ConstantPadNd", "MaskedFill",
+    "NativeDropout", "Cumsum", "IndexFill", "Tril", "Triu", "Movedim", "Unfold",
+)  # fmt: skip
+"""Linear in their one argument."""
+
+_MULTIPLYING = ("Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "GroupedMm")
+"""Linear in each of their arguments."""
+
+_ADDED_PRODUCTS = ("Addmm", "Baddbmm", "Addbmm", "Addmv", "Addcmul")
+"""A first argument plus a product."""
+
+
+REDUCTIONS = ("_ReduceBackward", "_ReduceScatterBackward")
+"""Graph nodes behind which every rank has the whole, or its shard, of a sum."""
+
+
+class PartError(ValueError):
+    """A module whose output is no sum of parts."""
+
+
+def _name(node: Any) -> str:
+    return str(node.name()).rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
+
+
+def _children(node: Any) -> list[Any]:
+    return [child for child, _ in node.next_functions if child is not None]
+
+
+class Parts:
+    """Reads the graph of one call.
+
+    Args:
+        marked: nodes whose results are parts: what row linears made.
+        rows: parameters that the module multiplies as rows.
+        once: parameters that only the first rank adds.
+    """
+
+    def __init__(self, marked: Collection[Any], rows: Collection[nn.Parameter], once: Collection[nn.Parameter]) -> None:
+        self._marked = set(marked)
+        self._rows, self._once = {id(p) for p in rows}, {id(p) for p in once}
+        self._kinds: dict[Any, Kind] = {}
+        self.culprit = ""
+
+    def check(self, out: Tensor, stops: Collection[Any], name: str) -> None:
+        """``out`` must be a sum of parts; ``stops`` are the nodes of the activations that were gathered for the module.
+
+        Raises:
+            PartError: naming the operation that adds something else.
+        """
+        if out.grad_fn is None:
+            return
+        self._stops = set(stops)
+        kind = self._of(out.grad_fn)
+        if kind is Kind.PART:
+            return
+        what = self.culprit or f"{out.grad_fn.name()} depends on no row"
+        raise PartError(
+            f"{name}: its output is reduced over tp where it returns, so every term of it must come from a row, linearly; "
+            f"{what} (a residual, a token that no expert takes, or an expert that is not in the plan?), and would count tp "
+            f"times. Leave the module whole: {{pattern: {name}, style: whole}}"
+        )
+
+    def _of(self, start: Any) -> Kind:
+        """The kind of a node; children first, without recursion."""
+        todo = [start]
+        while todo:
+            node = todo[-1]
+            if node in self._kinds:
+                todo.pop()
+                continue
+            if (known := self._leaf(node)) is not None:
+                self._kinds[node] = known
+                continue
+            waiting = [child for child in _children(node) if child not in self._kinds]
+            if waiting:
+                todo += waiting
+                continue
+            self._kinds[node] = self._decide(node)
+        return self._kinds[start]
+
+    def _leaf(self, node: Any) -> Kind | None:
+        if node in self._marked:
+            return Kind.PART
+        if node in self._stops or str(node.name()) in REDUCTIONS:
+            return Kind.WHOLE
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return Kind.PART if id(variable) in self._once else Kind.WHOLE
+        return None
+
+    def _decide(self, node: Any) -> Kind:
+        children, name = _children(node), _name(node)
+        kinds = [self._kinds[child] for child in children]
+        if Kind.WRONG in kinds:
+            return Kind.WRONG
+        if name in _ADDED_PRODUCTS:
+            return self._added_product(node)
+        parts = kinds.count(Kind.PART)
+        if any(self._is_row(child) for child in children) and not self._is_row(node):
+            return self._part_or_wrong(node, parts == 0, "multiplies a row by a part of a sum")
+        if parts == 0:
+            return Kind.WHOLE
+        if name in _LINEAR:
+            return Kind.PART
+        if name in _ADDING:
+            return self._part_or_wrong(node, parts == len(kinds), "adds what is whole to a part of a sum")
+        if name in _MULTIPLYING:
+            return self._part_or_wrong(node, parts == 1, "multiplies two parts of a sum")
+        if name == "Div":
+            below = node.next_functions[1][0] if len(node.next_functions) > 1 else None
+            fine = below is None or self._kinds[below] is Kind.WHOLE
+            return self._part_or_wrong(node, fine, "divides by a part of a sum")
+        return self._part_or_wrong(node, False, "is not linear in a part of a sum")
+
+    def _added_product(self, node: Any) -> Kind:
+        """``first + a b``, as a product with its bias is."""
+        first, *factors = [child for child, _ in node.next_functions]
+        factors = [child for child in factors if child is not None]
+        parts = [self._kinds[child] for child in factors].count(Kind.PART)
+        row = any(self._is_row(child) for child in factors)
+        added = None if first is None else self._kinds[first]
+        if not row and parts == 0 and added is not Kind.PART:
+            return Kind.WHOLE
+        fine = parts + row == 1 and added in (None, Kind.PART)
+        return self._part_or_wrong(node, fine, "adds what is whole to a part of a sum")
+
+    def _part_or_wrong(self, node: Any, fine: bool, why: str) -> Kind:
+        if not fine and not self.culprit:
+            self.culprit = f"{node.name()} {why}"
+        return Kind.PART if fine else Kind.WRONG
+
+    def _is_row(self, node: Any) -> bool:
+        """Whether a node is a row parameter, or a view or cast of one."""
+        return any(id(getattr(end, "variable", None)) in self._rows for end in self._down(node))
+
+    @staticmethod
+    def _down(node: Any) -> Iterator[Any]:
+        while node is not None:
+            yield node
+            children = _children(node)
+            if len(children) != 1 or _name(node) not in _LINEAR:
+                return
+            node = children[0]
+
+
+class Leaks:
+    """The sums of a step, and whether its loss reads anything else of what their modules made."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Any, tuple[str, list[Any]]] = {}
+
+    def note(self, name: str, reduced: Tensor, sources: Collection[Any]) -> None:
+        """A module returned a sum; ``sources`` are the nodes of what was gathered for it."""
+        if reduced.grad_fn is not None and sources:
+            self._sums[reduced.grad_fn] = (name, list(sources))
+
+    def forget(self) -> None:
+        """A new step."""
+        self._sums = {}
+
+    def check(self, loss: Tensor) -> None:
+        """No path from the loss may reach what was gathered for a module but through the sum that it returned.
+
+        Raises:
+            PartError: naming the module.
+        """
+        if not self._sums:
+            return
+        owners = {source: name for name, sources in self._sums.values() for source in sources}
+        seen: set[Any] = set()
+        todo = [loss.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in owners:
+                raise PartError(
+                    f"{owners[node]}: its output is reduced over tp where it returns, and the loss reads something else that it "
+                    "makes (a router's balance, or a second output?), whose gradient would count tp times. Compute that "
+                    f"outside it, or leave the module whole: {{pattern: {owners[node]}, style: whole}}"
+                )
+            if node in self._sums:
+                todo += [child for source in self._sums[node][1] for child in _children(source)]
+            else:
+                todo += _children(node)
