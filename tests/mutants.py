@@ -493,8 +493,8 @@ MUTANTS = [
     Mutant(
         "an expert's row bias added by every rank",
         "layers/linear.py",
-        "first = float(self.region.rank == 0)",
-        "first = 1.0",
+        "float(self.region.rank == 0)",
+        "1.0",
         "tests/test_products.py",
     ),
     Mutant(
