@@ -565,6 +565,12 @@ class Blueprint:
             facts = {self._fact(name) for name in tied}
             if len(facts) == 1 and all(name.rpartition(".")[0] in self.vocabs for name in tied):
                 continue
+            left = [name for name in tied if name.rpartition(".")[0] not in self.vocabs]
+            if left and len(left) < len(tied):
+                raise ValueError(
+                    f"{' and '.join(tied)} are one tied parameter, of which 'vocab' names a part only; name {', '.join(left)} too "
+                    "(the modules), or none of them"
+                )
             if len(facts) > 1 or (len(tied) > 1 and any(shard is not None for shard, _ in facts)):
                 raise ValueError(
                     f"{' and '.join(tied)} are one tied parameter, used both inside and outside the sequence region or "

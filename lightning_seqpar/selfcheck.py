@@ -16,6 +16,7 @@ from lightning_seqpar.collectives import split
 from lightning_seqpar.grad_sync import GradSync, check_replicated
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.guards import check_loss, check_readers
+from lightning_seqpar.layers import ShardedLogits
 from lightning_seqpar.parallelize import ShardedModel, parallelize
 from lightning_seqpar.parity import gather_grads, norm_of
 from lightning_seqpar.plan import ShardingPlan
@@ -104,6 +105,8 @@ def _recorded(model: nn.Module, names: Sequence[str], outputs: list[tuple[str, T
 
             def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
                 first = out[0] if isinstance(out, list | tuple) and out else out
+                if isinstance(first, ShardedLogits):
+                    first = first.whole()  # here, where all ranks are
                 if isinstance(first, Tensor):
                     outputs.append((name, first.detach()))
 

@@ -3,6 +3,7 @@
 from lightning_seqpar.layers.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
 from lightning_seqpar.layers.kind import LinearKind, features, linear_kind
 from lightning_seqpar.layers.linear import ColumnParallelLinear, RowParallelLinear, set_data, sharded_linear, shrink
+from lightning_seqpar.layers.logits import ShardedLogits, cross_entropy
 from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.layers.view import AttributeView, read_attribute, write_attribute
 from lightning_seqpar.layers.vocab import VocabParallelEmbedding, VocabParallelHead
@@ -15,8 +16,10 @@ __all__ = [
     "ParallelTransformerEncoder",
     "RowParallelLinear",
     "Shard",
+    "ShardedLogits",
     "VocabParallelEmbedding",
     "VocabParallelHead",
+    "cross_entropy",
     "features",
     "linear_kind",
     "read_attribute",

@@ -10,10 +10,10 @@ from torch.distributed import ProcessGroup
 
 from lightning_seqpar.collectives import (
     copy_to_tensor_parallel_region,
-    gather_replicated_from_sequence_parallel_region,
     reduce_from_tensor_parallel_region,
 )
 from lightning_seqpar.layers.linear import shrink
+from lightning_seqpar.layers.logits import ShardedLogits
 from lightning_seqpar.layers.shard import Shard
 
 
@@ -80,19 +80,20 @@ class VocabParallelHead(nn.Linear):
     ============  ==============  =========================
     input         ``[b, s, h]``   ``[b, s, h]``
     weight        ``[v, h]``      ``[ceil(v/tp), h]``
-    output        ``[b, s, v]``   ``[b, s, v]``, gathered
+    output        ``[b, s, v]``   ``[b, s, ceil(v/tp)]``, as :class:`ShardedLogits`
     ============  ==============  =========================
     """
 
     shard: Shard
     group: ProcessGroup
+    rank: int
 
     @classmethod
     def adopt(cls, head: nn.Linear, shard: Shard, group: ProcessGroup, rank: int, *, cut: bool) -> None:
         """Turn ``head`` into this class; ``cut`` its weight unless a module that it is tied to did."""
         head.__class__ = cls
         layer: Any = head
-        layer.shard, layer.group = shard, group
+        layer.shard, layer.group, layer.rank = shard, group, rank
         if cut:
             shrink(layer.weight, shard, rank)
         if layer.bias is not None:
@@ -102,4 +103,4 @@ class VocabParallelHead(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h]`` → ``[..., v]``."""
         logits = F.linear(copy_to_tensor_parallel_region(x, self.group), self.weight, self.bias)
-        return gather_replicated_from_sequence_parallel_region(logits, logits.ndim - 1, self.group, self.shard.length)
+        return ShardedLogits.wrap(logits, self.shard, self.group, self.rank)
