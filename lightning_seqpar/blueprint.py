@@ -250,7 +250,7 @@ class Blueprint:
         """Refuse what can't be done right; plan the shards."""
         for name in self.wholes:
             self._check_whole(name)
-        for name, match in self.linear.items():
+        for name, match in list(self.linear.items()):
             if name in self.encoders:
                 if self.region_owned_by(name) is None:
                     raise ValueError(
@@ -310,6 +310,9 @@ class Blueprint:
         if isinstance(rule, ColumnRule):
             segments = self._segments(name, rule, out)
             units = self._units(name, rule.units, segments)
+            if set(units) == {1} and isinstance(rule.units, str) and self.size > 1:
+                del self.linear[name], self.kinds[name]  # one kv head for all query heads: every rank has it whole
+                return
             self.shards[name] = Shard.by_segments(0 if kind == "out_in" else 1, segments, units, self.size, name)
         elif isinstance(rule, RowRule):
             units = self._units(name, rule.units, [into])

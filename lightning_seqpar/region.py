@@ -388,8 +388,10 @@ class SequenceRegion:
     def _fold(self, x: Tensor, positions: int, of: _Frame | _Fact | None = None) -> Tensor | None:
         """Tokens that were flattened, ``[b·s, h]`` → ``[b, s, h]`` (or ``[s, b, h]``); none if they were not."""
         of = of or self._frame
-        if of.ndim != 3 or x.ndim not in (1, 2) or x.shape[0] != of.batch * positions:
+        if of.ndim != 3 or x.ndim == 0 or x.shape[0] != of.batch * positions:
             return None
+        if x.ndim == 3 and x.shape[self.dim] == positions:
+            return None  # an activation
         sizes = (of.batch, positions) if self.dim == 1 else (positions, of.batch)
         return x.reshape(*sizes, *x.shape[1:])
 

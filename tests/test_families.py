@@ -148,6 +148,21 @@ def test_parity_with_one_process(trained, family, request):
     compare(reference(family, loss), got).raise_if_failed()
 
 
+FEWER = [("llama", 2), ("llama", 1), ("phi3", 2)]
+
+
+def fit_fewer(plan: str) -> list[Trace]:
+    args = [{"family": family, "loss": "user", "num_key_value_heads": heads} for family, heads in FEWER]
+    return [fit("HuggingFace", a, world=4, strategy={"tp": 4, "plan": plan}, steps=2, length=LENGTH) for a in args]
+
+
+@pytest.mark.parametrize("plan", ["auto", "infer"])
+def test_fewer_kv_heads_than_ranks(plan):
+    for (family, heads), got in zip(FEWER, run_distributed(fit_fewer, 4, plan)[0], strict=True):
+        args = {"family": family, "loss": "user", "num_key_value_heads": heads}
+        compare(fit("HuggingFace", args, steps=2, length=LENGTH), got).raise_if_failed()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_auto_takes_the_shipped_plan(family):
     plans = resolve_plans("auto", build(family))
