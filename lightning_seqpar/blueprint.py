@@ -39,6 +39,7 @@ from lightning_seqpar.plan import (
     ShardingPlan,
     VocabRule,
     WholeRule,
+    inside,
     match_pattern,
 )
 from lightning_seqpar.region import SequenceRegion
@@ -54,11 +55,6 @@ _NOT_POINTWISE = (
     nn.modules.pooling._AdaptiveAvgPoolNd,
     nn.modules.pooling._AdaptiveMaxPoolNd,
 )
-
-
-def inside(name: str, parent: str) -> bool:
-    """Whether a module is another or a part of it, by name."""
-    return parent == "" or name == parent or name.startswith(parent + ".")
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.blueprint import Blueprint, inside
+from lightning_seqpar.blueprint import Blueprint
 from lightning_seqpar.collectives import all_gather
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.hooks import (
@@ -60,6 +60,7 @@ from lightning_seqpar.plan import (
     SetRule,
     ShardingPlan,
     WholeRule,
+    inside,
 )
 from lightning_seqpar.region import SequenceRegion
 

@@ -274,6 +274,11 @@ def parse_rule(data: Any) -> Rule:
         raise ValueError(f"plan rule {dict(data)}: {causes}") from None
 
 
+def inside(name: str, parent: str) -> bool:
+    """Whether a module is another or a part of it, by name."""
+    return parent == "" or name == parent or name.startswith(parent + ".")
+
+
 def match_pattern(pattern: str, name: str) -> bool:
     """Whether a module's full name fits a pattern."""
     return _compile(pattern).fullmatch(name) is not None

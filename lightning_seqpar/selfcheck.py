@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_seqpar.blueprint import inside
 from lightning_seqpar.collectives import split
 from lightning_seqpar.grad_sync import GradSync, check_replicated
 from lightning_seqpar.groups import ParallelGroups
@@ -19,7 +18,7 @@ from lightning_seqpar.guards import check_loss, check_readers
 from lightning_seqpar.layers import ShardedLogits
 from lightning_seqpar.parallelize import ShardedModel, parallelize
 from lightning_seqpar.parity import gather_grads, norm_of
-from lightning_seqpar.plan import ShardingPlan
+from lightning_seqpar.plan import ShardingPlan, inside
 from lightning_seqpar.probe import Example, Quiet, default_dtype, detached_copy, kept_streams, seed_streams
 
 LIMIT = 1e-8

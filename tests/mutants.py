@@ -429,7 +429,7 @@ MUTANTS = [
     ),
     Mutant(
         "head counts never found",
-        "infer.py",
+        "blockplan.py",
         "            return list(chosen)\n",
         "            return []\n",
         "tests/test_infer.py tests/test_zoo.py",
@@ -464,10 +464,10 @@ MUTANTS = [
     ),
     Mutant(
         "padding of the vocabulary not cut off",
-        "layers/vocab.py",
-        "logits.ndim - 1, self.group, self.shard.length)",
-        "logits.ndim - 1, self.group)",
-        "tests/test_styles.py -k vocab",
+        "layers/logits.py",
+        "local.ndim - 1, self._group, self._shard.length)",
+        "local.ndim - 1, self._group)",
+        "tests/test_logits.py",
     ),
     Mutant(
         "a stand-in that is zero",
@@ -506,8 +506,8 @@ MUTANTS = [
     ),
     Mutant(
         "an expert without tokens in the example left whole",
-        "infer.py",
-        "    plan.rules += _idle_experts(model, flow, plan.rules)\n",
+        "blockplan.py",
+        "        self._plan.rules += _idle_experts(self._model, self._flow, self._plan.rules)\n",
         "",
         "tests/test_products.py",
     ),
@@ -541,16 +541,16 @@ MUTANTS = [
     ),
     Mutant(
         "places in a queue counted on shards",
-        "infer.py",
-        "    if (counted := orders_tokens(trace, flow)) is not None:",
-        "    if (counted := orders_tokens(trace, flow)) is not None and False:",
+        "blockplan.py",
+        "if (counted := orders_tokens(self._trace, self._flow)) is not None:",
+        "if (counted := orders_tokens(self._trace, self._flow)) is not None and False:",
         "tests/test_products.py",
     ),
     Mutant(
         "tokens in another order not seen",
-        "infer.py",
-        "    if (moved := reorders_tokens(trace, flow)) is not None:",
-        "    if (moved := reorders_tokens(trace, flow)) is not None and False:",
+        "blockplan.py",
+        "if (moved := reorders_tokens(self._trace, self._flow)) is not None:",
+        "if (moved := reorders_tokens(self._trace, self._flow)) is not None and False:",
         "tests/test_products.py",
     ),
     Mutant(
@@ -569,9 +569,9 @@ MUTANTS = [
     ),
     Mutant(
         "parameters that the example does not use guessed at",
-        "infer.py",
-        "        products.check_used()\n",
-        "        pass\n",
+        "blockplan.py",
+        "            products.check_used()\n",
+        "            pass\n",
         "tests/test_products.py",
     ),
     Mutant(
