@@ -573,7 +573,7 @@ def _family_named(name: str, known: Sequence[Family]) -> Family:
         raise ValueError("plan='none' has no rules; write plan={'base': 'none', 'rules': [...]}")
     if not found:
         names = ["auto", "infer", *(family.family for family in known)]
-        raise ValueError(f"plan={name!r} is no family; did you mean {nearest(name, names)}? (a file ends in .yaml)")
+        raise ValueError(f"plan={name!r} is no family; did you mean {nearest(name, names, 1)}? (a file ends in .yaml)")
     return found[0]
 
 
