@@ -156,7 +156,7 @@ def fit_fewer(plan: str) -> list[Trace]:
     return [fit("HuggingFace", a, world=4, strategy={"tp": 4, "plan": plan}, steps=2, length=LENGTH) for a in args]
 
 
-@pytest.mark.parametrize("plan", ["auto", "infer"])
+@pytest.mark.parametrize("plan", ["auto", pytest.param("infer", marks=pytest.mark.matrix)])
 def test_fewer_kv_heads_than_ranks(plan):
     for (family, heads), got in zip(FEWER, run_distributed(fit_fewer, 4, plan)[0], strict=True):
         args = {"family": family, "loss": "user", "num_key_value_heads": heads}

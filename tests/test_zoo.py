@@ -20,6 +20,11 @@ FOUR = [
     "alibi", "bias_table", "raw_attention", "routed_moe",
     "inline_mlp", "nano", "bert", "sequence_first", "flat", "vision", "encoder_decoder", "tied",
 ]  # fmt: skip
+# With replicas, as many again as the ways in which gradients are laid out.
+REPLICAS = [
+    "parallel_residual", "gqa_shared", "head_norm", "full_norm", "fused_per_head", "einsum", "alibi", "bias_table", "raw_attention",
+    "routed_moe", "bert", "sequence_first", "encoder_decoder", "tied",
+]  # fmt: skip
 TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True), "tp2-no-sp": (2, 2, False)}
 
 
@@ -42,11 +47,12 @@ def reference(kind: str) -> Trace:
 @pytest.fixture(scope="module")
 def trained(request: Any) -> dict[str, Trace | str]:
     world, tp, sp = TOPOLOGIES[request.param]
-    kinds = KINDS if world == 2 else FOUR
+    kinds = CHOSEN[request.param]
     return run_distributed(fit_all, world, kinds, world, tp, sp, timeout=400.0)[0]
 
 
-CASES = [(name, kind) for name, (world, _, _) in TOPOLOGIES.items() for kind in (KINDS if world == 2 else FOUR)]
+CHOSEN = {"tp2": KINDS, "tp4": FOUR, "dp2-tp2": REPLICAS, "tp2-no-sp": FOUR}
+CASES = [(name, kind) for name in TOPOLOGIES for kind in CHOSEN[name]]
 
 
 @pytest.mark.parametrize(("trained", "kind"), CASES, indirect=["trained"])
