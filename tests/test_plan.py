@@ -74,7 +74,7 @@ def test_there_and_back_through_yaml(tmp_path):
 
 
 def test_wrong_files(tmp_path):
-    with pytest.raises(ValueError, match=r"no such file; give a YAML file, a family \(byte_gpt"):
+    with pytest.raises(ValueError, match=r"no such file; give a YAML file, a family \(bert, byte_gpt"):
         ShardingPlan.from_yaml(tmp_path / "x.yaml")
     (tmp_path / "y.yaml").write_text("a: 1")
     with pytest.raises(ValueError, match="must hold a list 'rules'"):
