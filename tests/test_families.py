@@ -119,14 +119,14 @@ def reference(family: str, loss: str) -> Trace:
     return fit("HuggingFace", {"family": family, "loss": loss}, steps=3, length=LENGTH)
 
 
-@pytest.fixture(scope="module")
-def trained(request: Any) -> dict[str, Trace | str]:
-    topology, plan, loss, families = request.param
+@functools.cache
+def trained(topology: str, plan: str, loss: str, families: tuple[str, ...]) -> dict[str, Trace | str]:
+    """One start of the ranks for all families of a topology, plan and loss."""
     return run_distributed(fit_all, TOPOLOGIES[topology][0], topology, plan, loss, list(families), timeout=290.0)[0]
 
 
 def grouped(chosen: list[tuple[str, str, str, str]], *marks: Any) -> list[Any]:
-    """One start of the ranks for all families of a topology, plan and loss."""
+    """The cases with all families that start together."""
     by_start: dict[tuple[str, str, str], list[str]] = {}
     for topology, plan, loss, family in chosen:
         by_start.setdefault((topology, plan, loss), []).append(family)
@@ -139,14 +139,11 @@ def grouped(chosen: list[tuple[str, str, str, str]], *marks: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("trained", "family"), grouped(SLICE) + grouped(MATRIX, pytest.mark.matrix), indirect=["trained"]
-)
-def test_parity_with_one_process(trained, family, request):
-    loss = "user" if "user_loss" in request.node.name else "model"
-    got = trained[family]
+@pytest.mark.parametrize(("start", "family"), grouped(SLICE) + grouped(MATRIX, pytest.mark.matrix))
+def test_parity_with_one_process(start, family):
+    got = trained(*start)[family]
     assert isinstance(got, Trace), got
-    compare(reference(family, loss), got).raise_if_failed()
+    compare(reference(family, start[2]), got).raise_if_failed()
 
 
 FEWER = [("llama", 2), ("llama", 1), ("phi3", 2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import zoo
@@ -44,10 +43,11 @@ def reference(kind: str) -> Trace:
     return fit("Zoo", {"kind": kind}, steps=3)
 
 
-@pytest.fixture(scope="module")
-def trained(request: Any) -> dict[str, Trace | str]:
-    world, tp, sp = TOPOLOGIES[request.param]
-    kinds = CHOSEN[request.param]
+@functools.cache
+def trained(topology: str) -> dict[str, Trace | str]:
+    """One start of the ranks for all kinds."""
+    world, tp, sp = TOPOLOGIES[topology]
+    kinds = CHOSEN[topology]
     return run_distributed(fit_all, world, kinds, world, tp, sp, timeout=400.0)[0]
 
 
@@ -55,9 +55,9 @@ CHOSEN = {"tp2": KINDS, "tp4": FOUR, "dp2-tp2": REPLICAS, "tp2-no-sp": FOUR}
 CASES = [(name, kind) for name in TOPOLOGIES for kind in CHOSEN[name]]
 
 
-@pytest.mark.parametrize(("trained", "kind"), CASES, indirect=["trained"])
-def test_parity_with_one_process(trained, kind):
-    got = trained[kind]
+@pytest.mark.parametrize(("topology", "kind"), CASES)
+def test_parity_with_one_process(topology, kind):
+    got = trained(topology)[kind]
     assert isinstance(got, Trace), got
     compare(reference(kind), got).raise_if_failed()
 
