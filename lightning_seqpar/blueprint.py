@@ -308,6 +308,7 @@ class Blueprint:
             units = self._units(name, rule.units, segments)
             if set(units) == {1} and isinstance(rule.units, str) and self.size > 1:
                 del self.linear[name], self.kinds[name]  # one kv head for all query heads: every rank has it whole
+                self.matches = [m for m in self.matches if m.name != name or not isinstance(m.rule, ColumnRule)]
                 return
             self.shards[name] = Shard.by_segments(0 if kind == "out_in" else 1, segments, units, self.size, name)
         elif isinstance(rule, RowRule):
@@ -467,7 +468,7 @@ class Blueprint:
                 )
             return sizes
         if isinstance(rule.segments, tuple) and isinstance(rule.units, tuple) and len(rule.units) == len(rule.segments):
-            counts = [unit if isinstance(unit, int) else self._number_at(name, unit) for unit in rule.units]
+            counts = self._units(name, rule.units, rule.segments)
             if features % sum(counts):
                 raise ValueError(
                     f"{name}: {features} out-features do not divide into {sum(counts)} units ({list(rule.units)}: {counts})"
@@ -480,9 +481,11 @@ class Blueprint:
             )
         return [features // count] * count
 
-    def _units(self, name: str, units: int | str | tuple[int | str, ...] | None, segments: Sequence[int]) -> list[int]:
+    def _units(
+        self, name: str, units: int | str | tuple[int | str, ...] | None, segments: Sequence[int | str]
+    ) -> list[int]:
         if units is None:
-            return list(segments)
+            return [int(size) for size in segments]
         if not isinstance(units, tuple):
             units = (units,) * len(segments)
         if len(units) != len(segments):

@@ -363,6 +363,7 @@ def reorders_tokens(trace: Trace, flow: BlockFlow) -> str | None:
     for op in trace.ops_in(flow.call):
         for number in op.outputs:
             makers.setdefault(number, op)
+    square = tokens[0] == tokens[1]  # a turned activation has the same shape then: whoever turns one is taken to have
     asked = [(name, args) for (name, style), args in flow.gathers.items() if style == "gather"] + [*flow.sums.items()]
     for name, args in asked:
         call = next(call for call in trace.calls_of(name) if call.first_op >= flow.call.first_op)
@@ -373,8 +374,14 @@ def reorders_tokens(trace: Trace, flow: BlockFlow) -> str | None:
             if number in seen or number not in makers:
                 continue
             seen.add(number)
+            maker = makers[number]
             if shape[:1] == (math.prod(tokens),) and shape[:2] != tokens:
-                todo += makers[number].inputs
+                todo += maker.inputs
+            elif square and shape[:2] == tokens:
+                turned = maker.name in ("transpose", "permute", "t") and trace.values[maker.inputs[0]].shape == shape
+                if turned:
+                    return name
+                todo += maker.inputs
             elif len(shape) > 2 and math.prod(shape[:2]) == math.prod(tokens) and shape[:2] != tokens:
                 return name
     return None
@@ -464,13 +471,10 @@ class _Gathering:
         names = [row, *flow.columns[row]]
         owner = row.rpartition(".")[0]
         mixed = [name for name in names if name.rpartition(".")[0] != owner or not flow.linears[name].is_raw]
-        if (
-            mixed
-            or owner == flow.name
-            or owner not in (trace.calls[n].name for n in trace.ops[flow.linears[row].op].stack)
-        ):
+        open_calls = [trace.calls[number] for number in trace.ops[flow.linears[row].op].stack]
+        call = next((call for call in open_calls if call.name == owner), None)
+        if mixed or owner == flow.name or call is None:
             return  # no one module makes it of its own parameters: told where the row is planned
-        call = next(trace.calls[n] for n in trace.ops[flow.linears[row].op].stack if trace.calls[n].name == owner)
         made = self._made_of_activation()
         given = [key for key, value in call.args.items() if value in made or trace.values[value].root in made]
         if given and all(self._holds_tokens(trace.values[call.args[key]]) for key in given) and not self._escapes(call):

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_seqpar.config import ParallelConfig, nearest
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layers.linear import GatherLinear, ShardedLinear
+from lightning_seqpar.linearity import children, reach
 from lightning_seqpar.parallelize import ShardedModel
 
 ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
@@ -172,25 +173,19 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
     """
     check_sums(loss, record)
     allowed = {f"{kind.__name__}Backward" for kind in (ShardedLinear, GatherLinear)}
-    seen: set[Any] = set()
-    todo = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for child, _ in node.next_functions:
+    for node in reach(loss.grad_fn):
+        for child in children(node):
             variable = getattr(child, "variable", None)
             found = record.layout.of(variable) if variable is not None else None
             if found is None:
-                todo.append(child)
-            elif found.is_sharded and not found.free and node.name() not in allowed:
+                continue
+            if found.is_sharded and not found.free and node.name() not in allowed:
                 raise RuntimeError(
                     f"{found.name}: it is sharded, and {node.name()} in the loss reads it past its layer, so it would see "
                     "a part of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the "
                     "module out of the plan"
                 )
-            elif found.name in record.on_shards and not any(region.made(node) for region in record.regions):
+            if found.name in record.on_shards and not any(region.made(node) for region in record.regions):
                 raise RuntimeError(
                     f"{found.name}: {node.name()} reads it outside the sequence region, where its gradient is whole, but "
                     f"inside it is partial ({found.reason}): no one rule can sync both. Keep parameters out of the loss "
@@ -206,6 +201,31 @@ def check_sums(loss: Tensor, record: ShardedModel) -> None:
     """
     for region in record.regions:
         region.leaks.check(loss)
+
+
+def check_buffers(record: ShardedModel, groups: ParallelGroups, device: torch.device) -> None:
+    """Buffers outside the tensor-parallel parts must be the same on all ranks of a replica; collective over tp.
+
+    A forward that counts or averages what it sees there sees this rank's part of the sequence.
+
+    Raises:
+        RuntimeError: naming the buffer, on every rank.
+    """
+    held = record.equal_buffers()
+    if not held:
+        return
+    sums = torch.stack([buffer.detach().double().nan_to_num().sum().to(device) for _, buffer in held])
+    spread = torch.stack([sums, -sums])
+    dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=groups["tp"])
+    largest, smallest = spread[0], -spread[1]
+    apart = largest - smallest > 1e-5 * torch.maximum(largest.abs(), smallest.abs()).clamp_min(1e-30)
+    if bool(apart.any()):
+        name = held[int(apart.nonzero()[0])][0]
+        raise RuntimeError(
+            f"{name}: this buffer is no longer the same on the ranks of a replica: the forward changes it where each rank sees "
+            "its part of the sequence. Have its module computed whole, "
+            f"{{pattern: {name.rpartition('.')[0]}, style: whole}}, or set sp=False"
+        )
 
 
 def check_parameters(record: ShardedModel) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_seqpar.linearity import MarkRow
 from lightning_seqpar.plan import Argument
 from lightning_seqpar.region import SequenceRegion
 
@@ -154,11 +155,21 @@ def close_gather(region: SequenceRegion, name: str, *, is_block: bool = False) -
 
 
 def begin_sum(
-    region: SequenceRegion, added: Sequence[tuple[nn.Module, str]], widths: frozenset[int], *, raw: bool
+    region: SequenceRegion,
+    added: Sequence[tuple[nn.Module, str]],
+    rows: Sequence[tuple[nn.Module, str]],
+    widths: frozenset[int],
+    *,
+    raw: bool,
 ) -> Callable[..., None]:
     """A module that makes partial sums begins: what it adds to them counts on the first rank alone."""
 
     def hook(module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            for holder, leaf in rows:
+                parameter = holder._parameters[leaf]
+                if parameter is not None and not parameter.requires_grad:
+                    holder.__dict__[leaf] = MarkRow.apply(parameter, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
         region.begin_sum(widths)
         if raw:
             region.begin_raw()
@@ -171,14 +182,14 @@ def begin_sum(
     return hook
 
 
-def end_sum(region: SequenceRegion, added: Sequence[tuple[nn.Module, str]], *, raw: bool) -> Callable[..., None]:
-    """It returned or raised."""
+def end_sum(region: SequenceRegion, hidden: Sequence[tuple[nn.Module, str]], *, raw: bool) -> Callable[..., None]:
+    """It returned or raised: the parameters that :func:`begin_sum` hid show again."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         if raw:
             region.end_raw()
         region.end_sum()
-        for holder, leaf in added:
+        for holder, leaf in hidden:
             holder.__dict__.pop(leaf, None)
 
     return hook

@@ -6,10 +6,11 @@ count once per rank. The graph shows it: every term must hold one row's product,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -54,8 +55,34 @@ def _name(node: Any) -> str:
     return str(node.name()).rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
 
 
-def _children(node: Any) -> list[Any]:
+def children(node: Any) -> list[Any]:
+    """The graph nodes that a node's gradient goes to."""
     return [child for child, _ in node.next_functions if child is not None]
+
+
+def reach(start: Any, follow: Callable[[Any], list[Any]] = children) -> Iterator[Any]:
+    """Every node of a graph once, from ``start`` on; ``follow`` says where to."""
+    seen: set[Any] = set()
+    todo = [start]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        todo += follow(node)
+
+
+class MarkRow(torch.autograd.Function):
+    """Makes a frozen row parameter show in the graph: a node of its own, and no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, probe: Tensor) -> Tensor:
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 class Parts:
@@ -103,7 +130,7 @@ class Parts:
             if (known := self._leaf(node)) is not None:
                 self._kinds[node] = known
                 continue
-            waiting = [child for child in _children(node) if child not in self._kinds]
+            waiting = [child for child in children(node) if child not in self._kinds]
             if waiting:
                 todo += waiting
                 continue
@@ -121,14 +148,14 @@ class Parts:
         return None
 
     def _decide(self, node: Any) -> Kind:
-        children, name = _children(node), _name(node)
-        kinds = [self._kinds[child] for child in children]
+        below, name = children(node), _name(node)
+        kinds = [self._kinds[child] for child in below]
         if Kind.WRONG in kinds:
             return Kind.WRONG
         if name in _ADDED_PRODUCTS:
             return self._added_product(node)
         parts = kinds.count(Kind.PART)
-        if any(self._is_row(child) for child in children) and not self._is_row(node):
+        if any(self._is_row(child) for child in below) and not self._is_row(node):
             return self._part_or_wrong(node, parts == 0, "multiplies a row by a part of a sum")
         if parts == 0:
             return Kind.WHOLE
@@ -139,8 +166,8 @@ class Parts:
         if name in _MULTIPLYING:
             return self._part_or_wrong(node, parts == 1, "multiplies two parts of a sum")
         if name == "Div":
-            below = node.next_functions[1][0] if len(node.next_functions) > 1 else None
-            fine = below is None or self._kinds[below] is Kind.WHOLE
+            by = node.next_functions[1][0] if len(node.next_functions) > 1 else None
+            fine = by is None or self._kinds[by] is Kind.WHOLE
             return self._part_or_wrong(node, fine, "divides by a part of a sum")
         return self._part_or_wrong(node, False, "is not linear in a part of a sum")
 
@@ -163,16 +190,17 @@ class Parts:
 
     def _is_row(self, node: Any) -> bool:
         """Whether a node is a row parameter, or a view or cast of one."""
-        return any(id(getattr(end, "variable", None)) in self._rows for end in self._down(node))
+        ends = self._down(node)
+        return any(id(getattr(end, "variable", None)) in self._rows or _name(end) == MarkRow.__name__ for end in ends)
 
     @staticmethod
     def _down(node: Any) -> Iterator[Any]:
         while node is not None:
             yield node
-            children = _children(node)
-            if len(children) != 1 or _name(node) not in _LINEAR:
+            below = children(node)
+            if len(below) != 1 or _name(node) not in _LINEAR:
                 return
-            node = children[0]
+            node = below[0]
 
 
 class Leaks:
@@ -199,20 +227,16 @@ class Leaks:
         if not self._sums:
             return
         owners = {source: name for name, sources in self._sums.values() for source in sources}
-        seen: set[Any] = set()
-        todo = [loss.grad_fn]
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in reach(loss.grad_fn, self._past_sums):
             if node in owners:
                 raise PartError(
                     f"{owners[node]}: its output is reduced over tp where it returns, and the loss reads something else that it "
                     "makes (a router's balance, or a second output?), whose gradient would count tp times. Compute that "
                     f"outside it, or leave the module whole: {{pattern: {owners[node]}, style: whole}}"
                 )
-            if node in self._sums:
-                todo += [child for source in self._sums[node][1] for child in _children(source)]
-            else:
-                todo += _children(node)
+
+    def _past_sums(self, node: Any) -> list[Any]:
+        """What a node was made of; of a sum, what was gathered for its module."""
+        if node not in self._sums:
+            return children(node)
+        return [child for source in self._sums[node][1] for child in children(source)]

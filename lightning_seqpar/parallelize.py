@@ -122,6 +122,17 @@ class ShardedModel:
         """Whether the module stands inside blocks whose activations are shards."""
         return any(region.sp and any(inside(name, one) for one in region.blocks) for region in self.regions)
 
+    def equal_buffers(self) -> list[tuple[str, Tensor]]:
+        """Buffers that every rank must hold alike: all but the cut ones and those of modules that work on local features."""
+        local = {name for name, style, _ in self.choices if style in ("gather", "copy", "replace")}
+        return [
+            (name, buffer)
+            for name, buffer in self.model.named_buffers()
+            if name not in self.buffers
+            and not any(inside(name.rpartition(".")[0], one) for one in local)
+            and buffer.numel()
+        ]
+
     def reset_calls(self) -> None:
         """A new step begins: forget what aborted calls left."""
         for region in self.regions:
@@ -306,18 +317,21 @@ class _Swap(Blueprint):
 
     def _hook_reduce(self, name: str) -> Iterator[RemovableHandle]:
         module, region = self.modules[name], self.region_of(name)
-        once = [key.rpartition(".")[::2] for key in self.once if inside(key, name)]
-        added = [(self.modules[holder], leaf) for holder, leaf in once]
+        held = {key: self.model.get_parameter(key) for key in (*self.raw, *self.once) if inside(key, name)}
+        rows = [key for key in held if key in self.raw and isinstance(self.raw[key].rule, RowRule)]
+        once = [key for key in held if key in self.once]
+
+        def holders(names: Sequence[str]) -> list[tuple[nn.Module, str]]:
+            return [(self.modules[key.rpartition(".")[0]], key.rpartition(".")[2]) for key in names]
+
         raw = any(key.rpartition(".")[0] == name for key in self.raw)
         columns = [n for n, m in self.linear.items() if isinstance(m.rule, ColumnRule) and inside(n, name)]
         widths = frozenset(self.shards[n].local_length(self.rank) for n in columns)
-        held = {key: self.model.get_parameter(key) for key in (*self.raw, *self.once) if inside(key, name)}
-        rows = [held[key] for key in held if key in self.raw and isinstance(self.raw[key].rule, RowRule)]
-        yield module.register_forward_pre_hook(begin_sum(region, added, widths, raw=raw))
-        yield module.register_forward_hook(
-            reduce_output(region, name, rows, [held[key] for key in held if key in self.once])
-        )
-        yield module.register_forward_hook(end_sum(region, added, raw=raw), always_call=True)
+        begin = begin_sum(region, holders(once), holders(rows), widths, raw=raw)
+        yield module.register_forward_pre_hook(begin)
+        reducing = reduce_output(region, name, [held[key] for key in rows], [held[key] for key in once])
+        yield module.register_forward_hook(reducing)
+        yield module.register_forward_hook(end_sum(region, holders([*once, *rows]), raw=raw), always_call=True)
 
     @staticmethod
     def _args(found: Mapping[str, Match], name: str) -> tuple[Argument, ...]:

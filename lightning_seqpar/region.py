@@ -253,15 +253,9 @@ class SequenceRegion:
     def abort(self) -> None:
         """A block raised: shards no longer flow."""
         frame = self._frame
-        frame.length, frame.scopes, frame.gathered, frame.unreduced, frame.raw, frame.sums, frame.parts = (
-            None,
-            [],
-            [],
-            [],
-            0,
-            [],
-            [],
-        )
+        frame.length, frame.raw = None, 0
+        for opened in (frame.scopes, frame.gathered, frame.unreduced, frame.sums, frame.parts):
+            opened.clear()
         self._mark(begin=False)
 
     def _mark(self, *, begin: bool) -> None:
@@ -477,8 +471,7 @@ class SequenceRegion:
         """The partial sum that a module returns, reduced; what else it may be is refused."""
         frame = self._frame
         sources = [node for scope in frame.scopes for node in scope]
-        if all(row.requires_grad for row in rows):  # the graph shows no frozen rows
-            Parts(frame.parts, rows, once).check(out, sources, name)
+        Parts(frame.parts, rows, once).check(out, sources, name)
         reduced = self.reduce(out, name)
         if self._recomputes():
             return reduced

@@ -27,6 +27,7 @@ from lightning_seqpar.environment import TopologyStrategy
 from lightning_seqpar.grad_sync import GradSync, check_replicated, global_grad_norm
 from lightning_seqpar.guards import (
     check_batch,
+    check_buffers,
     check_loss,
     check_parameters,
     check_readers,
@@ -113,6 +114,7 @@ class SteppingStrategy(TopologyStrategy):
                 check_loss(closure_loss, self.groups)
                 check_readers(closure_loss, record)
                 check_parameters(record)
+                check_buffers(record, self.groups, self.root_device)
             else:
                 check_sums(closure_loss, record)  # a loss may begin to read a router at any step
         if isinstance(self.model, DistributedDataParallel) and not self._module.automatic_optimization:

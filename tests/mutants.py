@@ -610,6 +610,27 @@ MUTANTS = [
         "tests/test_logits.py",
     ),
     Mutant(
+        "buffers that ranks hold apart not seen",
+        "stepping.py",
+        "                check_buffers(record, self.groups, self.root_device)\n",
+        "",
+        "tests/test_products.py",
+    ),
+    Mutant(
+        "frozen rows not marked",
+        "linearity.py",
+        " or _name(end) == MarkRow.__name__ for end in ends)",
+        " for end in ends)",
+        "tests/test_products.py",
+    ),
+    Mutant(
+        "a turned activation of equal dims not seen",
+        "dataflow.py",
+        "                if turned:\n                    return name\n",
+        "",
+        "tests/test_products.py",
+    ),
+    Mutant(
         "draws beside raw parameters accepted",
         "region.py",
         "        if self._frame.raw:\n            raise",

@@ -81,7 +81,7 @@ def fit_all(world: int, tp: int, sp: bool) -> dict[str, Trace]:
     }
 
 
-@pytest.mark.parametrize(("world", "tp", "sp"), [(2, 2, True), (2, 2, False), (4, 2, True)])
+@pytest.mark.parametrize(("world", "tp", "sp"), [(2, 2, True), (2, 2, False), (4, 4, True), (4, 2, True)])
 def test_by_hand(world, tp, sp):
     got = run_distributed(fit_all, world, world, tp, sp, timeout=300.0)[0]
     for kind in HAND:
@@ -328,6 +328,37 @@ class Counting(zoo.RoutedMoE):
         return (routed + self.shared(flat) * torch.sigmoid(self.shared_gate(flat))).view(x.shape)
 
 
+class CountingLater(Counting):
+    """Begins to count when the second batch comes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.bias.clone()
+        out = super().forward(x)
+        if not Later.passing:
+            self.bias.copy_(before)
+        return out
+
+
+class PassingDense(zoo.DenseMoE):
+    """From the second batch on, something goes past the experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x if Later.passing else super().forward(x)
+
+
+class FrozenRows(zoo.Zoo):
+    """The experts' rows learn nothing."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        Later.passing = False
+        for block in self.net.h:
+            block.mlp.w2.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        Later.passing = batch_idx > 0
+
+
 class Queued(zoo.RoutedMoE):
     """An expert takes so many tokens and no more."""
 
@@ -384,11 +415,13 @@ def with_mlp(mlp: Any) -> Any:
     return lambda: zoo.PreNorm(16, zoo.EinsumAttention(16, 4), mlp())
 
 
-zoo.Warming, zoo.Later = Warming, Later
+zoo.Warming, zoo.Later, zoo.FrozenRows = Warming, Later, FrozenRows
 zoo.EXTRA |= {
     "hashed": with_mlp(lambda: Hashed(zoo.FeedForward(16, 24))),
     "hashed_otherwise": with_mlp(lambda: Hashed(zoo.SwiGLU(16, 24))),
     "counting": with_mlp(lambda: Counting(16, 24)),
+    "counting_later": with_mlp(lambda: CountingLater(16, 24)),
+    "passing_dense": with_mlp(lambda: PassingDense(16, 24)),
     "queued": with_mlp(lambda: Queued(16, 24)),
     "turned": with_mlp(lambda: Turned(16, 24)),
     "twofold": with_mlp(lambda: Twofold(16, 24)),
@@ -396,9 +429,12 @@ zoo.EXTRA |= {
     "extra": Extra,
 }
 UNSEEN = [
-    ("Warming", {"kind": "list_moe"}), ("Later", {"kind": "hashed"}), ("Later", {"kind": "hashed_otherwise"}),
-    ("Zoo", {"kind": "counting"}), ("Zoo", {"kind": "queued"}), ("Zoo", {"kind": "turned"}), ("Zoo", {"kind": "extra"}),
-]  # fmt: skip
+    ("Warming", {"kind": "list_moe"}),
+    ("Later", {"kind": "hashed"}),
+    ("Later", {"kind": "hashed_otherwise"}),
+    ("FrozenRows", {"kind": "dense_moe"}),
+    *[("Zoo", {"kind": kind}) for kind in ("counting", "queued", "turned", "extra")],
+]
 
 
 def fit_unseen() -> list[Trace | str]:
@@ -425,8 +461,10 @@ def test_what_the_first_batch_does_not_show_is_right_too():
         ("turned", "its tokens are in another order than the block's"),
     ],
 )
-def test_what_orders_tokens_keeps_whole_sequences(kind, says):
-    found = infer_plan(zoo.Zoo(kind), STEP, 2)
+@pytest.mark.parametrize("batch", [4, 8])  # as many as positions: turned round, the shape is the same
+def test_what_orders_tokens_keeps_whole_sequences(kind, says, batch):
+    ids = torch.randint(31, (batch, 9), generator=torch.Generator().manual_seed(0))
+    found = infer_plan(zoo.Zoo(kind), Example("a batch", "training_step", ((ids,), 0), {}), 2)
     assert "{pattern: net.h.*, style: blocks, sp: false}" in found.plan.to_yaml()
     assert any(says in reason for reason in found.reasons)
 
@@ -449,6 +487,8 @@ def refuse_later() -> list[str]:
         (Later("hashed", passes=True), {"base": "none", "rules": HASHED}),
         (Later("hashed_otherwise"), {"base": "none", "rules": HASHED}),
         (zoo.Zoo("noisy"), {"base": "none", "rules": HASHED}),
+        (FrozenRows("passing_dense"), "auto"),
+        (Later("counting_later", passes=True), "auto"),
     ]
     for model, plan in runs:
         Later.choice, Later.passing = torch.arange(4096) % 2, False
@@ -469,6 +509,8 @@ def test_what_would_count_twice_is_refused_when_it_comes():
             "1: net.h.[01].mlp: .* adds what is whole to a part of a sum",
             "0: net.h.0.mlp.experts.2: no rule names it, but net.h.0.mlp.experts.0.fc1 beside it is a column",
             "0: a module of net that returns a sum over ranks draws random numbers",
+            "1: net.h.[01].mlp: .* adds what is whole to a part of a sum",
+            "[12]: net.h.[01].mlp.bias: this buffer is no longer the same on the ranks of a replica",
         ],
         strict=True,
     ):

@@ -247,6 +247,23 @@ def test_a_proof_holds_for_the_numbers_that_it_was_made_with(cache):
     assert len(proofs(cache)) == 2
 
 
+class SmallAndWrong(zoo.PreNorm):
+    """Computes in float32, and its branches are small beside what goes past them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln1(x.float()).to(x.dtype)) * 1e-4
+        return x + 1e-4 * self.mlp(self.ln2(x))
+
+
+zoo.EXTRA["small"] = lambda: SmallAndWrong(16, zoo.EinsumAttention(16, 4), zoo.FeedForward(16, 32), zoo.RMSNorm)
+
+
+def test_a_small_gradient_that_is_not_summed_is_seen():
+    (said, _) = run_distributed(wrong_gradient, 2, "small")
+    assert "times as large as it should be" in said[0]
+    assert told("small") == ""
+
+
 @pytest.mark.parametrize("narrow", [True, False])
 def test_a_small_gradient_that_is_counted_twice_is_seen(narrow):
     small = torch.full((3,), 1e-6 if narrow else 1e-10, dtype=torch.float64)

@@ -19,11 +19,6 @@ FOUR = [
     "alibi", "bias_table", "raw_attention", "routed_moe",
     "inline_mlp", "nano", "bert", "sequence_first", "flat", "vision", "encoder_decoder", "tied",
 ]  # fmt: skip
-# With replicas, as many again as the ways in which gradients are laid out.
-REPLICAS = [
-    "parallel_residual", "gqa_shared", "head_norm", "full_norm", "fused_per_head", "einsum", "alibi", "bias_table", "raw_attention",
-    "routed_moe", "bert", "sequence_first", "encoder_decoder", "tied",
-]  # fmt: skip
 TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True), "tp2-no-sp": (2, 2, False)}
 
 
@@ -51,7 +46,7 @@ def trained(topology: str) -> dict[str, Trace | str]:
     return run_distributed(fit_all, world, kinds, world, tp, sp, timeout=400.0)[0]
 
 
-CHOSEN = {"tp2": KINDS, "tp4": FOUR, "dp2-tp2": REPLICAS, "tp2-no-sp": FOUR}
+CHOSEN = {"tp2": KINDS, "tp4": FOUR, "dp2-tp2": FOUR, "tp2-no-sp": KINDS}
 CASES = [(name, kind) for name in TOPOLOGIES for kind in CHOSEN[name]]
 
 

@@ -53,6 +53,11 @@ ENCODER = """\
 - {pattern: "encoder.layer.*.intermediate.dense", style: column}
 """
 
+BERT: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 31,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
 FAMILIES: dict[str, tuple[str, list[Any], str]] = {
     "llama": ("LlamaModel", [transformers.LlamaConfig(**TINY)], DECODER + ATTENTION + MLP + NORM),
     "mistral": ("MistralModel", [transformers.MistralConfig(**TINY)], DECODER + ATTENTION + MLP + NORM),
@@ -118,16 +123,7 @@ FAMILIES: dict[str, tuple[str, list[Any], str]] = {
     ),
     "gpt_neox": (
         "GPTNeoXModel",
-        [
-            transformers.GPTNeoXConfig(
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                intermediate_size=64,
-                vocab_size=31,
-                max_position_embeddings=64,
-            )
-        ],
+        [transformers.GPTNeoXConfig(**BERT)],
         """\
 - {pattern: "layers.*", style: blocks, dim: 1}
 - {pattern: "layers.*.{attention,mlp}", style: gather}
@@ -140,20 +136,12 @@ FAMILIES: dict[str, tuple[str, list[Any], str]] = {
     ),
     "bert": (
         "BertModel",
-        [
-            transformers.BertConfig(
-                hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=31
-            )
-        ],
+        [transformers.BertConfig(**BERT)],
         ENCODER,
     ),
     "roberta": (
         "RobertaModel",
-        [
-            transformers.RobertaConfig(
-                hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=31
-            )
-        ],
+        [transformers.RobertaConfig(**BERT)],
         ENCODER,
     ),
     "t5": (
