@@ -136,6 +136,7 @@ class Blueprint:
         for stack in self.stacks:
             self.regions[stack.blocks[0]].blocks = tuple(stack.blocks)
         self.shards: dict[str, Shard] = {}
+        self.units: dict[str, int] = {}  # of each column: into how many its first segment is dealt out
         self.encoders = {
             name
             for name, match in self.linear.items()
@@ -311,6 +312,7 @@ class Blueprint:
                 self.matches = [m for m in self.matches if m.name != name or not isinstance(m.rule, ColumnRule)]
                 return
             self.shards[name] = Shard.by_segments(0 if kind == "out_in" else 1, segments, units, self.size, name)
+            self.units[name] = units[0]
         elif isinstance(rule, RowRule):
             units = self._units(name, rule.units, [into])
             if units[0] % self.size:

@@ -401,9 +401,12 @@ class _Gathering:
         """Whether something that the call makes of ``root`` leaves the block past the rows."""
         trace, block = self.trace, self.flow.call
         tainted: set[int] = set()
+        # Attention maps are put together where the model returns them.
+        maps = {n for n in call.outputs[1:] if len(trace.values[n].shape) == 4}
         for op in trace.ops[call.first_op :]:
             inside = op.index < call.last_op
-            reads = any(n in tainted or (inside and trace.values[n].root == root) for n in op.inputs)
+            read = op.inputs if inside else [n for n in op.inputs if n not in maps]
+            reads = any(n in tainted or (inside and trace.values[n].root == root) for n in read)
             if op.is_empty or not reads:
                 continue
             if op.index >= block.last_op and not any(trace.calls[n].name in self.blocks for n in op.stack):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_seqpar.linearity import MarkRow
 from lightning_seqpar.plan import Argument
@@ -72,7 +73,7 @@ def leave_block(region: SequenceRegion, name: str) -> Callable[..., None]:
             region.abort()
         else:
             first = out[0] if isinstance(out, list | tuple) and out else out
-            region.note_shard(first)
+            region.note_shard(first, name)
             region.check_reduced(first, name)
         region.finish(name)
 
@@ -139,14 +140,42 @@ def gather_arguments(
     return hook
 
 
-def close_gather(region: SequenceRegion, name: str, *, is_block: bool = False) -> Callable[..., None]:
-    """The gathering module returned or raised."""
+def note_shards(region: SequenceRegion, name: str) -> Callable[..., None]:
+    """What a module on shards returns is a shard too (a router's scores)."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        for item in out if isinstance(out, list | tuple) else (out,):
+            region.note_shard(item, name)
+
+    return hook
+
+
+def return_whole(regions: Sequence[SequenceRegion]) -> Callable[..., Any]:
+    """Of what a module gives to the code around the region, parts become whole (hidden states, attention maps)."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        for region in regions:
+            if region.parts.has(tree_leaves(out)):
+                out = tree_map_only(Tensor, region.parts.whole, out)
+        return out
+
+    return hook
+
+
+def close_gather(
+    region: SequenceRegion, name: str, *, is_block: bool = False, heads: int | None = None
+) -> Callable[..., None]:
+    """The gathering module returned or raised; it works on a part of ``heads`` query heads."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         first = out[0] if isinstance(out, list | tuple) and out else out
         region.close_gather(first if isinstance(first, Tensor) else None, name)
         if out is None:  # it raised
             region.abort_columns()
+        elif heads is not None and isinstance(out, list | tuple):
+            for item in out[1:]:
+                if isinstance(item, Tensor):
+                    region.note_heads(item, name, heads)
         if is_block:
             region.check_reduced(first, name)
         region.finish(name)

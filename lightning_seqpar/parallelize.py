@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,8 +31,10 @@ from lightning_seqpar.hooks import (
     make_shards,
     make_whole,
     narrow,
+    note_shards,
     reduce_output,
     require_shard,
+    return_whole,
     slice_arguments,
     widen,
 )
@@ -151,7 +154,7 @@ class ShardedModel:
         """A step ended with ``out``: every region must have been left, and no shard given away."""
         for region in self.regions:
             region.check_closed()
-            region.check_no_shard(tree_leaves(out))
+            region.parts.check_none(tree_leaves(out), f"the sequence region of {region.name}")
 
     @contextmanager
     def allow_state_dict(self) -> Iterator[None]:
@@ -200,7 +203,7 @@ class _Swap(Blueprint):
         )
         record.buffers = dict(self._slice_tensors())
         record.hooks = [*self._hook_regions(), *self._hook_gathers(), *self._hook_others()]
-        record.hooks += self._hook_shard_readers(layouts)
+        record.hooks += [*self._hook_shard_readers(layouts), *self._hook_givers()]
         record.hooks += [module.register_state_dict_pre_hook(_guard(record)) for module in self._holders(record)]
         self.model.__dict__[_RECORD] = record
         return record
@@ -313,7 +316,8 @@ class _Swap(Blueprint):
             yield module.register_forward_pre_hook(hook, with_kwargs=True)
             if name in self.reduces:  # before the hook that closes what was gathered
                 yield from self._hook_reduce(name)
-            yield module.register_forward_hook(close_gather(region, name, is_block=name in blocks), always_call=True)
+            closing = close_gather(region, name, is_block=name in blocks, heads=self._heads(name))
+            yield module.register_forward_hook(closing, always_call=True)
 
     def _hook_reduce(self, name: str) -> Iterator[RemovableHandle]:
         module, region = self.modules[name], self.region_of(name)
@@ -376,10 +380,28 @@ class _Swap(Blueprint):
             for stack in self.stacks:
                 if stack.covers(name) or any(inside(name, out) for out in stack.exits):
                     if name not in stack.blocks:
-                        yield self.modules[name].register_forward_pre_hook(
-                            require_shard(self.regions[stack.blocks[0]], name)
-                        )
+                        region = self.regions[stack.blocks[0]]
+                        yield self.modules[name].register_forward_pre_hook(require_shard(region, name))
+                        yield self.modules[name].register_forward_hook(note_shards(region, name))
                     break
+
+    def _hook_givers(self) -> Iterator[RemovableHandle]:
+        """Modules around the blocks: what they return of the inside must be whole."""
+        around: dict[int, list[SequenceRegion]] = defaultdict(list)
+        for stack in self.stacks:
+            path = stack.owner.split(".") if stack.owner else []
+            for at in range(len(path) + 1):
+                module = self.modules[".".join(path[:at])]
+                around[id(module)].append(self.regions[stack.blocks[0]])
+        for module in {id(m): m for m in self.modules.values() if id(m) in around}.values():
+            yield module.register_forward_hook(return_whole(around[id(module)]))
+
+    def _heads(self, name: str) -> int | None:
+        """Of how many query heads a gathering module has a part: the units of its first column; none if it has no column."""
+        for column, match in self.linear.items():
+            if inside(column, name) and isinstance(match.rule, ColumnRule):
+                return self.units[column]
+        return None
 
     def _holders(self, record: ShardedModel) -> list[nn.Module]:
         """Modules that hold a sharded parameter, at any depth."""

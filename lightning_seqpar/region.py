@@ -29,6 +29,7 @@ from lightning_seqpar.collectives import (
     shard_length,
 )
 from lightning_seqpar.linearity import REDUCTIONS, Leaks, Parts
+from lightning_seqpar.parts import LocalParts
 from lightning_seqpar.random import RankStreams
 
 _MANY = 4096  # calls that are remembered outside any step
@@ -120,7 +121,7 @@ class SequenceRegion:
         # What each block's input was, by its shape: a recompute in the backward runs outside any frame.
         self._seen: dict[tuple[str, tuple[int, ...]], _Fact | None] = {}
         self.intervals: list[list[int]] = []
-        self._shards: list[weakref.ref[Tensor]] = []
+        self.parts = LocalParts(group)
         self.streams = RankStreams(self.rank)
         self.leaks = Leaks()
         self.blocks: tuple[str, ...] = ()  # their names
@@ -147,8 +148,7 @@ class SequenceRegion:
 
     def open_frame(self) -> None:
         """A call begins."""
-        if len(self._shards) > _MANY:  # calls outside any step, which would clear them
-            self._shards = [ref for ref in self._shards if ref() is not None]
+        if len(self.intervals) > _MANY:  # calls outside any step, which would clear them
             self.intervals = self.intervals[-_MANY:]
         self._frames.append(_Frame(task=torch._C._current_graph_task_id()))
 
@@ -165,20 +165,21 @@ class SequenceRegion:
             self.reset()
             self._raise_open()
 
-    def note_shard(self, out: Any) -> None:
-        """A block's output: as long as shards flow, it is one."""
-        if self.active and isinstance(out, Tensor):
-            self._shards.append(weakref.ref(out))
+    def note_shard(self, out: Any, module: str) -> None:
+        """What a module on shards made: as long as shards flow, it is one if it has a shard's dims."""
+        if not self.active or not isinstance(out, Tensor):
+            return
+        if (folded := self._fold(out, self.shard_length)) is not None:
+            self.parts.note(out, module, self.dim, self._length, (folded.shape[0], folded.shape[1]))
+        elif out.ndim == self._frame.ndim and out.shape[self.dim] == self.shard_length:
+            self.parts.note(out, module, self.dim, self._length)
 
-    def check_no_shard(self, leaves: list[Any]) -> None:
-        """What a step returns must not be a block's output: that is this rank's part of it."""
-        given = {id(shard) for ref in self._shards if (shard := ref()) is not None}
-        for leaf in leaves:
-            if id(leaf) in given:
-                raise ValueError(
-                    f"the step returns an activation from inside the sequence region of {self.name}, of which this rank "
-                    f"has a part ({list(leaf.shape)}); return what comes behind the region's end, or set sp=False"
-                )
+    def note_heads(self, out: Tensor, module: str, heads: int) -> None:
+        """What a module made besides its activation, of the query heads that are this rank's: ``[b, heads/tp, s, s]``."""
+        if out.ndim == 4 and out.shape[1] * self.size == heads:
+            self.parts.note(out, module, 1, heads)
+        elif out.ndim == 4 or (out.ndim == 3 and out.shape[-1] == out.shape[-2] != 1):
+            self.parts.note(out, module, 1, None)
 
     def _raise_open(self) -> None:
         raise ValueError(
@@ -192,7 +193,7 @@ class SequenceRegion:
         self._frames = [_Frame()]
         self._seen = {}
         self.intervals = []
-        self._shards = []
+        self.parts.forget()
         self._in_block = 0
         self.streams.forget()
         self.leaks.forget()
@@ -233,7 +234,9 @@ class SequenceRegion:
         frame.batch = x.shape[1 - self.dim] if x.ndim == 3 else 1
         self._remember(key, is_shard=False)
         self._mark(begin=True)
-        return scatter_to_sequence_parallel_region(x, self.dim, self.group)
+        entered = scatter_to_sequence_parallel_region(x, self.dim, self.group)
+        self.note_shard(entered, block)
+        return entered
 
     def finish(self, module: str) -> None:
         """A block or a gathering module ended: if it ran as a recompute, so does its frame."""

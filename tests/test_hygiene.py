@@ -12,8 +12,8 @@ import lightning_seqpar
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 LINE = [
-    "config", "topology", "groups", "collectives", "measure", "random", "linearity", "region", "layers", "layout", "plan", "trace",
-    "probe", "dataflow", "support", "products", "blockplan", "infer", "hooks", "blueprint", "parallelize", "grad_sync",
+    "config", "topology", "groups", "collectives", "measure", "random", "linearity", "parts", "region", "layers", "layout", "plan",
+    "trace", "probe", "dataflow", "support", "products", "blockplan", "infer", "hooks", "blueprint", "parallelize", "grad_sync",
     "checkpoint", "parity", "guards", "metrics", "sampler", "precision", "launcher", "agreement", "selfcheck", "proof",
     "broadcast", "summary", "environment", "stepping", "strategy", "testing", "cli", "__main__",
 ]  # fmt: skip
