@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec
+from lightning_seqpar.describe import Description, describe
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallelize import unshard
@@ -16,6 +17,7 @@ SeqParallelStrategy.register_strategies(StrategyRegistry)
 
 __all__ = [
     "CheckpointConfig",
+    "Description",
     "ModelLayout",
     "ParallelConfig",
     "ParallelGroups",
@@ -24,6 +26,7 @@ __all__ = [
     "ProcessTopology",
     "SeqParallelStrategy",
     "ShardingPlan",
+    "describe",
     "grad_norm",
     "unshard",
 ]

@@ -1,6 +1,6 @@
 """The command line: ``seqpar`` and ``python -m lightning_seqpar``.
 
-``fit``, ``validate``, ``test`` and ``predict`` are Lightning's own CLI; ``schema`` is ours.
+``fit``, ``validate``, ``test`` and ``predict`` are Lightning's own CLI; ``plan`` and ``schema`` are ours.
 """
 
 from __future__ import annotations
@@ -15,12 +15,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
+from omegaconf import OmegaConf
 
 from lightning_seqpar.config import ParallelConfig, nearest
+from lightning_seqpar.describe import OPTIMIZERS, describe
+from lightning_seqpar.report import render
+from lightning_seqpar.targets import load_target
 
-OWN = {"schema": "print the JSON schema of ParallelConfig, for editors"}
+OWN = {
+    "plan": "show what a configuration makes of a model: shards, bytes kept and sent",
+    "schema": "print the JSON schema of ParallelConfig, for editors",
+}
 """Subcommands beside Lightning's."""
 
 _UNKNOWN = re.compile(
@@ -126,6 +134,65 @@ def print_schema() -> None:
     print(json.dumps(ParallelConfig.json_schema(), indent=2))  # noqa: T201
 
 
+def _plan_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="seqpar plan",
+        description="Before any launch, without GPUs: what becomes of each module, and what a rank keeps and sends.",
+        epilog="examples: seqpar plan conf/cli.yaml | seqpar plan llama-folder tp=8 --world-size 1024 --length 4096 | "
+        "seqpar plan my_package.models:make tp=4 --yaml > my_plan.yaml",
+    )
+    parser.add_argument(
+        "target", help="YAML file with a model, Hugging Face folder (config.json is enough), or package.module:factory"
+    )
+    parser.add_argument("overrides", nargs="*", help="fields of ParallelConfig: tp=4 sp=false plan=my_plan.yaml")
+    parser.add_argument("--config", help="YAML file of a ParallelConfig; the overrides come on top")
+    parser.add_argument("--world-size", type=int, help="ranks (default: as the YAML says, or the smallest)")
+    parser.add_argument("--batch-size", type=int, default=1, help="samples of a micro-batch on one rank")
+    parser.add_argument("--length", type=int, help="positions of a sample (default: the model's limit, 2048 at most)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the parameters")
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print all of it as JSON")
+    form.add_argument(
+        "--yaml", action="store_true", help="print the plan alone, to be edited and given back by plan=FILE"
+    )
+    return parser
+
+
+def print_plan(args: Sequence[str]) -> None:
+    """``seqpar plan``."""
+    parser = _plan_parser()
+    given = parser.parse_args(list(args))
+    try:
+        found = load_target(given.target, getattr(torch, given.dtype) if given.dtype else None)
+        fields = found.fields
+        if given.config:
+            fields = ParallelConfig.from_yaml(given.config).model_dump()
+        for override in given.overrides:
+            if "=" not in override:
+                raise ValueError(f"override {override!r}: write it as field=value, such as tp=4")
+        described = describe(
+            found.model,
+            ParallelConfig.from_omegaconf(OmegaConf.merge(fields, OmegaConf.from_dotlist(given.overrides))),
+            world_size=given.world_size or found.world_size,
+            batch=found.batch,
+            batch_size=given.batch_size,
+            length=given.length,
+            optimizer=given.optimizer,
+        )
+        described.notes += found.notes
+        text = (
+            json.dumps(described.to_dict(), indent=2)
+            if given.json
+            else described.plan
+            if given.yaml
+            else render(described)
+        )
+    except (ValueError, ImportError) as error:
+        parser.exit(2, f"error: {_cause(str(error))}\ntip: seqpar plan --help\n")
+    print(text.rstrip())  # noqa: T201
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """The command line; ``args`` default to the process's own."""
     given = list(sys.argv[1:] if args is None else args)
@@ -134,9 +201,12 @@ def main(args: Sequence[str] | None = None) -> None:
         parser.parse_args(given[1:])
         print_schema()
         return
-    require_cli()
     if "" not in sys.path:
         sys.path.insert(0, "")  # classes of the user's are found in the current folder, as under python -m
+    if given[:1] == ["plan"]:
+        print_plan(given[1:])
+        return
+    require_cli()
     SeqParallelCLI(
         save_config_kwargs={"overwrite": True},
         parser_kwargs={

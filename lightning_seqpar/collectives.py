@@ -44,7 +44,7 @@ class PendingGather:
     """An all-gather along ``dim`` under way; :meth:`wait` returns the whole tensor."""
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None, async_op: bool) -> None:
-        self._size = dist.get_world_size(group)
+        self._size = group.size()
         self._dim, self._length = dim % x.ndim, length
         self._shape = x.shape
         self._out = x.new_empty(self._size * x.shape[0] if x.ndim else self._size, *x.shape[1:])
@@ -69,7 +69,7 @@ class PendingReduceScatter:
     """A reduce-scatter along ``dim`` under way; :meth:`wait` returns this rank's shard of the sum."""
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:
-        size = dist.get_world_size(group)
+        size = group.size()
         dim = dim % x.ndim
         chunk = shard_length(x.shape[dim], size)
         x = _pad(x.detach(), dim, chunk * size)
@@ -100,9 +100,9 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """This rank's shard of a whole tensor along ``dim``, zero-padded. Not differentiable."""
-    size = dist.get_world_size(group)
+    size = group.size()
     chunk = shard_length(x.shape[dim], size)
-    start = min(dist.get_rank(group) * chunk, x.shape[dim])
+    start = min(group.rank() * chunk, x.shape[dim])
     stop = min(start + chunk, x.shape[dim])
     piece = x.detach().narrow(dim, start, stop - start)
     return _pad(piece, dim, chunk).clone(memory_format=torch.contiguous_format)
@@ -114,7 +114,7 @@ def _fill_padding(piece: Tensor, x: Tensor, dim: int, group: ProcessGroup) -> Te
     Padding passes through norms; a row of zeros may become NaN there, and NaN times a zero gradient is NaN.
     """
     chunk = piece.shape[dim]
-    real = max(0, min(chunk, x.shape[dim] - dist.get_rank(group) * chunk))
+    real = max(0, min(chunk, x.shape[dim] - group.rank() * chunk))
     if real == chunk or x.shape[dim] == 0:
         return piece
     last = x.detach().narrow(dim, x.shape[dim] - 1, 1)

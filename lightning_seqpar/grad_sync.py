@@ -218,6 +218,24 @@ class _SharedPart:
         self._grad.index_copy_(self._dim, self._local, summed)
 
 
+def step_traffic(layout: ModelLayout) -> tuple[int, int]:
+    """All-reduces of one optimizer step, and the bytes that a rank gives to them: the agreement, and the sums by dtype."""
+    partial = [name for name, item in layout.items() if item.is_partial]
+    if not partial:
+        return 0, 0
+    sums: dict[Any, int] = {}
+    for name in partial:
+        parameter, shard = layout.parameter(name), layout[name].shard
+        if not parameter.requires_grad:
+            continue
+        count = parameter.numel()
+        if shard is not None:
+            count = count // parameter.shape[shard.dim] * int((shard.holders > 1).sum())
+        key = (tuple(sorted(layout[name].sum_over)), parameter.dtype)
+        sums[key] = sums.get(key, 0) + count * max(4, parameter.element_size())  # 16-bit parts are summed in float32
+    return 1 + len(sums), 2 * len(partial) + sum(sums.values())
+
+
 def _grad(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad

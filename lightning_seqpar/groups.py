@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,6 +21,15 @@ Axes = str | tuple[str, ...]
 
 NAMED = ("embedding", "position_embedding", "fp8_amax")
 """Groups that are no set of axes, or a set with a name of its own (``fp8_amax`` is tp × dp)."""
+
+
+def _silent_group(rank: int, size: int) -> ProcessGroup:
+    """A group that nobody registered, on torch's fake backend."""
+    group = ProcessGroup(HashStore(), rank, size)
+    backend = FakeProcessGroup._create_internal(rank, size)
+    for device in ("cpu", "meta", "cuda"):
+        group._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, backend)
+    return group
 
 
 class ParallelGroups:
@@ -162,6 +172,22 @@ class ParallelGroups:
         groups._place(topology, rank, None, split_rank)
         groups._fake = True
         groups._groups, groups._twins, groups._made = {}, {}, []
+        return groups
+
+    @classmethod
+    def silent(cls, topology: ProcessTopology, rank: int = 0) -> ParallelGroups:
+        """Groups of one process that plays a rank: collectives return at once and move nothing, on any device.
+
+        They need no ``torch.distributed``; shapes, memory and traffic are those of the rank, values are not.
+        """
+        groups = cls.fake(topology, rank)
+        groups._fake = False
+        made: dict[tuple[int, ...], ProcessGroup] = {}
+        for axes in groups._axis_sets():
+            ranks = tuple(groups.ranks(axes))
+            if ranks not in made:
+                made[ranks] = _silent_group(ranks.index(rank), len(ranks))
+            groups._groups[frozenset(axes)] = made[ranks]
         return groups
 
     # ---- what there is -----------------------------------------------------------------------------------------

@@ -29,15 +29,16 @@ class SavedBytes:
     """
 
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
-        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in exclude}
+        # By the storage's own address: on the meta device no storage has a memory's.
+        self._excluded = {tensor.untyped_storage()._cdata for tensor in exclude}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._excluded:
+        if storage._cdata not in self._excluded:
             # The storage is held so that its address can't be given out twice.
-            self._storages[storage.data_ptr()] = storage
+            self._storages[storage._cdata] = storage
         return tensor
 
     @property

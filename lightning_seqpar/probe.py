@@ -266,7 +266,7 @@ class Example:
         logged: list[Tensor] = []
         losses: list[Tensor] = []
         if isinstance(model, LightningModule):
-            _answer_harmlessly(model, logged, losses)
+            answer_harmlessly(model, logged, losses)
         target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
         out = target(*self.args, **self.kwargs)
         if self.method != "forward":
@@ -323,7 +323,7 @@ class _NoStep:
         return lambda *args, **kwargs: None
 
 
-def _answer_harmlessly(model: LightningModule, logged: list[Tensor], losses: list[Tensor]) -> None:
+def answer_harmlessly(model: LightningModule, logged: list[Tensor], losses: list[Tensor]) -> None:
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, Tensor) and value.requires_grad:
             logged.append(value)

@@ -131,6 +131,22 @@ class RankStreams:
         _restore(self._own)
 
 
+class OneStream(RankStreams):
+    """For a step that computes no numbers: whose stream a draw comes from does not matter."""
+
+    def begin(self) -> None:
+        """Nothing is switched."""
+
+    def end(self) -> None:
+        """Nothing is switched."""
+
+    def pause(self) -> None:
+        """Nothing is switched."""
+
+    def resume(self) -> None:
+        """Nothing is switched."""
+
+
 def _generators() -> list[torch.Generator]:
     found = [torch.default_generator]
     if torch.cuda.is_initialized():

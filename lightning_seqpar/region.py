@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
@@ -116,7 +115,7 @@ class SequenceRegion:
     ) -> None:
         self.group, self.dim, self.sp, self.regather = group, dim, sp, regather
         self.name = name or "the model"
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.size, self.rank = group.size(), group.rank()
         self._frames = [_Frame()]
         # What each block's input was, by its shape: a recompute in the backward runs outside any frame.
         self._seen: dict[tuple[str, tuple[int, ...]], _Fact | None] = {}

@@ -15,7 +15,7 @@ LINE = [
     "config", "topology", "groups", "collectives", "measure", "random", "linearity", "parts", "region", "layers", "layout", "plan",
     "trace", "probe", "dataflow", "support", "products", "blockplan", "infer", "hooks", "blueprint", "parallelize", "grad_sync",
     "checkpoint", "parity", "guards", "metrics", "sampler", "precision", "launcher", "agreement", "selfcheck", "proof",
-    "broadcast", "summary", "environment", "stepping", "strategy", "testing", "cli", "__main__",
+    "broadcast", "summary", "describe", "environment", "stepping", "strategy", "report", "targets", "testing", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 LinearKind = Literal["out_in", "in_out"]
 """How a linear keeps its weight: ``[out, in]`` as ``nn.Linear``, or ``[in, out]`` as Conv1D."""
@@ -29,8 +31,15 @@ def linear_kind(module: nn.Module) -> LinearKind | None:
         return None
     if weight is None or weight.ndim != 2 or not weight.is_floating_point() or (bias is not None and bias.ndim != 1):
         return None
-    if weight.is_meta or isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding):
         return None
+    if weight.is_meta or isinstance(weight, FakeTensor):  # its numbers are not there yet: take others
+        with unset_fake_temporarily():
+            numbers = {name: torch.randn(parameter.shape) for name, parameter in own.items()}
+            module = copy.deepcopy(
+                module, {id(parameter): nn.Parameter(numbers[name]) for name, parameter in own.items()}
+            )
+            return _try(module, numbers["weight"], numbers.get("bias"))
     return _try(module, weight, bias)
 
 

@@ -65,7 +65,7 @@ class ShardedLogits(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """What it is, without a collective."""
-        return f"ShardedLogits(shape={list(self.shape)}, rank {self._rank} of tp={dist.get_world_size(self._group)})"
+        return f"ShardedLogits(shape={list(self.shape)}, rank {self._rank} of tp={self._group.size()})"
 
     @classmethod
     def __torch_function__(

@@ -73,13 +73,14 @@ class Shard:
         """How many ranks hold each index: ``[length]``."""
         count = torch.zeros(self.length, dtype=torch.int64)
         for held in self.ranges:
-            count[self._indices(held)] += 1
+            for start, stop in held:
+                count[start:stop] += 1
         return count
 
     @property
     def has_shared(self) -> bool:
         """Whether some indices are held by several ranks."""
-        return bool((self.holders > 1).any())
+        return sum(stop - start for held in self.ranges for start, stop in held) > self.length
 
     @staticmethod
     def _indices(held: Sequence[tuple[int, int]]) -> Tensor:

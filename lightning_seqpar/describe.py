@@ -1,0 +1,441 @@
+"""What a configuration makes of a model, before anything is launched: shards, gradient sums, bytes kept and sent.
+
+A copy of the model without memory (torch's fake tensors) is sharded as one rank would hold it, over groups that move
+nothing; what a step keeps and sends is counted there, by the same code that trains.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_seqpar.config import ParallelConfig, PlanSpec
+from lightning_seqpar.grad_sync import step_traffic
+from lightning_seqpar.groups import ParallelGroups
+from lightning_seqpar.infer import infer_plan
+from lightning_seqpar.layers import LinearKind, features, linear_kind
+from lightning_seqpar.measure import SavedBytes, Traffic
+from lightning_seqpar.parallelize import ShardedModel, parallelize, record_of
+from lightning_seqpar.plan import ShardingPlan, inside, resolve_plans
+from lightning_seqpar.probe import answer_harmlessly, kept_streams
+from lightning_seqpar.random import OneStream
+from lightning_seqpar.topology import ProcessTopology
+
+OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
+"""Numbers that an optimizer keeps for each parameter."""
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """A line of the table: modules that share all of this.
+
+    Attributes:
+        module: pattern of their names, as a plan writes it.
+        count: how many they are.
+        style: styles of the rules for them; ``on shards`` for what no rule names inside the blocks, else ``whole``.
+        tensors: of each parameter its name, whole shape and local shape.
+        sync: over which axis the gradients are summed after the backward, and why; empty if they need no sum.
+        tied: names of parameters that stand under another name too, above.
+        decided: who decided: a family, the user's plan, inference; empty where no rule was needed.
+    """
+
+    module: str
+    count: int
+    style: str
+    tensors: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    tied: tuple[str, ...]
+    sync: str
+    decided: str
+
+
+@dataclass
+class Description:
+    """What a configuration makes of a model, per rank.
+
+    Attributes:
+        world_size: ranks.
+        axes: sizes of the axes larger than 1.
+        rows: the table.
+        plan: the plan as YAML, to be edited and fed back.
+        parameters: numbers of parameters on a rank, and ``global_parameters`` of the whole model.
+        parameter_bytes: bytes of them on a rank, likewise of gradients and of the optimizer's state.
+        activation_bytes: kept for the backward of one micro-batch, counted on a traced step; none if no step could be
+            traced (``notes`` says why).
+        activation_bytes_by_formula: a lower bound from shapes alone, ``Σ b·s·width``: what column linears write, row linears
+            read, and norms and the linears outside the blocks read (and those write), with ``s/tp`` where the plan has shards.
+        sent_bytes: bytes that a rank gives to each collective in one step (what :class:`~lightning_seqpar.measure.Traffic`
+            counts), likewise ``sent_calls``.
+        input: shape of the traced input, ``[b, s]`` for tokens.
+        notes: what could not be said, and why.
+    """
+
+    world_size: int
+    axes: dict[str, int]
+    sp: bool
+    optimizer: str
+    rows: list[ModuleRow]
+    plan: str
+    parameters: int
+    global_parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int | None = None
+    activation_bytes_by_formula: int | None = None
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    sent_calls: dict[str, int] = field(default_factory=dict)
+    input: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def total_bytes(self) -> int:
+        """All that is known of a rank's memory."""
+        activations = self.activation_bytes if self.activation_bytes is not None else self.activation_bytes_by_formula
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + (activations or 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for JSON."""
+        data = dataclasses.asdict(self)
+        data["rows"] = [
+            {
+                **row,
+                "tensors": [
+                    {"name": name, "shape": list(whole), "local_shape": list(local)}
+                    for name, whole, local in row["tensors"]
+                ],
+            }
+            for row in data["rows"]
+        ]
+        return {**data, "total_bytes": self.total_bytes}
+
+
+def describe(
+    model: nn.Module,
+    config: ParallelConfig | None = None,
+    *,
+    world_size: int | None = None,
+    example: Any = None,
+    batch: Any = None,
+    batch_size: int = 1,
+    length: int | None = None,
+    optimizer: str = "adamw",
+) -> Description:
+    """What ``config`` makes of ``model``, without GPUs, processes or process groups; the model is not touched.
+
+    Args:
+        model: any module, real or on the meta device; a ``LightningModule`` that makes its model in ``configure_model``
+            makes it here, without memory.
+        config: the configuration; the default is ``ParallelConfig()``.
+        world_size: ranks; the default is the smallest world of that configuration.
+        example: what ``forward`` takes (a tensor, a tuple of arguments, or a dict of named ones), for the traced step. The
+            default is tokens ``[batch_size, length]`` for a Hugging Face model (with labels, if it takes them), else the
+            module's ``example_input_array``.
+        batch: what ``training_step`` takes, in its place.
+        batch_size: samples of a micro-batch, on one rank.
+        length: positions of a sample; the default is the model's own limit, 2,048 at most.
+        optimizer: which one, for the bytes of its state: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``.
+
+    Raises:
+        ValueError: for a plan or a topology that the strategy would refuse too; the sentence is the same.
+    """
+    config = config or ParallelConfig()
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+    for name, value in (("batch_size", batch_size), ("length", 1 if length is None else length)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be 1 or more")
+    if record_of(model) is not None:
+        raise ValueError("the model is parallelised already; call unshard(model) first, or describe another one")
+    topology = ProcessTopology.from_config(config, world_size or config.tp * config.pp * config.cp)
+    with kept_streams(torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
+        planned = without_numbers(model)
+        with unset_fake_temporarily():
+            step = _Step.find(planned, example, batch, batch_size, length)
+        record, plans = None, []
+        if config.tp > 1:
+            plans = resolve_plans(config.plan, planned, lambda: _infer(model, step, config))
+            silent = ParallelGroups.silent(topology)
+            record = parallelize(planned, plans, silent, sp=config.sp, regather=config.regather is not False)
+            for region in record.regions:
+                region.streams = OneStream(0)
+        out = _totals(planned, record, plans, topology, config, optimizer)
+        if any(plan.source == "inferred" for plan in plans):
+            out.notes.append("the plan was inferred and is not proved here; the strategy proves it before it trains")
+        _trace(out, planned, record, step, topology)
+        if record is not None and step.sizes:
+            out.activation_bytes_by_formula = _formula(record, planned, *step.sizes)
+    return out
+
+
+def without_numbers(model: nn.Module) -> nn.Module:
+    """A copy whose tensors have shapes and no memory: the same modules and ties, every tensor a fake one on the CPU."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for attribute in ("_trainer", "_fabric"):
+            if (held := module.__dict__.get(attribute)) is not None:
+                memo[id(held)] = None
+    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+        empty: Tensor = torch.empty_like(tensor, device="cpu")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    copied = copy.deepcopy(model, memo)
+    if isinstance(copied, LightningModule) and not any(True for _ in copied.parameters()):
+        copied.configure_model()
+    return copied
+
+
+@dataclass
+class _Step:
+    """How one training step is run on a copy."""
+
+    method: str = "forward"
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    sizes: tuple[int, int] | None = None
+    path: str = ""
+    missing: str = ""
+
+    @classmethod
+    def find(cls, model: nn.Module, example: Any, batch: Any, batch_size: int, length: int | None) -> _Step:
+        if batch is not None:
+            return cls("training_step", (batch, 0), sizes=_sizes(batch))
+        if example is None:
+            if (found := _tokens_for(model, batch_size, length)) is not None:
+                return found
+            example = getattr(model, "example_input_array", None)
+        if example is None:
+            return cls(
+                missing="no input to trace a step with: pass example= or batch=, or set example_input_array on the module"
+            )
+        kwargs = dict(example) if isinstance(example, Mapping) else {}
+        args = () if kwargs else example if isinstance(example, tuple) else (example,)
+        return cls("forward", args, kwargs, sizes=_sizes(example))
+
+    def run(self, model: nn.Module) -> Tensor:
+        """The loss, or the sum of the outputs."""
+        args, kwargs = tree_map_only(Tensor, torch.empty_like, (self.args, self.kwargs))
+        losses: list[Tensor] = []
+        if isinstance(model, LightningModule):
+            answer_harmlessly(model, [], losses)
+        target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
+        takes = len(inspect.signature(target).parameters) if self.method != "forward" else len(args)
+        out = target(*args[:takes], **kwargs)
+        if losses:
+            return torch.stack(losses).sum()
+        loss = out.get("loss") if isinstance(out, Mapping) else out
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss.sum()
+        return torch.stack([x.sum() for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]).sum()
+
+
+def _sizes(given: Any) -> tuple[int, int] | None:
+    """Batch and length, as the first tensor of two dims or more tells."""
+    for leaf in tree_leaves(given):
+        if isinstance(leaf, Tensor) and leaf.ndim >= 2:
+            return leaf.shape[0], leaf.shape[1]
+    return None
+
+
+def _tokens_for(model: nn.Module, batch_size: int, length: int | None) -> _Step | None:
+    """Tokens for a Hugging Face model: itself, or the one that a module holds."""
+    for path, part in model.named_modules():
+        settings = getattr(part, "config", None)
+        takes = inspect.signature(part.forward).parameters
+        if not isinstance(getattr(settings, "vocab_size", None), int) or "input_ids" not in takes:
+            continue
+        limit = next(
+            (
+                n
+                for key in ("max_position_embeddings", "n_positions")
+                if isinstance(n := getattr(settings, key, None), int)
+            ),
+            2048,
+        )
+        ids = torch.zeros(batch_size, length or min(limit, 2048), dtype=torch.long)
+        kwargs = {"input_ids": ids}
+        if "labels" in takes:
+            kwargs["labels"] = ids
+        elif "decoder_input_ids" in takes:
+            kwargs["decoder_input_ids"] = ids
+        return _Step("forward", (), kwargs, (batch_size, ids.shape[1]), path)
+    return None
+
+
+def _infer(model: nn.Module, step: _Step, config: ParallelConfig) -> ShardingPlan:
+    with unset_fake_temporarily():
+        return _infer_really(model, step, config)
+
+
+def _infer_really(model: nn.Module, step: _Step, config: ParallelConfig) -> ShardingPlan:
+    if step.missing or step.method != "forward":
+        raise ValueError(
+            f"plan={config.plan if isinstance(config.plan, str) else config.plan.base!r}: no shipped plan fits "
+            f"{type(model).__name__}, and to infer one an example is needed: pass example= (what forward takes), or set "
+            "example_input_array on the module"
+        )
+    small = tree_map_only(
+        Tensor, lambda x: x[:2, :8] if x.ndim == 2 and not x.is_floating_point() else x, (step.args, step.kwargs)
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(x: Tensor) -> Tensor:
+        return torch.randint(0, 8, x.shape, generator=generator) if not x.is_floating_point() and not x.any() else x
+
+    args, kwargs = tree_map_only(Tensor, drawn, small)
+    if isinstance(model, LightningModule) and not any(True for _ in model.parameters()):
+        model = copy.deepcopy(model)
+        with torch.device("meta"):
+            model.configure_model()
+    part = model.get_submodule(step.path)
+    own = ShardingPlan.from_rules(config.plan.rules) if isinstance(config.plan, PlanSpec) else None
+    found = infer_plan(part, kwargs or args, config.tp, own).plan
+    return dataclasses.replace(found, prefix=step.path)
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------
+
+
+def _totals(
+    model: nn.Module,
+    record: ShardedModel | None,
+    plans: Sequence[ShardingPlan],
+    topology: ProcessTopology,
+    config: ParallelConfig,
+    optimizer: str,
+) -> Description:
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    gradients = sum(p.nbytes for p in trained)
+    return Description(
+        world_size=topology.world_size,
+        axes=dict(topology.larger_axes),
+        sp=config.sp and config.tp > 1,
+        optimizer=optimizer,
+        rows=_rows(model, record),
+        plan="rules:\n" + "".join(plan.to_yaml().partition("\n")[2] for plan in plans) if plans else "rules: []\n",
+        parameters=sum(p.numel() for p in parameters),
+        global_parameters=record.layout.global_numel() if record is not None else sum(p.numel() for p in parameters),
+        parameter_bytes=sum(p.nbytes for p in parameters),
+        gradient_bytes=gradients,
+        optimizer_bytes=OPTIMIZERS[optimizer] * gradients,
+    )
+
+
+def _rows(model: nn.Module, record: ShardedModel | None) -> list[ModuleRow]:
+    styles: dict[str, list[str]] = defaultdict(list)
+    sources: dict[str, list[str]] = defaultdict(list)
+    for name, style, source in record.choices if record is not None else ():
+        styles[name].append(style)
+        sources[name].append(source)
+    rows: dict[Any, list[str]] = {}
+    first: dict[int, str] = {}
+    for name, module in model.named_modules():
+        tensors, sums, tied = [], [], []
+        for leaf, parameter in module.named_parameters(recurse=False):
+            full = f"{name}.{leaf}" if name else leaf
+            if (known := first.setdefault(id(parameter), full)) != full:
+                tied.append(leaf)
+            layout = record.layout.get(known) if record is not None else None
+            whole = layout.global_shape if layout is not None else tuple(parameter.shape)
+            tensors.append((leaf, whole, tuple(parameter.shape)))
+            if layout is not None and layout.is_partial:
+                sums.append(f"sum over {', '.join(sorted(layout.sum_over))}: {layout.reason}")
+            styles[name] += styles.pop(full, [])
+            sources[name] += sources.pop(full, [])
+        if not tensors and not styles.get(name):
+            continue
+        shards = record is not None and record.on_shard(name)
+        told = ", ".join(dict.fromkeys(styles.get(name, []))) or ("on shards" if shards else "whole")
+        key = (
+            re.sub(r"(?<![^.])\d+(?![^.])", "*", name),
+            told,
+            tuple(tensors),
+            tuple(tied),
+            "; ".join(dict.fromkeys(sums)),
+            ", ".join(dict.fromkeys(sources.get(name, []))),
+        )
+        rows.setdefault(key, []).append(name)
+    patterns = [key[0] for key in rows]
+    return [
+        ModuleRow(
+            pattern if patterns.count(pattern) == 1 else _braced(names), len(names), style, tensors, tied, sync, source
+        )
+        for (pattern, style, tensors, tied, sync, source), names in rows.items()
+    ]
+
+
+def _braced(names: Sequence[str]) -> str:
+    """A pattern for exactly these names, which differ in numbers alone."""
+    split = [name.split(".") for name in names]
+    parts = [list(dict.fromkeys(column)) for column in zip(*split, strict=True)]
+    return ".".join(part[0] if len(part) == 1 else "{" + ",".join(part) + "}" for part in parts)
+
+
+def _trace(
+    out: Description, model: nn.Module, record: ShardedModel | None, step: _Step, topology: ProcessTopology
+) -> None:
+    """Run a step without numbers; count what it keeps and sends."""
+    if step.missing:
+        out.notes.append(f"activations and traffic: {step.missing}")
+        return
+    out.input = list(step.sizes or ())
+    model.train()
+    traffic, saved = Traffic(), SavedBytes(exclude=model.parameters())
+    try:
+        with traffic:
+            with saved:
+                loss = step.run(model)
+            loss.backward()
+    except Exception as error:  # any code of the user's and its libraries; told, not hidden
+        first = str(error).splitlines()[0] if str(error) else ""
+        out.notes.append(
+            f"activations and traffic: a step does not run without numbers: {type(error).__name__}: {first}"
+        )
+        return
+    out.activation_bytes = saved.total
+    calls, sent = dict(traffic.calls), dict(traffic.bytes)
+    if record is not None:
+        for counted, more in zip((calls, sent), step_traffic(record.layout), strict=True):
+            counted["all_reduce"] = counted.get("all_reduce", 0) + more
+    if topology.get_dim("dp") > 1:
+        sent["all_reduce (dp)"] = out.gradient_bytes
+    out.sent_bytes, out.sent_calls = {k: v for k, v in sent.items() if v}, {k: v for k, v in calls.items() if v}
+
+
+def _formula(record: ShardedModel, model: nn.Module, batch: int, length: int) -> int:
+    """The sum that :attr:`Description.activation_bytes_by_formula` is."""
+    tp = record.groups.size("tp")
+    tokens = batch * length
+    shards = batch * math.ceil(length / tp)
+    styles = {name: style for name, style, _ in record.choices if style in ("column", "row")}
+    blocks = [name for region in record.regions for name in region.blocks]
+    total = 0
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor):
+            continue
+        if weight.ndim == 1:
+            width, positions = weight.numel(), shards if record.on_shard(name) else tokens
+        else:
+            kind: LinearKind | None = "in_out" if getattr(module, "transposed", False) else "out_in"
+            if name not in styles and (kind := linear_kind(module)) is None:
+                continue
+            assert kind is not None
+            out, into = features(module, kind)
+            inside_blocks = any(inside(name, block) for block in blocks)
+            width = {"column": out, "row": into}.get(styles.get(name, ""), 0 if inside_blocks else out + into)
+            positions = tokens
+        total += positions * width * weight.element_size()
+    return total

@@ -1,0 +1,107 @@
+"""A description of a plan as text for a terminal."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from lightning_seqpar.describe import Description, ModuleRow
+
+_WIDTH = 100
+
+
+def human(count: float) -> str:
+    """Bytes in the unit that fits: ``1.50 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def render(described: Description, width: int | None = None) -> str:
+    """The table and the totals.
+
+    Args:
+        described: what :func:`~lightning_seqpar.describe.describe` returned.
+        width: columns of the terminal; the default is 100.
+
+    Raises:
+        ImportError: without the extra ``cli``.
+    """
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        raise ImportError("the table needs rich: pip install 'lightning-seqpar[cli]'") from None
+    out = io.StringIO()
+    console = Console(file=out, width=width or _WIDTH, highlight=False, color_system=None)
+    console.print(_headline(described))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("", justify="right")
+    for name in ("module", "style", "on a rank", "gradient", "decided by"):
+        table.add_column(name, overflow="fold")
+    blocks = ""
+    for row in described.rows:
+        if "blocks" in row.style.split(", "):
+            blocks = f"{row.module}."
+        count = f"{row.count} ×" if row.count > 1 else ""
+        inner = bool(blocks) and row.module.startswith(blocks)
+        name = f"  .{row.module.removeprefix(blocks)}" if inner else row.module or "(the model)"
+        shapes = [f"{_shape(tensor)}{' tied' if tensor[0] in row.tied else ''}" for tensor in row.tensors]
+        table.add_row(count, name, row.style, "\n".join(shapes), _sync(row), row.decided)
+    console.print(table)
+    console.print()
+    console.print(_totals(described, Table))
+    reasons = sorted({row.sync for row in described.rows if row.sync})
+    for line in (*reasons, *described.notes):
+        console.print(f"note: {line}")
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _headline(described: Description) -> str:
+    sizes = " × ".join(f"{axis} {size}" for axis, size in described.axes.items()) or "one rank, nothing is sharded"
+    sp = ", sequence parallel" if described.sp else ""
+    ranks = f"{described.world_size:,} rank{'s' * (described.world_size > 1)}"
+    return f"{ranks}: {sizes}{sp}; {described.global_parameters:,} parameters, {described.parameters:,} on a rank\n"
+
+
+def _shape(tensor: tuple[str, tuple[int, ...], tuple[int, ...]]) -> str:
+    name, whole, local = tensor
+    dims = ", ".join(str(a) if a == b else f"{a}→{b}" for a, b in zip(whole, local, strict=True))
+    return f"{name} [{dims}]"
+
+
+def _sync(row: ModuleRow) -> str:
+    return row.sync.partition(":")[0].replace("sum over", "sum")
+
+
+def _totals(described: Description, table_class: Any) -> Any:
+    table = table_class(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("per rank")
+    table.add_column("", justify="right")
+    table.add_column("")
+    size = " × ".join(map(str, described.input)) or "the example"
+    rows = [
+        ("parameters", described.parameter_bytes, ""),
+        ("gradients", described.gradient_bytes, ""),
+        ("optimizer", described.optimizer_bytes, described.optimizer),
+    ]
+    if described.activation_bytes is not None:
+        rows.append(("activations", described.activation_bytes, f"traced, one step of {size}"))
+    if described.activation_bytes_by_formula is not None:
+        rows.append(
+            ("", described.activation_bytes_by_formula, "at least, by formula: inputs and outputs of linears and norms")
+        )
+    rows.append(("together", described.total_bytes, ""))
+    for name, count, told in rows:
+        table.add_row(name, human(count), told)
+    for at, (name, count) in enumerate(described.sent_bytes.items()):
+        calls = described.sent_calls.get(name)
+        told = (
+            f"{name}, {calls} call{'s' * (calls > 1)}"
+            if calls
+            else f"{name.partition(' ')[0]} of the gradients over the replicas, in buckets"
+        )
+        table.add_row("sent in a step" if at == 0 else "", human(count), told)
+    return table
