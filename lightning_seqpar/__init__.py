@@ -10,6 +10,7 @@ from lightning_seqpar.parallelize import unshard
 from lightning_seqpar.plan import ShardingPlan
 from lightning_seqpar.strategy import SeqParallelStrategy, grad_norm
 from lightning_seqpar.topology import ProcessTopology
+from lightning_seqpar.weights import weights_from
 
 __version__ = VERSION
 
@@ -29,4 +30,5 @@ __all__ = [
     "describe",
     "grad_norm",
     "unshard",
+    "weights_from",
 ]

@@ -140,11 +140,7 @@ def detached_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | N
     if is_large(model):
         _share_equal_blocks(model, memo)
     copied = copy.deepcopy(model, memo)
-    if any(tensor.is_meta for tensor in copied.parameters()):
-        copied = copied.to_empty(device=device)
-        with torch.no_grad():
-            for tensor in (*copied.parameters(), *copied.buffers()):
-                tensor.zero_()
+    _without_meta(copied, device)
     copied = copied.to(device)
     if dtype is not None:
         copied = copied.double() if dtype is torch.float64 else copied.float()  # complex tables stay complex
@@ -154,6 +150,18 @@ def detached_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | N
         if not module.training and name:
             copied.get_submodule(name).train(False)  # a frozen tower in evaluation mode stays so
     return copied
+
+
+def _without_meta(model: nn.Module, device: torch.device) -> None:
+    """Zeros for what lies on the meta device; tied parameters stay tied."""
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            zeros = nn.Parameter(torch.zeros_like(parameter, device=device), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, zeros)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device=device)
 
 
 def _move_weights(model: nn.Module) -> None:

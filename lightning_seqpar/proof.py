@@ -34,6 +34,7 @@ from lightning_seqpar.probe import (
     default_dtype,
     detached_copy,
     find_examples,
+    is_large,
     kept_streams,
     seed_streams,
 )
@@ -172,7 +173,10 @@ class Prover:
         why: list[str] = []
         try:
             for found in find_examples(self._module, self._trainer):
-                for dtype, draws in ((torch.float64, False), (torch.float64, True), (None, False)):
+                # Who makes his model without memory has little: numbers of half the size.
+                late = any(parameter.is_meta for parameter in self._module.parameters())
+                precise = torch.float32 if late and is_large(self._module) else torch.float64
+                for dtype, draws in ((precise, False), (precise, True), (None, False)):
                     example = replace(found, draws=draws)
                     if (wrong := self._try(example, dtype)) is None:
                         return example.to(torch.device("cpu"), None), dtype, why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from lightning_seqpar.layers import ShardedLogits
 from lightning_seqpar.parallelize import ShardedModel, parallelize
 from lightning_seqpar.parity import gather_grads, norm_of
 from lightning_seqpar.plan import ShardingPlan, inside
-from lightning_seqpar.probe import Example, Quiet, default_dtype, detached_copy, kept_streams, seed_streams
+from lightning_seqpar.probe import Example, Quiet, default_dtype, detached_copy, is_large, kept_streams, seed_streams
 
 LIMIT = 1e-8
 """Largest error in float64, of the loss (relative) and of a gradient (of the global norm)."""
@@ -129,34 +130,52 @@ def self_check(
 
     ``model`` itself is not touched. Every rank must hold the same ``model`` and ``example``.
     """
-    example = example.to(device, dtype)
     told: str | None = None
     verdict = Verdict()
     with kept_streams(device), default_dtype(dtype):
         try:
-            whole = detached_copy(model, device, dtype)
-            prepare(whole)
-            names = _watched(whole, plans)
-            dense = _run(whole, None, example, names, groups)
-            del whole
-            copied = detached_copy(model, device, dtype)
-            prepare(copied)
-            try:
-                record = parallelize(copied, plans, groups, sp=sp, regather=regather)
-            except ValueError as error:
-                raise PlanError from error
-            record.is_copy = True
-            sharded = _run(copied, record, example, names, groups)
-            verdict = _compare(dense, sharded, record, names, groups)
-            try:
-                check_replicated(copied.parameters(), record.layout, groups)
-            except RuntimeError as error:
-                verdict.wrong.append(str(error))
+            verdict = _check_copies(
+                model, plans, groups, example.to(device, dtype), sp, regather, device, dtype, prepare
+            )
         except PlanError as error:
             raise ValueError(str(error.__cause__)) from None  # the same on every rank: nothing has run yet
         except Exception as error:  # told to every rank below
             told = f"{type(error).__name__}: {error}"
+    if is_large(model):
+        gc.collect()  # modules and their hooks know each other: without it the copies would live on for a while
     return _agree(verdict, told, groups)
+
+
+def _check_copies(
+    model: nn.Module,
+    plans: Sequence[ShardingPlan],
+    groups: ParallelGroups,
+    example: Example,
+    sp: bool,
+    regather: bool,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    prepare: Callable[[nn.Module], None],
+) -> Verdict:
+    whole = detached_copy(model, device, dtype)
+    prepare(whole)
+    names = _watched(whole, plans)
+    dense = _run(whole, None, example, names, groups)
+    del whole
+    copied = detached_copy(model, device, dtype)
+    prepare(copied)
+    try:
+        record = parallelize(copied, plans, groups, sp=sp, regather=regather)
+    except ValueError as error:
+        raise PlanError from error
+    record.is_copy = True
+    sharded = _run(copied, record, example, names, groups)
+    verdict = _compare(dense, sharded, record, names, groups)
+    try:
+        check_replicated(copied.parameters(), record.layout, groups)
+    except RuntimeError as error:
+        verdict.wrong.append(str(error))
+    return verdict
 
 
 def _agree(verdict: Verdict, told: str | None, groups: ParallelGroups) -> Verdict:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, ParamSpec
 
@@ -34,6 +35,7 @@ from lightning_seqpar.checkpoint import (
     load_full_state_dict,
 )
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec, nearest
+from lightning_seqpar.deferred import DeferredInit
 from lightning_seqpar.grad_sync import GradSync
 from lightning_seqpar.guards import (
     check_ddp_options,
@@ -48,6 +50,7 @@ from lightning_seqpar.proof import Prover
 from lightning_seqpar.random import share_streams
 from lightning_seqpar.stepping import SteppingStrategy, plain_optimizer
 from lightning_seqpar.summary import summarize
+from lightning_seqpar.weights import LateWeights
 
 P = ParamSpec("P")
 
@@ -161,6 +164,8 @@ class SeqParallelStrategy(SteppingStrategy):
         )
         self._ddp_model: DistributedDataParallel | None = None
         self._summarized = False
+        self._recorders: list[DeferredInit] = []
+        self._late_state: Mapping[str, Tensor] | None = None
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -184,9 +189,12 @@ class SeqParallelStrategy(SteppingStrategy):
         module = self.lightning_module
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
+        late = self._late_weights(module)
         self.precision_plugin.convert_module(module)
         share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)
         record = self._parallelize(module)
+        if late is not None:
+            late.fill_parameters(record)
         self.model_to_device()
         if record is not None:
             record.reset_calls()
@@ -240,6 +248,34 @@ class SeqParallelStrategy(SteppingStrategy):
             )
         return record
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """What is made on the meta device inside is filled in ``setup``, of each tensor this rank's part alone.
+
+        Args:
+            empty_init: put everything on the meta device, as under ``with torch.device("meta")``.
+        """
+        recorder = DeferredInit()
+        with super().tensor_init_context(), torch.device("meta") if empty_init else nullcontext(), recorder:
+            yield
+        self._recorders.append(recorder)
+
+    def _late_weights(self, module: LightningModule) -> LateWeights | None:
+        """What the meta device left open; its buffers are filled here. None for a model with all its numbers."""
+        recorders, self._recorders = self._recorders, []
+        state, self._late_state = self._late_state, None
+        if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            return None
+        late = LateWeights(module, recorders)
+        if state is not None:
+            late.use_state(state)
+        late.check()
+        states = [late.states]
+        dist.broadcast_object_list(states, src=dist.get_process_group_ranks(self._world)[0], group=self._world)
+        late.states = states[0]
+        late.fill_buffers()
+        return late
+
     def _log_summary(self, plan: list[str]) -> None:
         if self._summarized:
             return
@@ -251,6 +287,8 @@ class SeqParallelStrategy(SteppingStrategy):
         group = self.groups[tuple(sorted(self.groups.topology.axes))]
         with torch.no_grad():
             for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
+                if tensor.is_meta:
+                    continue  # filled later, from streams or files that are the same everywhere
                 staged = tensor.detach().to(self.root_device).contiguous()
                 if staged.numel():
                     # As bytes: backends do not know every dtype.
@@ -284,7 +322,12 @@ class SeqParallelStrategy(SteppingStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the whole model's weights; a model that is cut already takes its parts."""
         record = record_of(self._module)
-        if record is None:
+        if record is None and any(parameter.is_meta for parameter in self._module.parameters()):
+            with warnings.catch_warnings():  # of a copy to the meta device, which only checks names and shapes
+                warnings.filterwarnings("ignore", message=".*meta parameter in the current model.*")
+                super().load_model_state_dict(checkpoint, strict=strict)
+            self._late_state = checkpoint["state_dict"]
+        elif record is None:
             super().load_model_state_dict(checkpoint, strict=strict)
         else:
             load_full_state_dict(record, checkpoint["state_dict"], strict=strict)
@@ -324,7 +367,13 @@ class SeqParallelStrategy(SteppingStrategy):
             self._sync = None
         if isinstance(self.launcher, SeqParallelLauncher):
             self.launcher.give_signals_back()
+        module = self.lightning_module
+        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
+            self._lightning_module = (
+                None  # it never got numbers: a move to the CPU would hide the error that ended the run
+            )
         super().teardown()
+        self._lightning_module = module
 
 
 def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan]) -> str:

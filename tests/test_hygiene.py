@@ -15,7 +15,8 @@ LINE = [
     "config", "topology", "groups", "collectives", "measure", "random", "linearity", "parts", "region", "layers", "layout", "plan",
     "trace", "probe", "dataflow", "support", "products", "blockplan", "infer", "hooks", "blueprint", "parallelize", "grad_sync",
     "checkpoint", "parity", "guards", "metrics", "sampler", "precision", "launcher", "agreement", "selfcheck", "proof",
-    "broadcast", "summary", "describe", "environment", "stepping", "strategy", "report", "targets", "testing", "cli", "__main__",
+    "broadcast", "summary", "describe", "deferred", "weights", "environment", "stepping", "strategy", "report",
+    "targets", "testing", "cli", "__main__",
 ]  # fmt: skip
 
 

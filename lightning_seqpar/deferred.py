@@ -1,0 +1,290 @@
+"""Initialisation that waits: what is done to tensors on the meta device is remembered, and done later, one tensor at a time.
+
+A model that is made under a :class:`DeferredInit` costs no memory. Replayed, each of its tensors gets the very numbers that
+it would have got at once, whoever keeps which part of it: random draws are made in the same order, from the same stream.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_seqpar.probe import default_dtype
+
+_OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_")
+"""Operations that leave nothing of what was in their first argument."""
+_EMPTY = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+"""Operations that fill nothing."""
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor on the meta device, as a view of its storage."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it begins its storage and has no holes; with the storage's size, whether it covers it."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return self.offset == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass
+class _Op:
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    out: Any
+    writes: frozenset[int]  # storages that it changes in place
+    overwrites: int | None  # the one of which it leaves nothing
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)  # the default when it was called
+    state: int = 0  # number of the random state that it goes on from: seeded anew, it is another one
+
+    @property
+    def name(self) -> str:
+        return _name(self.func)
+
+    @property
+    def is_random(self) -> bool:
+        tags = getattr(self.func, "tags", None)
+        return tags is None or torch.Tag.nondeterministic_seeded in tags
+
+    def reads(self) -> set[int]:
+        found = {leaf.storage for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, TensorRef)}
+        return found if self.overwrites is None else found - {self.overwrites} | self._others()
+
+    def _others(self) -> set[int]:
+        rest = tree_leaves((self.args[1:], dict(self.kwargs)))
+        return {leaf.storage for leaf in rest if isinstance(leaf, TensorRef)}
+
+    def makes(self) -> set[int]:
+        return {leaf.storage for leaf in tree_leaves(self.out) if isinstance(leaf, TensorRef)}
+
+
+class DeferredInit(TorchDispatchMode):
+    """Remembers every operation on tensors of the meta device while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ops: list[_Op] = []
+        self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that their addresses stay theirs
+        self._filled: set[int] = set()
+        self._watch = _SkipWatch(self.note_call)
+        self.states = [torch.get_rng_state()]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs, out))):
+            told_args, told_kwargs = (tree_map(self._refer, told) for told in (args, kwargs))
+            known = len(self._storages)
+            told_out = tree_map(self._refer, out)
+            made = list(self._storages)[known:]
+            written = [
+                told_args[at] if at < len(told_args) else told_kwargs.get(argument.name)
+                for at, argument in enumerate(func._schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            writes = frozenset(leaf.storage for leaf in tree_leaves(written) if isinstance(leaf, TensorRef))
+            self._note(_Op(func, told_args, told_kwargs, told_out, writes, self._overwritten(func, told_args)), made)
+        return out
+
+    def _note(self, op: _Op, made: Iterable[int] = ()) -> None:
+        if op.is_random and not torch.equal(now := torch.get_rng_state(), self.states[-1]):
+            self.states.append(now)  # seeded in between
+        op.state = len(self.states) - 1
+        self._ops.append(op)
+        if op.name not in _EMPTY:
+            self._filled.update(op.writes, made)
+
+    def note_call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        """A function of ``torch.nn.init`` that leaves meta tensors alone: it is done as a whole, later."""
+        told = {name: self._refer(value) for name, value in arguments.items()}
+        target = told["tensor"]
+        whole = target.is_all and target.nbytes == self._storages[target.storage].nbytes()
+        self._note(_Op(function, (), told, None, frozenset([target.storage]), target.storage if whole else None))
+
+    def __enter__(self) -> DeferredInit:
+        self._watch.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._watch.__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def _refer(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return self.ref(value) if value.is_meta else value.detach().clone()
+
+    def ref(self, tensor: Tensor) -> TensorRef:
+        """How a meta tensor is known here."""
+        storage = tensor.untyped_storage()
+        self._storages.setdefault(storage._cdata, storage)
+        return TensorRef(
+            storage._cdata, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+        )
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a meta tensor was made here."""
+        return tensor.is_meta and self.holds(tensor.untyped_storage()._cdata)
+
+    def holds(self, storage: int) -> bool:
+        """Whether a storage is one of those remembered."""
+        return storage in self._storages
+
+    def fills(self, tensor: Tensor) -> bool:
+        """Whether something was written to a meta tensor, or it was made with content."""
+        return tensor.untyped_storage()._cdata in self._filled
+
+    def _overwritten(self, func: Any, args: tuple[Any, ...]) -> int | None:
+        if _name(func) not in _OVERWRITES or not isinstance(args[0], TensorRef):
+            return None
+        first = args[0]
+        whole = first.is_all and first.nbytes == self._storages[first.storage].nbytes()
+        return first.storage if whole else None
+
+    def replay(self, wanted: Iterable[TensorRef], take: Callable[[int, Callable[[TensorRef], Tensor]], None]) -> None:
+        """Make the storages of ``wanted`` for real, each for as long as it is needed.
+
+        Args:
+            wanted: the tensors.
+            take: is called once per storage, when it is final: with its key, and what gives any ref to it as a tensor.
+        """
+        wished = {ref.storage for ref in wanted}
+        needed = self._needed(wished)
+        last: dict[int, int] = {}
+        for at, op in enumerate(self._ops):
+            if needed[at]:
+                last.update(dict.fromkeys(op.reads() | op.writes | op.makes(), at))
+        before, state = torch.get_rng_state(), -1
+        real: dict[int, torch.UntypedStorage] = {}
+
+        def tensor(ref: TensorRef) -> Tensor:
+            if ref.storage not in real:
+                real[ref.storage] = torch.zeros(
+                    self._storages[ref.storage].nbytes(), dtype=torch.uint8
+                ).untyped_storage()
+            empty = torch.empty(0, dtype=ref.dtype)
+            return empty.set_(real[ref.storage], ref.offset, ref.shape, ref.stride)
+
+        ends: dict[int, list[int]] = defaultdict(list)
+        for key, at in last.items():
+            ends[at].append(key)
+        try:
+            with torch.no_grad():
+                for at, op in enumerate(self._ops):
+                    if op.state != state:
+                        state = op.state
+                        torch.set_rng_state(self.states[state])
+                    if not needed[at]:
+                        if op.is_random:
+                            _run(op, _fresh)  # the stream moves on as it did
+                        continue
+                    out = _run(op, tensor)
+                    for ref, made in zip(tree_leaves(op.out), tree_leaves(out), strict=True):
+                        if isinstance(ref, TensorRef) and ref.storage not in real:
+                            if (made.shape, made.stride(), made.dtype) != (ref.shape, ref.stride, ref.dtype):
+                                raise RuntimeError(
+                                    f"{op.name}: made {made.dtype} {list(made.shape)}, not what it did before"
+                                )
+                            real[ref.storage] = made.untyped_storage()
+                    for key in ends[at]:
+                        if key in wished:
+                            take(key, tensor)
+                        real.pop(key, None)
+                for key in wished - last.keys():  # made, and never filled
+                    take(key, tensor)
+                    real.pop(key, None)
+        finally:
+            torch.set_rng_state(before)
+
+    def _needed(self, wished: set[int]) -> list[bool]:
+        """Which operations the final content of the storages depends on."""
+        live = set(wished)
+        needed = [False] * len(self._ops)
+        for at in range(len(self._ops) - 1, -1, -1):
+            op = self._ops[at]
+            made = op.makes() - op.reads() - op.writes
+            if op.name in _EMPTY:
+                live -= made  # nothing is in it
+                continue
+            if not (op.writes | made) & live:
+                continue
+            needed[at] = True
+            live -= made
+            if op.overwrites is not None:
+                live.discard(op.overwrites)
+            live |= op.reads()
+        return needed
+
+
+def _name(func: Any) -> str:
+    return func.__name__ if inspect.isfunction(func) else str(func.name()).split("::")[-1].split(".")[0]
+
+
+class _SkipWatch(TorchFunctionMode):
+    """Sees which functions of ``torch.nn.init`` ask whether a tensor is on the meta device: those return at once if it is."""
+
+    def __init__(self, note: Callable[[Callable[..., Any], Mapping[str, Any]], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func == _IS_META and out:
+            caller = sys._getframe(1)
+            while caller.f_code.co_filename == _DEVICE_CONTEXT and caller.f_back is not None:
+                caller = caller.f_back  # a torch.device context inside this one passes the question on
+            if caller.f_code.co_filename == torch.nn.init.__file__:
+                names = inspect.getargs(caller.f_code).args
+                function = vars(torch.nn.init)[caller.f_code.co_name]
+                self._note(function, {name: caller.f_locals[name] for name in names})
+        return out
+
+
+_DEVICE_CONTEXT = torch.utils._device.__file__
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+def _fresh(ref: TensorRef) -> Tensor:
+    return torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype)
+
+
+def _run(op: _Op, tensor: Callable[[TensorRef], Tensor]) -> Any:
+    def real(value: Any) -> Any:
+        if isinstance(value, TensorRef):
+            return tensor(value)
+        return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
+
+    with default_dtype(op.dtype):
+        return op.func(*tree_map(real, op.args), **tree_map(real, dict(op.kwargs)))

@@ -1,0 +1,409 @@
+"""Models that are made on the meta device: their weights are read or drawn one tensor at a time, and cut at once."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_seqpar.config import nearest
+from lightning_seqpar.deferred import DeferredInit, TensorRef
+from lightning_seqpar.layers import Shard
+from lightning_seqpar.layout import ParamLayout
+from lightning_seqpar.parallelize import ShardedModel
+
+_SOURCE = "_seqpar_weights"
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def weights_from(module: _Module, path: str | Path) -> _Module:
+    """Let the parameters and buffers of ``module`` come from safetensors files.
+
+    A module on the meta device keeps the path: the strategy reads its weights when the model is cut, of each tensor the
+    rank's own part. Any other module is filled now. Write it in ``configure_model``::
+
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(config)
+        weights_from(self.model, "llama-folder")
+
+    Args:
+        module: whose names the files use.
+        path: a ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with either, as ``save_pretrained`` writes.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: if there are no such files, a tensor is missing, or one has another shape.
+        ImportError: without the extra ``hf``.
+    """
+    files = WeightFiles(path, module)
+    files.check()
+    if any(tensor.is_meta for tensor in module.parameters()):
+        module.__dict__[_SOURCE] = str(path)
+        return module
+    with torch.no_grad():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if files.has(name):
+                tensor.copy_(files.read(name))
+    return module
+
+
+class WeightFiles:
+    """Safetensors files, read by the names of a module.
+
+    Args:
+        path: as :func:`weights_from` takes it.
+        module: which one; of a Hugging Face model the names that its library writes are known too.
+    """
+
+    def __init__(self, path: str | Path, module: nn.Module) -> None:
+        self.path, self._module = Path(path), module
+        self._files = self._find()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file in sorted(set(self._files.values())):
+            with self._open(file) as opened:
+                self._shapes.update({key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()})  # noqa: SIM118
+        self._renamed: dict[str, str] = {}
+        self._converted: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+        if hasattr(module, "base_model_prefix") and hasattr(module, "config"):
+            self._read_mapping()
+
+    def _read_mapping(self) -> None:
+        """How a Hugging Face model's names differ from the files': renamed, or made of several tensors (experts)."""
+        from transformers import conversion_mapping, core_model_loading
+
+        model: Any = self._module
+        transforms: list[Any] = list(conversion_mapping.get_model_conversion_mapping(model))
+        converters = [one for one in transforms if isinstance(one, core_model_loading.WeightConverter)]
+        renamings = [one for one in transforms if one not in converters]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        for key in sorted(self._files, key=core_model_loading.dot_natural_key):
+            name, pattern = core_model_loading.rename_source_key(key, renamings, converters)
+            if pattern is None:
+                self._renamed[name] = key
+            elif len(by_pattern[pattern].target_patterns) == 1:
+                self._converted.setdefault(name, (by_pattern[pattern], []))[1].append((pattern, key))
+
+    def _find(self) -> dict[str, Path]:
+        path = self.path
+        if path.is_dir():
+            found = [f for f in ("model.safetensors.index.json", "model.safetensors") if (path / f).is_file()]
+            others = sorted(file.name for file in path.glob("*.safetensors"))
+            if not found and len(others) != 1:
+                raise ValueError(
+                    f"weights_from: {str(path)!r} holds no model.safetensors and no model.safetensors.index.json (there is: "
+                    f"{', '.join(sorted(f.name for f in path.iterdir())[:5]) or 'nothing'}); save the model with "
+                    "save_pretrained, which writes them"
+                )
+            path = path / (found or others)[0]
+        if not path.is_file():
+            raise ValueError(
+                f"weights_from: {str(path)!r} does not exist; give a safetensors file, its index, or a folder"
+            )
+        if path.name.endswith(".json"):
+            told = json.loads(path.read_text())
+            if not isinstance(told, Mapping) or not isinstance(told.get("weight_map"), Mapping):
+                raise ValueError(
+                    f"weights_from: {str(path)!r} has no 'weight_map'; give a model.safetensors.index.json"
+                )
+            files = {key: path.parent / name for key, name in told["weight_map"].items()}
+            if missing := sorted({file.name for file in files.values() if not file.is_file()}):
+                raise ValueError(f"weights_from: {str(path)!r} names {missing[0]}, which is not beside it")
+            return files
+        if path.suffix != ".safetensors":
+            raise ValueError(f"weights_from: {str(path)!r} is no safetensors file; save the model with save_pretrained")
+        with self._open(path) as opened:
+            return dict.fromkeys(opened.keys(), path)
+
+    @staticmethod
+    def _open(file: Path) -> Any:
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError:
+            raise ImportError("reading weights needs safetensors: pip install 'lightning-seqpar[hf]'") from None
+        try:
+            return safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"weights_from: {str(file)!r} can't be read: {error}") from None
+
+    def _names(self, name: str) -> list[str]:
+        """A name with and without a library's prefix of the base model."""
+        prefix = getattr(self._module, "base_model_prefix", "")
+        if not prefix:
+            return [name]
+        return [name, name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"]
+
+    def _key(self, name: str) -> str | None:
+        """Under which name one tensor of the files is the module's ``name``."""
+        keys = (self._renamed.get(one, one) for one in self._names(name))
+        return next((key for key in keys if key in self._files), None)
+
+    def _parts(self, name: str) -> tuple[str, Any, list[tuple[str, str]]] | None:
+        """Of which tensors the module's ``name`` is made."""
+        return next(((one, *self._converted[one]) for one in self._names(name) if one in self._converted), None)
+
+    def has(self, name: str) -> bool:
+        """Whether the files hold the module's tensor ``name``."""
+        return self._key(name) is not None or self._parts(name) is not None
+
+    def check(self) -> None:
+        """Whether every parameter is there, with its shape.
+
+        Raises:
+            ValueError: naming what is not.
+        """
+        found: dict[int, str | None] = {}
+        names: dict[int, list[str]] = defaultdict(list)
+        tensors = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            tensors[id(parameter)] = parameter
+            names[id(parameter)].append(name)
+            if self.has(name):
+                found[id(parameter)] = self._key(name)
+        if missing := [names[one][0] for one in tensors if one not in found]:
+            spare = sorted(set(self._files) - {key for key in found.values() if key})
+            raise ValueError(
+                f"weights_from: {str(self.path)!r} has no {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''} "
+                f"({len(missing)} of {len(tensors)} parameters are missing); it has "
+                f"{nearest(missing[0], spare or list(self._files))}. The file must use the module's own names: "
+                "load the model whole once (from_pretrained) and save its state_dict() by safetensors.torch.save_model"
+            )
+        for one, key in found.items():
+            if key is not None and self._shapes[key] != tuple(tensors[one].shape):
+                raise ValueError(
+                    f"weights_from: {str(self.path)!r} holds {key} with shape {list(self._shapes[key])}, and the model's "
+                    f"{names[one][0]} has {list(tensors[one].shape)}; it belongs to another configuration"
+                )
+
+    def read(self, name: str, shard: Shard | None = None, rank: int = 0) -> Tensor:
+        """The module's tensor ``name``, or of it what ``rank`` holds: nothing else is read, unless it is made of several."""
+        key = self._key(name)
+        if key is None:
+            whole = self._convert(name)
+            return whole if shard is None else shard.take(whole, rank)
+        with self._open(self._files[key]) as opened:  # opened for one tensor: its pages are let go with it
+            if shard is None:
+                return opened.get_tensor(key)  # type: ignore[no-any-return]
+            sliced = opened.get_slice(key)
+            before = (slice(None),) * shard.dim
+            held = [(*before, slice(start, stop)) for start, stop in shard.ranges[rank]]
+            pieces = [sliced[part] for part in held]
+            whole = torch.cat(pieces, shard.dim)
+        return _padded(whole, shard)
+
+    def _convert(self, name: str) -> Tensor:
+        parts = self._parts(name)
+        assert parts is not None
+        target, converter, sources = parts
+        fresh = converter.copy(converter.source_patterns, converter.target_patterns, operations=converter.operations)
+        for pattern, key in sources:
+            with self._open(self._files[key]) as opened:
+                fresh.add_tensor(target, key, pattern, opened.get_tensor(key))
+        made = fresh.convert(target, model=self._module, config=self._module.config)[target]
+        return made[0] if isinstance(made, list) else made  # type: ignore[no-any-return]
+
+
+def _padded(local: Tensor, shard: Shard) -> Tensor:
+    if shard.padded is None or local.shape[shard.dim] == shard.padded:
+        return local
+    shape = list(local.shape)
+    shape[shard.dim] = shard.padded - local.shape[shard.dim]
+    return torch.cat([local, local.new_zeros(shape)], shard.dim)
+
+
+# ---- models without numbers ------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Place:
+    """Where a tensor belongs: ``holder.leaf``, and its name in the model."""
+
+    name: str
+    holder: nn.Module
+    leaf: str
+    ref: TensorRef
+
+
+class LateWeights:
+    """The tensors of a model that has none yet, found before anything is done to it.
+
+    Args:
+        model: with parameters or buffers on the meta device.
+        recorders: of the contexts that the model may have been made in.
+
+    Raises:
+        ValueError: for a parameter that nothing would ever fill.
+    """
+
+    def __init__(self, model: nn.Module, recorders: Sequence[DeferredInit]) -> None:
+        self._model = model
+        self._sources = {
+            name: WeightFiles(module.__dict__[_SOURCE], module)
+            for name, module in model.named_modules()
+            if _SOURCE in module.__dict__
+        }
+        self._state: Mapping[str, Tensor] | None = None
+        self._recorders = [*recorders, DeferredInit()]  # the last one for what none of them knows
+        self._complete()
+        self._parameters: dict[int, list[_Place]] = defaultdict(list)
+        self._others: dict[int, list[_Place]] = defaultdict(list)
+        for name, module in model.named_modules(remove_duplicate=True):
+            others = {**vars(module), **module._buffers}
+            own = [(leaf, one, self._parameters) for leaf, one in module._parameters.items()]
+            own += [(leaf, one, self._others) for leaf, one in others.items()]
+            for leaf, tensor, into in own:
+                if isinstance(tensor, Tensor) and tensor.is_meta:
+                    ref = self._recorder_of(tensor).ref(tensor)
+                    into[ref.storage].append(_Place(f"{name}.{leaf}" if name else leaf, module, leaf, ref))
+
+    def _recorder_of(self, tensor: Tensor) -> DeferredInit:
+        return next((one for one in self._recorders if one.knows(tensor)), self._recorders[-1])
+
+    @property
+    def states(self) -> list[list[Tensor]]:
+        """The random states that the draws begin with, to be made equal on all ranks."""
+        return [one.states for one in self._recorders]
+
+    @states.setter
+    def states(self, told: list[list[Tensor]]) -> None:
+        for one, states in zip(self._recorders, told, strict=True):
+            one.states = states
+
+    def use_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take the weights of a checkpoint."""
+        self._state = state
+
+    def _complete(self) -> None:
+        """Run what initialises a module outside its ``__init__``, where nothing was remembered of its parameters."""
+        for name, module in self._model.named_modules():
+            if any(name == source or name.startswith(f"{source}.") or not source for source in self._sources):
+                continue
+            inits = getattr(module, "initialize_weights", None) if hasattr(module, "_init_weights") else None
+            inner = [p for p in module.parameters() if p.is_meta]
+            skipped = callable(inits) and not getattr(module, "_is_hf_initialized", False)
+            if inner and inits is not None and skipped:  # Hugging Face's own, which a meta device skips
+                with self._recorder_of(inner[0]), torch.no_grad():
+                    inits()
+            blank = [p for p in module.parameters(recurse=False) if self._is_blank(p)]
+            reset = getattr(module, "reset_parameters", None)
+            if blank and callable(reset):
+                with self._recorder_of(blank[0]), torch.no_grad():
+                    reset()
+
+    def _is_blank(self, tensor: Tensor) -> bool:
+        return tensor.is_meta and not self._recorder_of(tensor).fills(tensor)
+
+    def check(self) -> None:
+        """Whether all that is missing will be there.
+
+        Raises:
+            ValueError: naming a tensor that nothing fills.
+        """
+        for places in (*self._parameters.values(), *self._others.values()):
+            for place in places:
+                tensor = getattr(place.holder, place.leaf)
+                if self._state is not None and place.name in self._state:
+                    continue
+                if self._source_of(place.name) is None and self._is_blank(tensor):
+                    raise ValueError(
+                        f"{place.name}: it was made on the meta device, and nothing says how it is filled: its module "
+                        f"({type(place.holder).__name__}) has no reset_parameters. Make the model in configure_model (what is "
+                        "done to meta tensors there is remembered), or give its weights: weights_from(module, folder)"
+                    )
+
+    def _source_of(self, name: str) -> tuple[WeightFiles, str] | None:
+        for path, files in self._sources.items():
+            if name == path or not path or name.startswith(f"{path}."):
+                inner = name.removeprefix(f"{path}.") if path else name
+                if files.has(inner):
+                    return files, inner
+        return None
+
+    # ---- filling ---------------------------------------------------------------------------------------------
+
+    def fill_buffers(self) -> None:
+        """Give all that is no parameter its numbers; it is small, and read before the model is cut."""
+
+        def take(places: Sequence[_Place], tensor: Callable[[TensorRef], Tensor]) -> None:
+            for place in places:
+                _set(place, tensor(place.ref).clone())
+
+        self._fill(self._others, take)
+
+    def fill_parameters(self, record: ShardedModel | None) -> None:
+        """Give every parameter its numbers: of each this rank's part, and no second tensor beside it."""
+        rank = record.groups.rank("tp") if record is not None else 0
+        # Room for the parts first: the whole tensors then come and go in the same place behind them.
+        for places in self._parameters.values():
+            parameter = getattr(places[0].holder, places[0].leaf)
+            if parameter.is_meta:
+                room = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, room)
+
+        def take(places: Sequence[_Place], tensor: Callable[[TensorRef], Tensor]) -> None:
+            parameter = getattr(places[0].holder, places[0].leaf)
+            layout = _layout(record, parameter)
+            whole = tensor(places[0].ref)
+            _set(places[0], layout.take(whole, rank) if layout is not None else whole)
+
+        self._fill(self._parameters, take, record, rank)
+
+    def _fill(
+        self,
+        wanted: Mapping[int, list[_Place]],
+        take: Callable[[Sequence[_Place], Callable[[TensorRef], Tensor]], None],
+        record: ShardedModel | None = None,
+        rank: int = 0,
+    ) -> None:
+        drawn: dict[int, list[_Place]] = {}
+        for key, places in wanted.items():
+            if not any(self._read(place, record, rank) for place in places):
+                drawn[key] = places
+        for recorder in self._recorders:
+            mine = {key: places for key, places in drawn.items() if recorder.holds(key)}
+            if mine:
+                wanted_refs = [place.ref for places in mine.values() for place in places]
+                recorder.replay(wanted_refs, lambda key, tensor: take(drawn[key], tensor))
+
+    def _read(self, place: _Place, record: ShardedModel | None, rank: int) -> bool:
+        """Take a tensor from a checkpoint or a file, if one has it."""
+        current = getattr(place.holder, place.leaf)
+        layout = _layout(record, current) if isinstance(current, nn.Parameter) else None
+        if self._state is not None and place.name in self._state:
+            whole = self._state[place.name]
+            local = layout.take(whole, rank) if layout is not None else whole
+        elif (found := self._source_of(place.name)) is not None:
+            files, name = found
+            local = files.read(name, layout.shard if layout is not None else None, rank)
+        else:
+            return False
+        _set(place, local)
+        return True
+
+
+def _layout(record: ShardedModel | None, parameter: Tensor) -> ParamLayout | None:
+    return record.layout.of(parameter) if record is not None else None
+
+
+def _set(place: _Place, value: Tensor) -> None:
+    """Numbers for a tensor; a parameter stays the same object, so that ties stay tied."""
+    current = getattr(place.holder, place.leaf)
+    if tuple(value.shape) != tuple(current.shape):
+        raise ValueError(
+            f"{place.name}: weights of shape {list(value.shape)} were found for a tensor of {list(current.shape)}; they belong "
+            "to another configuration"
+        )
+    if isinstance(current, nn.Parameter):
+        with torch.no_grad():
+            current.copy_(value)
+    elif place.leaf in place.holder._buffers:
+        place.holder._buffers[place.leaf] = value.to(current.dtype)
+    else:
+        place.holder.__dict__[place.leaf] = value.to(current.dtype)
