@@ -160,6 +160,8 @@ def describe(
     if record_of(model) is not None:
         raise ValueError("the model is parallelised already; call unshard(model) first, or describe another one")
     topology = ProcessTopology.from_config(config, world_size or config.tp * config.pp * config.cp)
+    with kept_streams(torch.device("cpu")):
+        model = _configured(model)
     with kept_streams(torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
         planned = without_numbers(model)
         with unset_fake_temporarily():
@@ -190,8 +192,15 @@ def without_numbers(model: nn.Module) -> nn.Module:
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         empty: Tensor = torch.empty_like(tensor, device="cpu")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    copied = copy.deepcopy(model, memo)
-    if isinstance(copied, LightningModule) and not any(True for _ in copied.parameters()):
+    return copy.deepcopy(model, memo)
+
+
+def _configured(model: nn.Module) -> nn.Module:
+    """A module that makes its model in ``configure_model``, as it is after that."""
+    if not isinstance(model, LightningModule) or any(True for _ in model.parameters()):
+        return model
+    copied = copy.deepcopy(model)
+    with torch.device("meta"):
         copied.configure_model()
     return copied
 
@@ -294,10 +303,6 @@ def _infer_really(model: nn.Module, step: _Step, config: ParallelConfig) -> Shar
         return torch.randint(0, 8, x.shape, generator=generator) if not x.is_floating_point() and not x.any() else x
 
     args, kwargs = tree_map_only(Tensor, drawn, small)
-    if isinstance(model, LightningModule) and not any(True for _ in model.parameters()):
-        model = copy.deepcopy(model)
-        with torch.device("meta"):
-            model.configure_model()
     part = model.get_submodule(step.path)
     own = ShardingPlan.from_rules(config.plan.rules) if isinstance(config.plan, PlanSpec) else None
     found = infer_plan(part, kwargs or args, config.tp, own).plan

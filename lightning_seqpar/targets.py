@@ -125,6 +125,11 @@ def _from_yaml(file: Path) -> Found:
             f"{file}: no 'model' stands in it, as {{class_path: package.Module, init_args: {{...}}}}; give {_FORMS}, and the "
             "parallel config by --config"
         )
+    if not isinstance(data["model"], Mapping) or "class_path" not in data["model"]:
+        raise ValueError(
+            f"{file}: model has no class_path, so the file alone does not say what it is; write "
+            "model: {class_path: package.Module, init_args: {...}}"
+        )
     try:
         from jsonargparse import ArgumentParser
     except ImportError:

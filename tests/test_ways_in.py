@@ -239,3 +239,21 @@ def test_a_notebook_is_refused_with_a_sentence():
         in told
     )
     assert "with devices=1 (tp=1) it runs here" in told
+
+
+# ---- Hugging Face ----------------------------------------------------------------------------------------------
+
+
+def test_the_hugging_face_example_learns_and_goes_on_from_its_folder(tmp_path):
+    """A tokenizer trained here, a Llama without memory, two processes; then the folder that it left is the start."""
+    script = str(ROOT / "examples" / "finetune_hf.py")
+    found = []
+    for more in (["--trainer.max_steps=40"], ["--trainer.max_steps=10", "--model.folder=runs/finetune/model"]):
+        code, output = run(PYTHON, script, *more, cwd=tmp_path)
+        assert code == 0, output[-4000:]
+        told = re.search(r"loss, mean of \d+ steps: ([\d.]+) at first, ([\d.]+) at the end", output)
+        assert told, output[-4000:]
+        found.append([float(one) for one in told.groups()])
+    assert found[0][1] < found[0][0] - 0.5
+    assert found[1][0] < found[0][1] + 0.3  # not from the beginning
+    assert "family llama: 28 of 39 tensors sharded" in output
