@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from lightning_seqpar.adapters import DOWN, UP
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layers import (
     LinearKind,
@@ -637,10 +638,19 @@ class Blueprint:
             return layout(partial=sp, reason="row bias: added to shards" if sp else ""), False
         if not self.in_region(module):
             return layout(), False
+        if self._follows_row(module):
+            sp = self.sp_at(module)
+            return layout(partial=sp, reason="sees sequence shards" if sp else ""), False
         in_gather = any(inside(module, name) for name in (*self.gathers, *self.copies, *self.wide))
         if self.sp_at(module):
             return layout(partial=True, reason="between gather and row" if in_gather else "sees sequence shards"), False
         return layout(partial=in_gather, reason="between copy and row" if in_gather else ""), in_gather
+
+    def _follows_row(self, module: str) -> bool:
+        """Whether it is the second half of a row's adapter: the first one's sums are reduced before it."""
+        around, half, adapter = module.rpartition(f".{UP}.")
+        first = self.linear.get(f"{around}.{DOWN}.{adapter}") if half else None
+        return first is not None and isinstance(first.rule, RowRule)
 
     def _attention_layout(
         self, parameter: str, name: str, leaf: str, layout: Callable[..., ParamLayout]

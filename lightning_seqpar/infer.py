@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_seqpar.adapters import without_adapters
 from lightning_seqpar.blockplan import BlockPlan, BlockPlanner, mixes_positions, pattern_of
 from lightning_seqpar.dataflow import (
     BlockFlow,
@@ -83,7 +84,7 @@ def infer_plan(
     if dtype is torch.float64 and is_large(model):
         dtype = torch.float32
     with kept_streams(cpu), default_dtype(dtype):
-        copied = detached_copy(model, cpu, dtype)
+        copied = without_adapters(detached_copy(model, cpu, dtype))
         prepare(copied)
         return _infer(copied, example.to(cpu, dtype), tp, own, sums=sums)
 

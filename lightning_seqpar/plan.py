@@ -20,6 +20,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator
 from torch import nn
 
+from lightning_seqpar.adapters import BASE, DOWN, UP, is_adapted, plain_modules
 from lightning_seqpar.config import FrozenModel, PlanSpec, nearest
 
 Argument = int | str
@@ -365,7 +366,7 @@ class ShardingPlan:
         """The rules as YAML that :meth:`from_yaml` reads back; patterns carry the prefix."""
         lines = [
             yaml.safe_dump(
-                {**rule.dump(), "pattern": self._full(rule.pattern)},
+                {**rule.dump(), "pattern": self.full(rule.pattern)},
                 default_flow_style=True,
                 sort_keys=False,
                 width=1000,
@@ -374,7 +375,8 @@ class ShardingPlan:
         ]
         return "rules:\n" + "".join(f"- {line}\n" for line in lines)
 
-    def _full(self, pattern: str) -> str:
+    def full(self, pattern: str) -> str:
+        """A pattern with the prefix."""
         return ".".join(part for part in (self.prefix, pattern) if part)
 
     def match(self, model: nn.Module) -> list[Match]:
@@ -386,19 +388,19 @@ class ShardingPlan:
         names = _Names(model)
         found: list[Match] = []
         for rule in self.rules:
-            hits, of_tensors = names.hits(rule, self._full(rule.pattern))
+            hits, of_tensors = names.hits(rule, self.full(rule.pattern))
             if not hits:
                 kind = "parameter or buffer" if of_tensors else "module"
-                near = nearest(self._full(rule.pattern), [name for name in names.of(of_tensors) if name], 5)
+                near = nearest(self.full(rule.pattern), [name for name in names.of(of_tensors) if name], 5)
                 raise ValueError(
-                    f"plan pattern {self._full(rule.pattern)!r} (style {rule.style}) matches no {kind}; near names: {near}"
+                    f"plan pattern {self.full(rule.pattern)!r} (style {rule.style}) matches no {kind}; near names: {near}"
                 )
             found += [Match(name, rule, self.source, of_tensors) for name in hits]
         return found
 
     def hits(self, rule: Rule, model: nn.Module) -> bool:
         """Whether a rule holds for anything in a model."""
-        return bool(_Names(model).hits(rule, self._full(rule.pattern))[0])
+        return bool(_Names(model).hits(rule, self.full(rule.pattern))[0])
 
 
 class _Names:
@@ -451,7 +453,7 @@ class Family(FrozenModel):
 
     def mismatch(self, root: nn.Module) -> str | None:
         """Why the plan does not hold for ``root``; none if it does."""
-        for name, module in root.named_modules():
+        for name, module in plain_modules(root):
             if name == "":
                 continue
             allowed = [classes for pattern, classes in self.parts.items() if match_pattern(pattern, name)]
@@ -544,10 +546,38 @@ def resolve_plans(
         ValueError: if ``auto`` finds nothing (the message says how to write a plan), or a name is unknown.
     """
     if isinstance(spec, str):
-        return _resolve_base(spec, model, infer)
-    own = ShardingPlan.from_rules(spec.rules, source="your plan")
-    base = [] if spec.base == "none" else _resolve_base(spec.base, model, infer)
-    return [*base, own]
+        plans = _resolve_base(spec, model, infer)
+    else:
+        own = ShardingPlan.from_rules(spec.rules, source="your plan")
+        plans = [*([] if spec.base == "none" else _resolve_base(spec.base, model, infer)), own]
+    return [_with_adapters(plan, model) for plan in plans]
+
+
+def _with_adapters(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
+    """A rule for a linear with an adapter holds for the linear in it and for the half of the adapter that meets the shards.
+
+    Of ``B(A(x))`` beside a column, ``B`` makes this rank's features; beside a row, ``A`` reads them, and its output is
+    reduced like the row's own.
+    """
+    adapted = {name for name, module in model.named_modules() if is_adapted(module)}
+    if not adapted:
+        return plan
+    rules: list[Rule] = []
+    for rule in plan.rules:
+        found = [n for n in adapted if match_pattern(plan.full(rule.pattern), n)]
+        if not found or not isinstance(rule, ColumnRule | RowRule):
+            rules.append(rule)
+            continue
+        named = [name for name, _ in model.named_modules() if match_pattern(plan.full(rule.pattern), name)]
+        half = UP if isinstance(rule, ColumnRule) else DOWN
+        if len(found) == len(named):
+            patterns = [f"{rule.pattern}.{BASE}", f"{rule.pattern}.{half}.*"]
+        else:  # some have none
+            inner = [name.removeprefix(f"{plan.prefix}.") if plan.prefix else name for name in named]
+            whole = [name if plan.full(name) not in adapted else f"{name}.{BASE}" for name in inner]
+            patterns = [*whole, *(f"{name}.{half}.*" for name in inner if plan.full(name) in adapted)]
+        rules += [rule.model_copy(update={"pattern": pattern}) for pattern in patterns]
+    return ShardingPlan(tuple(rules), plan.prefix, plan.source)
 
 
 def check_plan(spec: str | PlanSpec) -> None:

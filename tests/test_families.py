@@ -44,6 +44,11 @@ class PreciseNorm(Gemma3RMSNorm):
         return self._norm(x) * (1.0 + self.weight)
 
 
+def precise_loss(logits: Tensor, labels: Tensor, **more: Any) -> Tensor:
+    """The library's loss of a causal model without its cast to float32, in which a mean over replicas rounds at 1e-7."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
 class HuggingFace(L.LightningModule):
     """A model of transformers; the loss is its own, or ``F.cross_entropy`` on its logits."""
 
@@ -59,6 +64,8 @@ class HuggingFace(L.LightningModule):
                     setattr(module, name, 0.0)
             if type(module).__name__ == "Gemma3RMSNorm":
                 module.__class__ = PreciseNorm
+        if family not in TASKS:
+            self.model.loss_function = precise_loss
         perturb(self)
         self.model.train()
         self.loss = loss

@@ -12,11 +12,11 @@ import lightning_seqpar
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 LINE = [
-    "config", "topology", "groups", "collectives", "measure", "random", "linearity", "parts", "region", "layers", "layout", "plan",
-    "trace", "probe", "dataflow", "support", "products", "blockplan", "infer", "hooks", "blueprint", "parallelize", "grad_sync",
-    "checkpoint", "parity", "guards", "metrics", "sampler", "precision", "launcher", "agreement", "selfcheck", "proof",
-    "broadcast", "summary", "describe", "deferred", "weights", "environment", "stepping", "strategy", "report",
-    "targets", "testing", "cli", "__main__",
+    "config", "adapters", "topology", "groups", "collectives", "measure", "random", "linearity", "parts", "region",
+    "layers", "layout", "plan", "trace", "probe", "dataflow", "support", "products", "blockplan", "infer", "hooks",
+    "blueprint", "parallelize", "grad_sync", "checkpoint", "parity", "guards", "metrics", "sampler", "precision",
+    "launcher", "agreement", "selfcheck", "proof", "broadcast", "summary", "describe", "deferred", "weights",
+    "environment", "stepping", "strategy", "report", "targets", "testing", "cli", "__main__",
 ]  # fmt: skip
 
 
@@ -80,8 +80,8 @@ def test_no_module_level_state_and_no_group_fallback(path):
 
 def test_public_names_are_pinned():
     assert sorted(lightning_seqpar.__all__) == [
-        "CheckpointConfig", "ModelLayout", "ParallelConfig", "ParallelGroups", "ParamLayout", "PlanSpec",
-        "ProcessTopology", "SeqParallelStrategy", "ShardingPlan", "grad_norm", "unshard",
+        "CheckpointConfig", "Description", "ModelLayout", "ParallelConfig", "ParallelGroups", "ParamLayout", "PlanSpec",
+        "ProcessTopology", "SeqParallelStrategy", "ShardingPlan", "describe", "grad_norm", "unshard", "weights_from",
     ]  # fmt: skip
     assert all(hasattr(lightning_seqpar, name) for name in lightning_seqpar.__all__)
 

@@ -1,0 +1,94 @@
+"""LoRA on column and row linears: equal to one process; variants of it are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+import zoo
+from fit import fit
+from test_families import HuggingFace, build
+from torch import nn
+
+from lightning_seqpar import ParallelConfig, describe
+from lightning_seqpar.parity import Trace, compare
+from lightning_seqpar.testing import run_distributed
+
+LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Adapted(HuggingFace):
+    """A Hugging Face model under PEFT; only the adapters train."""
+
+    def __init__(self, family: str, targets: list[str], **options: Any) -> None:
+        super().__init__(family, "model")
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0, **options)
+        self.model = peft.get_peft_model(self.model, config)
+        torch.manual_seed(5)
+        for name, parameter in self.model.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(parameter, std=0.3)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+zoo.Adapted = Adapted
+CASES: dict[str, dict[str, Any]] = {
+    "columns": {"family": "llama", "targets": ["q_proj", "v_proj"]},
+    "rows": {"family": "llama", "targets": ["o_proj", "down_proj"]},
+    "all": {"family": "llama", "targets": LLAMA},
+    "some layers": {"family": "llama", "targets": LLAMA, "layers_to_transform": [1]},
+    "fused": {"family": "gpt2", "targets": ["c_attn", "c_proj", "c_fc"]},
+    "with biases": {"family": "gpt2", "targets": ["c_attn", "c_proj"], "bias": "lora_only"},
+}
+
+
+def fit_adapted(strategy: dict[str, Any], cases: dict[str, dict[str, Any]]) -> dict[str, Trace | str]:
+    found: dict[str, Trace | str] = {}
+    for name, args in cases.items():
+        try:
+            world = torch.distributed.get_world_size()
+            found[name] = fit("Adapted", args, world=world, strategy=strategy, steps=2, length=9)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [
+        (2, {"tp": 2}),
+        (2, {"tp": 2, "sp": False}),
+        (4, {"tp": 4}),
+        (4, {"tp": 2}),
+        (2, {"tp": 2, "plan": "infer"}),
+    ],
+    ids=["tp2", "tp2-no-sp", "tp4", "dp2-tp2", "tp2-infer"],
+)
+def test_lora_trains_like_one_process(world, strategy):
+    cases = CASES if world == 2 else {name: CASES[name] for name in ("all", "fused")}
+    for name, got in run_distributed(fit_adapted, world, strategy, cases)[0].items():
+        assert isinstance(got, Trace), f"{name}: {got}"
+        compare(fit("Adapted", CASES[name], steps=2, length=9), got).raise_if_failed()
+
+
+def test_the_plan_names_the_half_that_meets_the_shards():
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=4, target_modules=LLAMA))
+    styles = {row.module.split("layers.*.")[-1]: row.style for row in describe(model, ParallelConfig(tp=2)).rows}
+    assert styles["self_attn.q_proj.base_layer"] == styles["self_attn.q_proj.lora_B.default"] == "column"
+    assert styles["self_attn.q_proj.lora_A.default"] == "on shards"
+    assert styles["self_attn.o_proj.base_layer"] == styles["self_attn.o_proj.lora_A.default"] == "row"
+    assert styles["self_attn.o_proj.lora_B.default"] == "on shards"
+
+
+def test_variants_are_not_taken_for_it():
+    """DoRA scales by a norm over the whole weight: right where it is left whole, or refused."""
+    case = {"dora": {"family": "llama", "targets": ["q_proj", "o_proj"], "use_dora": True}}
+    for got in run_distributed(fit_adapted, 2, {"tp": 2}, case):
+        if isinstance(got["dora"], Trace):
+            compare(fit("Adapted", case["dora"], steps=2, length=9), got["dora"]).raise_if_failed()
+        else:
+            assert "plan=" in got["dora"]
