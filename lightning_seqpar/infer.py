@@ -7,6 +7,7 @@ what it decides is still proved by the self-check.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from lightning_seqpar.dataflow import (
     find_stacks,
     read_blocks,
 )
+from lightning_seqpar.layers import linear_kind
 from lightning_seqpar.plan import BlocksRule, ColumnRule, ReplaceRule, RowRule, ShardingPlan, WholeRule, inside
 from lightning_seqpar.probe import (
     Example,
@@ -165,6 +167,7 @@ def _plan_stack(
             mixing[key] = mixes_positions(model, flow, row)
         return mixing[key]
 
+    _refuse_unknown_linears(trace, calls, decided)
     flows = read_blocks(trace, calls, model, mixes, sums=sums)
     known: dict[Any, BlockPlan] = {}
     plans: dict[str, BlockPlan] = {}
@@ -201,6 +204,23 @@ def _plan_stack(
     for plan in known.values():
         reasons += plan.reasons
     return out, reasons
+
+
+def _refuse_unknown_linears(trace: Trace, blocks: Sequence[Call], decided: _Decided) -> None:
+    """A linear of a class that computes something else (quantised) is not left whole behind the user's back.
+
+    A subclass that returns more than its features (a router) is no such linear.
+    """
+    for call in trace.calls:
+        module = call.module
+        unknown = isinstance(module, nn.Linear) and linear_kind(module) is None and len(call.outputs) == 1
+        if unknown and any(inside(call.name, block.name) for block in blocks) and not decided.covers(call.name):
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            around = re.sub(r"(?<=\.)\d+(?=\.)", "*", call.name.rpartition(".")[0])
+            raise CantInferError(
+                f"{call.name}: it is a {kind}, an nn.Linear of another kind (quantised?), which is not known to compute the same; "
+                f"leave the module around it whole: {{pattern: {around}, style: whole}}"
+            )
 
 
 def _all_names(model: nn.Module, blocks: Sequence[str]) -> list[str]:

@@ -18,6 +18,34 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--parity-table", help="write the largest error of each family and topology to this file")
+
+
+@pytest.fixture(scope="session")
+def parity_errors(request):
+    """Collects ``(family, topology, plan, precision, error)``; written as a table where one is asked for."""
+    errors: list[tuple[str, str, str, str, float]] = []
+    yield errors
+    if path := request.config.getoption("--parity-table"):
+        Path(path).write_text(table_of(errors))
+
+
+def table_of(errors: list[tuple[str, str, str, str, float]]) -> str:
+    """The errors as Markdown: a row for each family, a column for each topology, a table for each precision and plan."""
+    text = "# Parity of Hugging Face families with one process\n\nWritten by `make parity`.\n"
+    for precision, plan in dict.fromkeys((e[3], e[2]) for e in sorted(errors, key=lambda e: (e[3] != "float64", e[2]))):
+        found = {(f, t): error for f, t, p, kind, error in errors if (kind, p) == (precision, plan)}
+        families, topologies = (list(dict.fromkeys(key[at] for key in found)) for at in (0, 1))
+        what = "losses, gradients and weights" if precision == "float64" else "losses"
+        text += f"\n## {precision}, plan: {plan}; largest error of {what}\n\n"
+        text += f"| family | {' | '.join(topologies)} |\n|---|{'---|' * len(topologies)}\n"
+        for family in families:
+            cells = [f"{found[family, t]:.1e}" if (family, t) in found else "" for t in topologies]
+            text += f"| {family} | {' | '.join(cells)} |\n"
+    return text
+
+
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_clean_environment():
     """Ranks must not fight for cores, and a test must leave the environment as it found it."""

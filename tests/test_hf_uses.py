@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from fit import fit, quiet_trainer
 from models import loader
 from test_families import FAMILIES, HuggingFace
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.parity import Trace, compare
@@ -148,3 +149,42 @@ def test_generate_gives_the_tokens_of_one_process(plan):
     assert len({str(tokens) for tokens in whole}) == 2 * len(families)
     for got in run_distributed(generate, 2, families, 2, plan, timeout=200.0):
         assert got == whole
+
+
+class Rounded(nn.Linear):
+    """As quantised linears are: a subclass that computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight.detach().abs().max() / 127
+        steps = self.weight / scale
+        return F.linear(x, (steps + (steps.round() - steps).detach()) * scale, self.bias)
+
+
+class Quantised(HuggingFace):
+    def __init__(self) -> None:
+        super().__init__("llama", "user")
+        for name, module in self.model.named_modules():
+            if name.endswith("down_proj"):
+                module.__class__ = Rounded
+
+
+zoo.Quantised = Quantised
+
+
+def fit_quantised(plan: Any) -> Trace | str:
+    try:
+        return fit("Quantised", {}, world=2, strategy={"tp": 2, "plan": plan}, steps=2, length=LENGTH)
+    except ValueError as error:
+        return str(error)
+
+
+def test_linears_of_unknown_kind_are_refused_never_left_whole_in_silence():
+    rule = {"pattern": "model.model.layers.*.mlp", "style": "whole"}
+    for plan in ("auto", "llama"):
+        told = run_distributed(fit_quantised, 2, plan)[0]
+        assert "mlp.down_proj" in told
+        assert "Rounded" in told
+        assert plan == "llama" or f"{{pattern: {rule['pattern']}, style: whole}}" in told
+    got = run_distributed(fit_quantised, 2, {"rules": [rule]})[0]
+    assert isinstance(got, Trace), got
+    compare(fit("Quantised", {}, steps=2, length=LENGTH), got).raise_if_failed()
