@@ -138,8 +138,11 @@ def _plan_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="seqpar plan",
         description="Before any launch, without GPUs: what becomes of each module, and what a rank keeps and sends.",
-        epilog="examples: seqpar plan conf/cli.yaml | seqpar plan llama-folder tp=8 --world-size 1024 --length 4096 | "
-        "seqpar plan my_package.models:make tp=4 --yaml > my_plan.yaml",
+        epilog="examples:\n"
+        "  seqpar plan conf/cli.yaml\n"
+        "  seqpar plan llama-folder tp=8 --world-size 1024 --length 4096\n"
+        "  seqpar plan my_package.models:make tp=4 --yaml > my_plan.yaml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "target", help="YAML file with a model, Hugging Face folder (config.json is enough), or package.module:factory"

@@ -140,6 +140,8 @@ def detached_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | N
     if is_large(model):
         _share_equal_blocks(model, memo)
     copied = copy.deepcopy(model, memo)
+    if is_large(model):
+        _without_caches(copied)
     _without_meta(copied, device)
     copied = copied.to(device)
     if dtype is not None:
@@ -152,12 +154,21 @@ def detached_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | N
     return copied
 
 
+def _without_caches(model: nn.Module) -> None:
+    """Blocks that are one would put their keys and values into one place of a cache, and read each other's."""
+    for module in model.modules():
+        settings = getattr(module, "config", None)
+        if getattr(settings, "use_cache", None) is True:
+            settings.use_cache = False  # type: ignore[union-attr]
+
+
 def _without_meta(model: nn.Module, device: torch.device) -> None:
-    """Zeros for what lies on the meta device; tied parameters stay tied."""
-    for parameter in model.parameters():
+    """Zeros for what lies on the meta device, ones for the weights of norms; tied parameters stay tied."""
+    for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            zeros = nn.Parameter(torch.zeros_like(parameter, device=device), parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, zeros)
+            fill = 1.0 if parameter.ndim == 1 and name.endswith("weight") else 0.0
+            numbers = torch.full_like(parameter, fill, device=device)
+            torch.utils.swap_tensors(parameter, nn.Parameter(numbers, parameter.requires_grad))
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:

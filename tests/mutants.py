@@ -668,7 +668,7 @@ MUTANTS = [
         "infer.py",
         "    whole = any(plan.reads_length for plan in known.values())\n",
         "    whole = False\n",
-        "tests/test_infer.py tests/test_zoo.py",
+        "tests/test_products.py",
     ),
     Mutant(
         "hidden states given away in parts",

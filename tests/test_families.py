@@ -44,7 +44,7 @@ class PreciseNorm(Gemma3RMSNorm):
         return self._norm(x) * (1.0 + self.weight)
 
 
-def precise_loss(logits: Tensor, labels: Tensor, **more: Any) -> Tensor:
+def precise_loss(logits: Tensor, labels: Tensor, *args: Any, **more: Any) -> Tensor:
     """The library's loss of a causal model without its cast to float32, in which a mean over replicas rounds at 1e-7."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
