@@ -6,9 +6,10 @@ it would have got at once, whoever keeps which part of it: random draws are made
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ from lightning_seqpar.probe import default_dtype
 
 _OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_")
 """Operations that leave nothing of what was in their first argument."""
+_VALUES_DECIDE = ("multinomial", "poisson", "_standard_gamma", "_sample_dirichlet", "binomial")
+"""Random operations that draw as many numbers as their arguments' values ask for."""
 _EMPTY = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 """Operations that fill nothing."""
 
@@ -62,7 +65,9 @@ class _Op:
     writes: frozenset[int]  # storages that it changes in place
     overwrites: int | None  # the one of which it leaves nothing
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)  # the default when it was called
-    state: int = 0  # number of the random state that it goes on from: seeded anew, it is another one
+    stream: int = 0  # which generator it draws from; 0 is torch's own
+    state: int = -1  # number of the random state that the stream was set to before it; -1 if it goes on
+    restored: int = -1  # or of the operation behind which its state was restored
 
     @property
     def name(self) -> str:
@@ -71,7 +76,7 @@ class _Op:
     @property
     def is_random(self) -> bool:
         tags = getattr(self.func, "tags", None)
-        return tags is None or torch.Tag.nondeterministic_seeded in tags
+        return self.func is not _constant if tags is None else torch.Tag.nondeterministic_seeded in tags
 
     def reads(self) -> set[int]:
         found = {leaf.storage for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, TensorRef)}
@@ -93,8 +98,14 @@ class DeferredInit(TorchDispatchMode):
         self._ops: list[_Op] = []
         self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that their addresses stay theirs
         self._filled: set[int] = set()
-        self._watch = _SkipWatch(self.note_call)
-        self.states = [torch.get_rng_state()]
+        self._made: set[int] = set()
+        self._writes: Counter[int] = Counter()
+        self._watch = _SkipWatch(self)
+        self._depth = 0
+        self._states: list[Tensor] = []
+        self._generators: dict[int, torch.Generator] = {0: torch.default_generator}
+        self._seen: dict[int, dict[bytes, int]] = defaultdict(dict)  # by stream: states that we left behind
+        self._latest: dict[int, bytes] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -116,12 +127,89 @@ class DeferredInit(TorchDispatchMode):
         return out
 
     def _note(self, op: _Op, made: Iterable[int] = ()) -> None:
-        if op.is_random and not torch.equal(now := torch.get_rng_state(), self.states[-1]):
-            self.states.append(now)  # seeded in between
-        op.state = len(self.states) - 1
+        if op.is_random:
+            self._note_stream(op)
         self._ops.append(op)
+        self._made.update(made)
+        self._writes.update(op.writes)
         if op.name not in _EMPTY:
             self._filled.update(op.writes, made)
+
+    def _note_stream(self, op: _Op) -> None:
+        """Where its draws come from: a draw on the meta device moves no stream; we do, to see what happens in between."""
+        given = [leaf for leaf in tree_leaves((op.args, dict(op.kwargs))) if isinstance(leaf, torch.Generator)]
+        op.stream = given[0]._cdata if given else 0  # type: ignore[attr-defined]
+        generator = self._generators.setdefault(op.stream, given[0] if given else torch.default_generator)
+        state = generator.get_state()
+        now = state.numpy().tobytes()
+        if now in self._seen[op.stream]:
+            if now != self._latest[op.stream]:
+                op.restored = self._seen[op.stream][now]
+        else:  # the first draw, or seeded in between, or something else drew
+            op.state = len(self._states)
+            self._states.append(state)
+        digest = hashlib.blake2b(now + len(self._ops).to_bytes(8, "little"), digest_size=8).digest()
+        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        left = generator.get_state().numpy().tobytes()
+        self._seen[op.stream][left], self._latest[op.stream] = len(self._ops), left
+
+    def note_constant(self, out: Tensor, value: Tensor) -> None:
+        """A tensor of numbers that the meta device forgets."""
+        known = len(self._storages)
+        ref = self.ref(out)
+        self._note(_Op(_constant, (value,), {}, ref, frozenset(), None), list(self._storages)[known:])
+
+    @property
+    def shared(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What may differ between ranks: the random states, and the numbers that were given."""
+        return self._states, [
+            leaf for op in self._ops for leaf in tree_leaves((op.args, dict(op.kwargs))) if isinstance(leaf, Tensor)
+        ]
+
+    @shared.setter
+    def shared(self, told: tuple[list[Tensor], list[Tensor]]) -> None:
+        self._states = told[0]
+        numbers = iter(told[1])
+        for op in self._ops:
+            op.args, op.kwargs = tree_map(
+                lambda x: next(numbers) if isinstance(x, Tensor) else x, (op.args, dict(op.kwargs))
+            )
+
+    def digest(self) -> str:
+        """What is done, random states and given numbers aside."""
+        told = hashlib.sha256()
+        for op in self._ops:
+            leaves = tree_leaves((op.args, dict(op.kwargs)))
+            plain = [
+                (leaf.shape, str(leaf.dtype)) if isinstance(leaf, TensorRef | Tensor) else repr(leaf)
+                for leaf in leaves
+                if not isinstance(leaf, torch.Generator)
+            ]
+            told.update(repr((op.name, plain)).encode())
+        return told.hexdigest()
+
+    def written_elsewhere(self, tensor: Tensor) -> bool:
+        """Whether more was written to a meta tensor than is remembered; what it was made with before counts once."""
+        key = tensor.untyped_storage()._cdata
+        known = self._writes[key]
+        return tensor._version > (known if key in self._made else 2 * known)
+
+    def check(self, wanted: Iterable[TensorRef]) -> None:
+        """Whether all that the wanted tensors are made of is known.
+
+        Raises:
+            ValueError: if an operation reads a tensor that nothing filled.
+        """
+        needed = self._needed({ref.storage for ref in wanted})
+        for op, is_needed in zip(self._ops, needed, strict=True):
+            if is_needed and (unknown := op.reads() - op.writes - self._filled):
+                leaves = tree_leaves((op.args, dict(op.kwargs)))
+                refs = [leaf for leaf in leaves if isinstance(leaf, TensorRef) and leaf.storage in unknown]
+                raise ValueError(
+                    f"a model of the meta device: {op.name} reads a tensor of shape {list(refs[0].shape)} whose numbers are not "
+                    "known (made outside configure_model, or of numbers that the meta device forgot); make it with its numbers "
+                    "inside configure_model, or outside torch.device('meta')"
+                )
 
     def note_call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         """A function of ``torch.nn.init`` that leaves meta tensors alone: it is done as a whole, later."""
@@ -131,11 +219,16 @@ class DeferredInit(TorchDispatchMode):
         self._note(_Op(function, (), told, None, frozenset([target.storage]), target.storage if whole else None))
 
     def __enter__(self) -> DeferredInit:
-        self._watch.__enter__()  # type: ignore[no-untyped-call]
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._depth += 1
+        if self._depth == 1:  # contexts inside each other are one
+            self._watch.__enter__()  # type: ignore[no-untyped-call]
+            super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._watch.__exit__(*raised)  # type: ignore[no-untyped-call]
 
@@ -184,7 +277,10 @@ class DeferredInit(TorchDispatchMode):
         for at, op in enumerate(self._ops):
             if needed[at]:
                 last.update(dict.fromkeys(op.reads() | op.writes | op.makes(), at))
-        before, state = torch.get_rng_state(), -1
+        before = torch.get_rng_state()
+        generators = {key: torch.Generator() if key else torch.default_generator for key in self._generators}
+        restored = {op.restored for op in self._ops}
+        marks: dict[int, Tensor] = {}  # states behind operations that a later one goes back to
         real: dict[int, torch.UntypedStorage] = {}
 
         def tensor(ref: TensorRef) -> Tensor:
@@ -201,17 +297,24 @@ class DeferredInit(TorchDispatchMode):
         try:
             with torch.no_grad():
                 for at, op in enumerate(self._ops):
-                    if op.state != state:
-                        state = op.state
-                        torch.set_rng_state(self.states[state])
+                    if op.state >= 0:
+                        generators[op.stream].set_state(self._states[op.state])
+                    elif op.restored >= 0:
+                        generators[op.stream].set_state(marks[op.restored])
                     if not needed[at]:
                         if op.is_random:
-                            _run(op, _fresh)  # the stream moves on as it did
+                            _run(op, _fresh, generators)  # the stream moves on as it did
+                        if at in restored:
+                            marks[at] = generators[op.stream].get_state()
                         continue
-                    out = _run(op, tensor)
+                    out = _run(op, tensor, generators)
+                    if at in restored:
+                        marks[at] = generators[op.stream].get_state()
                     for ref, made in zip(tree_leaves(op.out), tree_leaves(out), strict=True):
                         if isinstance(ref, TensorRef) and ref.storage not in real:
-                            if (made.shape, made.stride(), made.dtype) != (ref.shape, ref.stride, ref.dtype):
+                            if made.stride() != ref.stride and made.shape == ref.shape:
+                                made = _fresh(ref).copy_(made)
+                            if (made.shape, made.dtype) != (ref.shape, ref.dtype):
                                 raise RuntimeError(
                                     f"{op.name}: made {made.dtype} {list(made.shape)}, not what it did before"
                                 )
@@ -236,7 +339,7 @@ class DeferredInit(TorchDispatchMode):
             if op.name in _EMPTY:
                 live -= made  # nothing is in it
                 continue
-            if not (op.writes | made) & live:
+            if not (op.writes | made) & live and op.name not in _VALUES_DECIDE:
                 continue
             needed[at] = True
             live -= made
@@ -251,11 +354,14 @@ def _name(func: Any) -> str:
 
 
 class _SkipWatch(TorchFunctionMode):
-    """Sees which functions of ``torch.nn.init`` ask whether a tensor is on the meta device: those return at once if it is."""
+    """Sees what the meta device hides.
 
-    def __init__(self, note: Callable[[Callable[..., Any], Mapping[str, Any]], None]) -> None:
+    Functions of ``torch.nn.init`` that ask whether a tensor is on it, and return at once if it is; and numbers given in Python.
+    """
+
+    def __init__(self, recorder: DeferredInit) -> None:
         super().__init__()
-        self._note = note
+        self._recorder = recorder
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -268,20 +374,29 @@ class _SkipWatch(TorchFunctionMode):
             if caller.f_code.co_filename == torch.nn.init.__file__:
                 names = inspect.getargs(caller.f_code).args
                 function = vars(torch.nn.init)[caller.f_code.co_name]
-                self._note(function, {name: caller.f_locals[name] for name in names})
+                self._recorder.note_call(function, {name: caller.f_locals[name] for name in names})
+        elif func in _GIVEN and out.is_meta:
+            self._recorder.note_constant(out, func(*args, **{**(kwargs or {}), "device": "cpu"}))
         return out
 
 
+_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.Tensor.new_tensor)
 _DEVICE_CONTEXT = torch.utils._device.__file__
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 def _fresh(ref: TensorRef) -> Tensor:
-    return torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype)
+    return torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype).zero_()
 
 
-def _run(op: _Op, tensor: Callable[[TensorRef], Tensor]) -> Any:
+def _constant(value: Tensor) -> Tensor:
+    return value.clone()
+
+
+def _run(op: _Op, tensor: Callable[[TensorRef], Tensor], generators: Mapping[int, torch.Generator]) -> Any:
     def real(value: Any) -> Any:
+        if isinstance(value, torch.Generator):
+            return generators[op.stream]
         if isinstance(value, TensorRef):
             return tensor(value)
         return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value

@@ -143,6 +143,31 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], tp: int) -> None:
             )
 
 
+def check_outputs(out: Any, groups: ParallelGroups, device: torch.device, loop: str) -> None:
+    """What an evaluation step returns must be the same on all tensor-parallel ranks of a replica; collective over tp.
+
+    Raises:
+        RuntimeError: on all of them, if it is not.
+    """
+    leaves = [leaf.detach() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    norms = [float(torch.nan_to_num(leaf.double()).norm()) for leaf in leaves]
+    told = torch.tensor(
+        [len(norms), sum(norms), sum(at * norm for at, norm in enumerate(norms, 1))], dtype=torch.float64, device=device
+    )
+    both = torch.cat([told, -told])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups["tp"])
+    highs, lows = both[:3].tolist(), (-both[3:]).tolist()
+    rough = any(leaf.dtype in (torch.float16, torch.bfloat16) for leaf in leaves)
+    limit = 2e-2 if rough else 1e-4 if any(leaf.dtype == torch.float32 for leaf in leaves) else 1e-9
+    if any(high - low > limit * max(abs(high), abs(low)) for high, low in zip(highs, lows, strict=True)):
+        raise RuntimeError(
+            f"what the {loop} step returns differs across the tensor-parallel ranks of one replica (its norms sum to "
+            f"{lows[1]:.9g} on one and {highs[1]:.9g} on another): it is made of this rank's part of an activation (hidden states "
+            "or attention maps that were changed, pooled or kept aside before the model returned them?), or drawn at random on "
+            "its own. Use what the model returns in lists or tuples, or set sp=False"
+        )
+
+
 def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
     """The loss must be the same on all ranks of a replica.
 

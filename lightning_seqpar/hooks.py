@@ -330,6 +330,24 @@ def draw_apart(region: SequenceRegion) -> Callable[..., None]:
     return hook
 
 
+def draw_own(region: SequenceRegion) -> Callable[..., None]:
+    """Features of this rank alone: so are the draws on them."""
+
+    def hook(module: nn.Module, args: Any) -> None:
+        region.streams.begin()
+
+    return hook
+
+
+def draw_again_alike(region: SequenceRegion) -> Callable[..., None]:
+    """Behind them activations are whole again."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        region.streams.end()
+
+    return hook
+
+
 def require_shard(region: SequenceRegion, name: str) -> Callable[..., None]:
     """The module must only be called where shards flow."""
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_seqpar.adapters import BASE
 from lightning_seqpar.blueprint import Blueprint
 from lightning_seqpar.collectives import all_gather
 from lightning_seqpar.groups import ParallelGroups
@@ -21,8 +22,10 @@ from lightning_seqpar.hooks import (
     begin_sum,
     close_call,
     close_gather,
+    draw_again_alike,
     draw_alike,
     draw_apart,
+    draw_own,
     end_sum,
     enter_block,
     exit_region,
@@ -356,6 +359,7 @@ class _Swap(Blueprint):
             module, region = self.modules[name], self.region_of(name)
             yield module.register_forward_pre_hook(widen(region, name))
             yield module.register_forward_hook(narrow(region, name))
+        yield from self._hook_adapters()
         for name, module in self.modules.items():
             stochastic = type(module).__name__.lower() in ("droppath", "stochasticdepth")
             if stochastic and self.sp_at(name) and any(stack.covers(name) for stack in self.stacks):
@@ -366,6 +370,22 @@ class _Swap(Blueprint):
             module, region = self.modules[name], self.region_of(name)
             hook = slice_arguments(region, name, rule.args or (), rule.dim)
             yield module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _hook_adapters(self) -> Iterator[RemovableHandle]:
+        """What an adapter drops out of its input: beside a column all ranks alike, beside a row each of its own features."""
+        for name, match in self.linear.items():
+            around, _, leaf = name.rpartition(".")
+            dropout = self.modules.get(f"{around}.lora_dropout")
+            if leaf != BASE or dropout is None:
+                continue
+            region = self.region_of(name)
+            alike = isinstance(match.rule, ColumnRule)
+            if not alike and region.sp:
+                continue  # inside a block of shards all draws are the rank's own
+            before, behind = (draw_alike, draw_apart) if alike else (draw_own, draw_again_alike)
+            for module in dropout.children():
+                yield module.register_forward_pre_hook(before(region))
+                yield module.register_forward_hook(behind(region))
 
     def _hook_shard_readers(self, layouts: dict[str, ParamLayout]) -> Iterator[RemovableHandle]:
         """Modules whose parameters see shards must not be called where activations are whole."""

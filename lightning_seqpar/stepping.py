@@ -29,6 +29,7 @@ from lightning_seqpar.guards import (
     check_batch,
     check_buffers,
     check_loss,
+    check_outputs,
     check_parameters,
     check_readers,
     check_sums,
@@ -78,6 +79,8 @@ class SteppingStrategy(TopologyStrategy):
         with DrawWatch(record.check_draw) if due and loop == "training" else nullcontext():
             out = step(*args, **kwargs)
         record.check_closed(out)
+        if loop != "training" and (due or self._is_due(self._since_start[loop])):
+            check_outputs(out, self.groups, self.root_device, loop)
         return out
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

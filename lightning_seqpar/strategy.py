@@ -164,7 +164,7 @@ class SeqParallelStrategy(SteppingStrategy):
         )
         self._ddp_model: DistributedDataParallel | None = None
         self._summarized = False
-        self._recorders: list[DeferredInit] = []
+        self._recorder: DeferredInit | None = None
         self._late_state: Mapping[str, Tensor] | None = None
 
     @classmethod
@@ -255,24 +255,25 @@ class SeqParallelStrategy(SteppingStrategy):
         Args:
             empty_init: put everything on the meta device, as under ``with torch.device("meta")``.
         """
-        recorder = DeferredInit()
-        with super().tensor_init_context(), torch.device("meta") if empty_init else nullcontext(), recorder:
+        self._recorder = self._recorder or DeferredInit()
+        with super().tensor_init_context(), torch.device("meta") if empty_init else nullcontext(), self._recorder:
             yield
-        self._recorders.append(recorder)
 
     def _late_weights(self, module: LightningModule) -> LateWeights | None:
         """What the meta device left open; its buffers are filled here. None for a model with all its numbers."""
-        recorders, self._recorders = self._recorders, []
+        recorder, self._recorder = self._recorder, None
         state, self._late_state = self._late_state, None
         if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             return None
-        late = LateWeights(module, recorders)
+        late = LateWeights(module, recorder)
         if state is not None:
             late.use_state(state)
         late.check()
-        states = [late.states]
-        dist.broadcast_object_list(states, src=dist.get_process_group_ranks(self._world)[0], group=self._world)
-        late.states = states[0]
+        told = {"how the model of the meta device is initialised (numbers of Python, shapes)": late.digest()}
+        check_agreement(told, self._world, self.root_device)
+        shared = [late.shared]
+        dist.broadcast_object_list(shared, src=dist.get_process_group_ranks(self._world)[0], group=self._world)
+        late.shared = shared[0]
         late.fill_buffers()
         return late
 

@@ -236,13 +236,13 @@ class LateWeights:
 
     Args:
         model: with parameters or buffers on the meta device.
-        recorders: of the contexts that the model may have been made in.
+        recorder: of the contexts that the model may have been made in.
 
     Raises:
         ValueError: for a parameter that nothing would ever fill.
     """
 
-    def __init__(self, model: nn.Module, recorders: Sequence[DeferredInit]) -> None:
+    def __init__(self, model: nn.Module, recorder: DeferredInit | None = None) -> None:
         self._model = model
         self._sources = {
             name: WeightFiles(module.__dict__[_SOURCE], module)
@@ -250,7 +250,7 @@ class LateWeights:
             if _SOURCE in module.__dict__
         }
         self._state: Mapping[str, Tensor] | None = None
-        self._recorders = [*recorders, DeferredInit()]  # the last one for what none of them knows
+        self._recorder = recorder or DeferredInit()
         self._complete()
         self._parameters: dict[int, list[_Place]] = defaultdict(list)
         self._others: dict[int, list[_Place]] = defaultdict(list)
@@ -260,21 +260,21 @@ class LateWeights:
             own += [(leaf, one, self._others) for leaf, one in others.items()]
             for leaf, tensor, into in own:
                 if isinstance(tensor, Tensor) and tensor.is_meta:
-                    ref = self._recorder_of(tensor).ref(tensor)
+                    ref = self._recorder.ref(tensor)
                     into[ref.storage].append(_Place(f"{name}.{leaf}" if name else leaf, module, leaf, ref))
 
-    def _recorder_of(self, tensor: Tensor) -> DeferredInit:
-        return next((one for one in self._recorders if one.knows(tensor)), self._recorders[-1])
-
     @property
-    def states(self) -> list[list[Tensor]]:
-        """The random states that the draws begin with, to be made equal on all ranks."""
-        return [one.states for one in self._recorders]
+    def shared(self) -> Any:
+        """Random states and given numbers, to be made equal on all ranks."""
+        return self._recorder.shared
 
-    @states.setter
-    def states(self, told: list[list[Tensor]]) -> None:
-        for one, states in zip(self._recorders, told, strict=True):
-            one.states = states
+    @shared.setter
+    def shared(self, told: Any) -> None:
+        self._recorder.shared = told
+
+    def digest(self) -> str:
+        """What is done to the tensors, for a comparison of ranks."""
+        return self._recorder.digest()
 
     def use_state(self, state: Mapping[str, Tensor]) -> None:
         """Take the weights of a checkpoint."""
@@ -289,16 +289,16 @@ class LateWeights:
             inner = [p for p in module.parameters() if p.is_meta]
             skipped = callable(inits) and not getattr(module, "_is_hf_initialized", False)
             if inner and inits is not None and skipped:  # Hugging Face's own, which a meta device skips
-                with self._recorder_of(inner[0]), torch.no_grad():
+                with self._recorder, torch.no_grad():
                     inits()
             blank = [p for p in module.parameters(recurse=False) if self._is_blank(p)]
             reset = getattr(module, "reset_parameters", None)
             if blank and callable(reset):
-                with self._recorder_of(blank[0]), torch.no_grad():
+                with self._recorder, torch.no_grad():
                     reset()
 
     def _is_blank(self, tensor: Tensor) -> bool:
-        return tensor.is_meta and not self._recorder_of(tensor).fills(tensor)
+        return tensor.is_meta and not self._recorder.fills(tensor)
 
     def check(self) -> None:
         """Whether all that is missing will be there.
@@ -306,17 +306,27 @@ class LateWeights:
         Raises:
             ValueError: naming a tensor that nothing fills.
         """
+        drawn: list[TensorRef] = []
         for places in (*self._parameters.values(), *self._others.values()):
             for place in places:
                 tensor = getattr(place.holder, place.leaf)
-                if self._state is not None and place.name in self._state:
+                if (self._state is not None and place.name in self._state) or self._source_of(place.name) is not None:
                     continue
-                if self._source_of(place.name) is None and self._is_blank(tensor):
+                drawn.append(place.ref)
+                if self._recorder.written_elsewhere(tensor):
+                    raise ValueError(
+                        f"{place.name}: it was made on the meta device, and initialised there outside configure_model, where "
+                        "nothing remembers it; make and initialise the model in configure_model, or give its weights: "
+                        "weights_from(module, folder)"
+                    )
+                if self._is_blank(tensor):
                     raise ValueError(
                         f"{place.name}: it was made on the meta device, and nothing says how it is filled: its module "
                         f"({type(place.holder).__name__}) has no reset_parameters. Make the model in configure_model (what is "
                         "done to meta tensors there is remembered), or give its weights: weights_from(module, folder)"
                     )
+
+        self._recorder.check(drawn)
 
     def _source_of(self, name: str) -> tuple[WeightFiles, str] | None:
         for path, files in self._sources.items():
@@ -341,17 +351,21 @@ class LateWeights:
         """Give every parameter its numbers: of each this rank's part, and no second tensor beside it."""
         rank = record.groups.rank("tp") if record is not None else 0
         # Room for the parts first: the whole tensors then come and go in the same place behind them.
-        for places in self._parameters.values():
-            parameter = getattr(places[0].holder, places[0].leaf)
+        for place in (place for places in self._parameters.values() for place in places):
+            parameter = getattr(place.holder, place.leaf)
             if parameter.is_meta:
                 room = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, room)
 
         def take(places: Sequence[_Place], tensor: Callable[[TensorRef], Tensor]) -> None:
-            parameter = getattr(places[0].holder, places[0].leaf)
-            layout = _layout(record, parameter)
-            whole = tensor(places[0].ref)
-            _set(places[0], layout.take(whole, rank) if layout is not None else whole)
+            done: set[int] = set()
+            for place in places:
+                parameter = getattr(place.holder, place.leaf)
+                if id(parameter) not in done:  # not tied
+                    done.add(id(parameter))
+                    layout = _layout(record, parameter)
+                    whole = tensor(place.ref)
+                    _set(place, layout.take(whole, rank) if layout is not None else whole)
 
         self._fill(self._parameters, take, record, rank)
 
@@ -364,13 +378,12 @@ class LateWeights:
     ) -> None:
         drawn: dict[int, list[_Place]] = {}
         for key, places in wanted.items():
-            if not any(self._read(place, record, rank) for place in places):
+            read = [self._read(place, record, rank) for place in places]  # each, not the first alone
+            if not any(read):
                 drawn[key] = places
-        for recorder in self._recorders:
-            mine = {key: places for key, places in drawn.items() if recorder.holds(key)}
-            if mine:
-                wanted_refs = [place.ref for places in mine.values() for place in places]
-                recorder.replay(wanted_refs, lambda key, tensor: take(drawn[key], tensor))
+        if drawn:
+            refs = [place.ref for places in drawn.values() for place in places]
+            self._recorder.replay(refs, lambda key, tensor: take(drawn[key], tensor))
 
     def _read(self, place: _Place, record: ShardedModel | None, rank: int) -> bool:
         """Take a tensor from a checkpoint or a file, if one has it."""

@@ -708,14 +708,14 @@ MUTANTS = [
     Mutant(
         "a seed set while a late model is made forgotten",
         "deferred.py",
-        "            self.states.append(now)  # seeded in between\n",
-        "            pass\n",
+        "            op.state = len(self._states)\n",
+        "            op.state = len(self._states) if not self._states else -1\n",
         "tests/test_late_weights.py",
     ),
     Mutant(
         "each rank draws late weights from its own seed",
         "strategy.py",
-        "        dist.broadcast_object_list(states, src=dist.get_process_group_ranks(self._world)[0], group=self._world)\n",
+        "        dist.broadcast_object_list(shared, src=dist.get_process_group_ranks(self._world)[0], group=self._world)\n",
         "",
         "tests/test_late_weights.py",
     ),

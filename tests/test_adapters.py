@@ -8,11 +8,12 @@ import peft
 import pytest
 import torch
 import zoo
-from fit import fit
+from fit import fit, quiet_trainer
+from models import loader
 from test_families import HuggingFace, build
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_seqpar import ParallelConfig, describe
+from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
 from lightning_seqpar.parity import Trace, compare
 from lightning_seqpar.testing import run_distributed
 
@@ -92,3 +93,37 @@ def test_variants_are_not_taken_for_it():
             compare(fit("Adapted", case["dora"], steps=2, length=9), got["dora"]).raise_if_failed()
         else:
             assert "plan=" in got["dora"]
+
+
+class Dropping(Adapted):
+    """Notes what the adapters drop out."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__("llama", ["q_proj", "o_proj"])
+        self.masks: dict[str, Tensor] = {}
+        for name, module in self.model.named_modules():
+            if name.endswith("lora_dropout"):
+                module["default"] = nn.Dropout(0.5)
+                module["default"].register_forward_hook(self.note(name))
+
+    def note(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: Tensor) -> None:
+            self.masks.setdefault(name, out.detach() == 0)
+
+        return hook
+
+
+def masks(sp: bool) -> dict[str, Tensor]:
+    model = Dropping()
+    strategy = SeqParallelStrategy(tp=2, sp=sp, self_check=False)
+    quiet_trainer(devices=2, strategy=strategy, max_steps=1).fit(model, loader(4, length=8, count=4))
+    return model.masks
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_adapters_drop_out_whole_inputs_alike_and_own_features_apart(sp):
+    one, other = run_distributed(masks, 2, sp)
+    assert one.keys() == other.keys()
+    for name, mask in one.items():
+        assert 0.3 < float(mask.double().mean()) < 0.7
+        assert torch.equal(mask, other[name]) is ("q_proj" in name), name

@@ -537,3 +537,33 @@ def worker_reshuffled():
 def test_another_order_in_a_later_epoch_is_seen_at_its_first_batch():
     with pytest.raises(RankFailedError, match="read different training batches"):
         run_distributed(worker_reshuffled, 2)
+
+
+class Pooling(models.GPT):
+    """Keeps the mean of its first block's output aside, for predictions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[0].register_forward_hook(self.pool)
+
+    def pool(self, module: Any, args: Any, out: torch.Tensor) -> None:
+        self.pooled = out.detach().mean(1)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.model(batch[0])
+        return self.pooled
+
+
+def predict_pooled(sp: bool) -> str:
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, sp=sp, self_check=False))
+    try:
+        trainer.predict(Pooling(), models.loader(4, length=8, count=4))
+    except RuntimeError as error:
+        return str(error)
+    return "predicted"
+
+
+def test_predictions_made_of_parts_are_refused():
+    for told in run_distributed(predict_pooled, 2, True):
+        assert told.startswith("what the predict step returns differs across the tensor-parallel ranks")
+    assert run_distributed(predict_pooled, 2, False) == ["predicted", "predicted"]

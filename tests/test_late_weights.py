@@ -22,6 +22,7 @@ from lightning_seqpar import SeqParallelStrategy, weights_from
 from lightning_seqpar.deferred import DeferredInit
 from lightning_seqpar.parity import ParityRecorder, Trace, compare
 from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.weights import LateWeights
 
 
 def replayed(make: Any) -> dict[str, Tensor]:
@@ -339,12 +340,9 @@ def test_a_parameter_that_nothing_fills_is_refused():
         assert "weights_from(module, folder)" in told
 
 
-def fit_early() -> Trace:
-    """A model of meta that was made in ``__init__``, before any strategy: its modules' own resets fill it."""
-    return fit("Early", {}, world=2, strategy={"tp": 2}, steps=2)
-
-
 class Early(GPT):
+    """Made and initialised on the meta device before any strategy could remember it."""
+
     def __init__(self) -> None:
         L.LightningModule.__init__(self)
         self.optimizer = "adamw"
@@ -355,10 +353,92 @@ class Early(GPT):
 models.Early = Early
 
 
+def fit_early() -> str:
+    try:
+        fit("Early", {}, world=2, strategy={"tp": 2}, steps=1)
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_an_initialisation_that_nothing_remembers_is_refused():
+    for told in run_distributed(fit_early, 2):
+        assert "initialised there outside configure_model, where nothing remembers it" in told
+
+
 def test_resets_fill_what_was_made_too_early():
-    trace = run_distributed(fit_early, 2)[0]
-    assert all(torch.isfinite(weight).all() for weight in trace.weights.values())
-    assert float(trace.weights["model.tokens.weight"].std()) == pytest.approx(1.0, rel=0.2)  # nn.Embedding's own
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(50, 40), nn.LayerNorm(40), nn.Linear(40, 30))
+    late = LateWeights(model)
+    late.check()
+    late.fill_buffers()
+    late.fill_parameters(None)
+    assert float(model[0].weight.std()) == pytest.approx(1.0, rel=0.1)
+    assert torch.equal(model[1].weight, torch.ones(40))
+    assert 0 < float(model[2].weight.abs().max()) <= 40**-0.5
+
+
+class Given(nn.Module):
+    """Numbers of Python, seeds, generators and real draws in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(11)
+        self.first = nn.Linear(3, 4)
+        torch.manual_seed(5)
+        self.second = nn.Linear(3, 4)
+        torch.manual_seed(5)
+        self.third = nn.Linear(3, 4)
+        with torch.random.fork_rng():
+            self.forked = nn.Linear(3, 4)
+        self.fourth = nn.Linear(3, 4)
+        self.register_buffer("gain", torch.tensor([2.0, 3.0]) * 1.5)
+        self.own = nn.Parameter(torch.empty(4, 3))
+        self.other = nn.Parameter(torch.empty(4, 3))
+        with torch.no_grad():
+            nn.init.normal_(self.own, generator=generator)
+            nn.init.trunc_normal_(self.other, generator=generator)
+            self.own[torch.tensor([0, 2])] = 0
+            self.first.bias.copy_(torch.as_tensor([1.0, 2.0, 3.0, 4.0]))
+        self.register_buffer("picked", torch.multinomial(torch.tensor([0.1, 0.2, 0.7]), 2))
+        self.last = nn.Linear(3, 4)
+
+
+class Halves(nn.Module):
+    """Two parameters that are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.randn(4, 3)
+        self.a, self.b = nn.Parameter(both[:2]), nn.Parameter(both[2:])
+
+
+@pytest.mark.parametrize("make", [Given, Halves])
+def test_what_the_meta_device_forgets_is_remembered(make):
+    torch.manual_seed(3)
+    real = make()
+    torch.manual_seed(3)
+    recorder = DeferredInit()
+    with recorder, torch.device("meta"):
+        model = make()
+    late = LateWeights(model, recorder)
+    late.check()
+    late.fill_buffers()
+    late.fill_parameters(None)
+    for name, tensor in (*real.named_parameters(), *real.named_buffers()):
+        assert torch.equal(dict((*model.named_parameters(), *model.named_buffers()))[name], tensor), name
+
+
+def test_what_is_read_and_not_known_is_refused():
+    with torch.device("meta"):
+        scale = torch.full((3,), 2.0)
+    recorder = DeferredInit()
+    with recorder, torch.device("meta"):
+        model = nn.Linear(3, 3)
+        with torch.no_grad():
+            model.weight.mul_(scale)
+    with pytest.raises(ValueError, match=r"mul_ reads a tensor of shape \[3\] whose numbers are not known"):
+        LateWeights(model, recorder).check()
 
 
 def resume(folder: str) -> list[Trace]:
