@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -306,6 +307,7 @@ class LateWeights:
         Raises:
             ValueError: naming a tensor that nothing fills.
         """
+        self._check_overlaps()
         drawn: list[TensorRef] = []
         for places in (*self._parameters.values(), *self._others.values()):
             for place in places:
@@ -327,6 +329,20 @@ class LateWeights:
                     )
 
         self._recorder.check(drawn)
+
+    def _check_overlaps(self) -> None:
+        for places in self._parameters.values():
+            seen: dict[int, _Place] = {id(getattr(place.holder, place.leaf)): place for place in places}
+            ends = sorted(
+                (place.ref.offset, place.ref.offset + place.ref.nbytes // place.ref.dtype.itemsize, place.name)
+                for place in seen.values()
+            )
+            for (_, stop, one), (start, _, other) in itertools.pairwise(ends):
+                if start < stop:
+                    raise ValueError(
+                        f"{one} and {other} are two parameters in one memory, which would part when the model is cut; tie them by "
+                        "one nn.Parameter under both names"
+                    )
 
     def _source_of(self, name: str) -> tuple[WeightFiles, str] | None:
         for path, files in self._sources.items():

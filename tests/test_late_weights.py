@@ -429,6 +429,16 @@ def test_what_the_meta_device_forgets_is_remembered(make):
         assert torch.equal(dict((*model.named_parameters(), *model.named_buffers()))[name], tensor), name
 
 
+def test_two_parameters_in_one_memory_are_refused():
+    recorder = DeferredInit()
+    with recorder, torch.device("meta"):
+        model = nn.Module()
+        model.a = nn.Parameter(torch.randn(3))
+        model.b = nn.Parameter(model.a.data)
+    with pytest.raises(ValueError, match="a and b are two parameters in one memory"):
+        LateWeights(model, recorder).check()
+
+
 def test_what_is_read_and_not_known_is_refused():
     with torch.device("meta"):
         scale = torch.full((3,), 2.0)
