@@ -376,7 +376,9 @@ class _SkipWatch(TorchFunctionMode):
                 function = vars(torch.nn.init)[caller.f_code.co_name]
                 self._recorder.note_call(function, {name: caller.f_locals[name] for name in names})
         elif func in _GIVEN and out.is_meta:
-            self._recorder.note_constant(out, func(*args, **{**(kwargs or {}), "device": "cpu"}))
+            given = args[1:2] if func == torch.Tensor.new_tensor else args[:1]
+            if not any(isinstance(value, Tensor) and value.is_meta for value in given):
+                self._recorder.note_constant(out, func(*args, **{**(kwargs or {}), "device": "cpu"}))
         return out
 
 

@@ -380,8 +380,7 @@ class LateWeights:
                 if id(parameter) not in done:  # not tied
                     done.add(id(parameter))
                     layout = _layout(record, parameter)
-                    whole = tensor(place.ref)
-                    _set(place, layout.take(whole, rank) if layout is not None else whole)
+                    _copy_part(place, tensor(place.ref), layout.shard if layout is not None else None, rank)
 
         self._fill(self._parameters, take, record, rank)
 
@@ -419,6 +418,18 @@ class LateWeights:
 
 def _layout(record: ShardedModel | None, parameter: Tensor) -> ParamLayout | None:
     return record.layout.of(parameter) if record is not None else None
+
+
+def _copy_part(place: _Place, whole: Tensor, shard: Shard | None, rank: int) -> None:
+    """What ``rank`` holds of a whole tensor, without another copy of it on the way."""
+    if shard is None or shard.padded is not None:
+        _set(place, whole if shard is None else shard.take(whole, rank))
+        return
+    parameter, at = getattr(place.holder, place.leaf), 0
+    with torch.no_grad():
+        for start, stop in shard.ranges[rank]:
+            parameter.narrow(shard.dim, at, stop - start).copy_(whole.narrow(shard.dim, start, stop - start))
+            at += stop - start
 
 
 def _set(place: _Place, value: Tensor) -> None:

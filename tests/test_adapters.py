@@ -63,7 +63,7 @@ def fit_adapted(strategy: dict[str, Any], cases: dict[str, dict[str, Any]]) -> d
     [
         (2, {"tp": 2}),
         (2, {"tp": 2, "sp": False}),
-        (4, {"tp": 4}),
+        pytest.param(4, {"tp": 4}, marks=pytest.mark.matrix),
         (4, {"tp": 2}),
         (2, {"tp": 2, "plan": "infer"}),
     ],

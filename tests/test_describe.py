@@ -66,7 +66,13 @@ OPTIMIZER = {"gpt": "adamw"}
 
 @pytest.mark.parametrize(
     ("world", "strategy"),
-    [(2, {"tp": 2}), (2, {"tp": 2, "sp": False}), (2, {"tp": 2, "regather": False}), (4, {"tp": 2}), (4, {"tp": 4})],
+    [
+        (2, {"tp": 2}),
+        (2, {"tp": 2, "sp": False}),
+        pytest.param(2, {"tp": 2, "regather": False}, marks=pytest.mark.matrix),
+        (4, {"tp": 2}),
+        pytest.param(4, {"tp": 4}, marks=pytest.mark.matrix),
+    ],
     ids=["tp2", "tp2-no-sp", "tp2-no-regather", "dp2-tp2", "tp4"],
 )
 def test_estimates_are_what_a_run_measures(world, strategy):

@@ -195,7 +195,7 @@ class Loaded(LateHF):
 zoo.Loaded = Loaded
 
 
-@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.matrix)])
 def test_weights_are_read_from_a_folder_in_parts(folders, world, tp):
     given = [(family, str(folder)) for family, folder in folders.items()]
     for (family, folder), got in zip(given, run_distributed(fit_folders, world, given, world, tp)[0], strict=True):
@@ -400,6 +400,7 @@ class Given(nn.Module):
             nn.init.trunc_normal_(self.other, generator=generator)
             self.own[torch.tensor([0, 2])] = 0
             self.first.bias.copy_(torch.as_tensor([1.0, 2.0, 3.0, 4.0]))
+            self.second.bias.copy_(self.first.bias.new_tensor([4.0, 3.0, 2.0, 1.0]) + torch.as_tensor(self.first.bias))
         self.register_buffer("picked", torch.multinomial(torch.tensor([0.1, 0.2, 0.7]), 2))
         self.last = nn.Linear(3, 4)
 

@@ -19,7 +19,13 @@ FOUR = [
     "alibi", "bias_table", "raw_attention", "routed_moe",
     "inline_mlp", "nano", "bert", "sequence_first", "flat", "vision", "encoder_decoder", "tied",
 ]  # fmt: skip
-TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True), "tp2-no-sp": (2, 2, False)}
+TOPOLOGIES = {
+    "tp2": (2, 2, True),
+    "tp4": (4, 4, True),
+    "dp2-tp2": (4, 2, True),
+    "tp2-no-sp": (2, 2, False),
+    "tp2-no-sp-others": (2, 2, False),
+}
 
 
 def fit_all(kinds: list[str], world: int, tp: int, sp: bool) -> dict[str, Trace | str]:
@@ -46,8 +52,13 @@ def trained(topology: str) -> dict[str, Trace | str]:
     return run_distributed(fit_all, world, kinds, world, tp, sp, timeout=400.0)[0]
 
 
-CHOSEN = {"tp2": KINDS, "tp4": FOUR, "dp2-tp2": FOUR, "tp2-no-sp": KINDS}
-CASES = [(name, kind) for name in TOPOLOGIES for kind in CHOSEN[name]]
+CHOSEN = {"tp2": KINDS, "tp4": FOUR, "dp2-tp2": FOUR, "tp2-no-sp": FOUR}
+CHOSEN["tp2-no-sp-others"] = [kind for kind in KINDS if kind not in FOUR]
+CASES = [
+    pytest.param(name, kind, marks=pytest.mark.matrix if name.endswith("others") else (), id=f"{name}-{kind}")
+    for name in TOPOLOGIES
+    for kind in CHOSEN[name]
+]
 
 
 @pytest.mark.parametrize(("topology", "kind"), CASES)
