@@ -215,10 +215,9 @@ def _refuse_unknown_linears(trace: Trace, blocks: Sequence[Call], decided: _Deci
         module = call.module
         unknown = isinstance(module, nn.Linear) and linear_kind(module) is None and len(call.outputs) == 1
         if unknown and any(inside(call.name, block.name) for block in blocks) and not decided.covers(call.name):
-            kind = f"{type(module).__module__}.{type(module).__qualname__}"
             around = re.sub(r"(?<=\.)\d+(?=\.)", "*", call.name.rpartition(".")[0])
             raise CantInferError(
-                f"{call.name}: it is a {kind}, an nn.Linear of another kind (quantised?), which is not known to compute the same; "
+                f"{call.name}: a {type(module).__name__}, which is not known to compute what nn.Linear does (is it quantised?); "
                 f"leave the module around it whole: {{pattern: {around}, style: whole}}"
             )
 
