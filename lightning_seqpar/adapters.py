@@ -26,23 +26,22 @@ def plain_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``root.named_modules()`` as if there were no adapters: each stands for the linear in it."""
     hidden: tuple[str, ...] = ()
     for name, module in root.named_modules():
-        if name.startswith(hidden) and hidden:
+        if name.startswith(hidden):
             continue
         if is_adapted(module):
             hidden = (*hidden, f"{name}." if name else "")
-            base = module.get_submodule(BASE)
-            yield name, base
-        else:
-            yield name, module
+            module = module.get_submodule(BASE)
+        yield name, module
 
 
 def without_adapters(root: nn.Module) -> nn.Module:
-    """``root`` with each adapter replaced by the linear in it, in place: for a copy that is only looked at."""
+    """``root`` with each adapter replaced by the linear in it, in place: for a copy that is only looked at.
+
+    What is frozen under an adapter has gradients without it.
+    """
     for module in list(root.modules()):
         for name, child in list(module.named_children()):
             if is_adapted(child):
                 base = child.get_submodule(BASE)
-                module._modules[name] = base.requires_grad_(
-                    True
-                )  # what is frozen under an adapter has gradients without it
+                module._modules[name] = base.requires_grad_(True)
     return root

@@ -91,7 +91,11 @@ class _Op:
 
 
 class DeferredInit(TorchDispatchMode):
-    """Remembers every operation on tensors of the meta device while it is active."""
+    """Remembers every operation on tensors of the meta device while it is active.
+
+    A draw there moves no random stream; each one that is remembered moves the real one elsewhere instead, so that a seed set
+    in between is noticed.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,7 +140,7 @@ class DeferredInit(TorchDispatchMode):
             self._filled.update(op.writes, made)
 
     def _note_stream(self, op: _Op) -> None:
-        """Where its draws come from: a draw on the meta device moves no stream; we do, to see what happens in between."""
+        """Where its draws come from."""
         given = [leaf for leaf in tree_leaves((op.args, dict(op.kwargs))) if isinstance(leaf, torch.Generator)]
         op.stream = given[0]._cdata if given else 0  # type: ignore[attr-defined]
         generator = self._generators.setdefault(op.stream, given[0] if given else torch.default_generator)
@@ -244,14 +248,6 @@ class DeferredInit(TorchDispatchMode):
         return TensorRef(
             storage._cdata, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
         )
-
-    def knows(self, tensor: Tensor) -> bool:
-        """Whether a meta tensor was made here."""
-        return tensor.is_meta and self.holds(tensor.untyped_storage()._cdata)
-
-    def holds(self, storage: int) -> bool:
-        """Whether a storage is one of those remembered."""
-        return storage in self._storages
 
     def fills(self, tensor: Tensor) -> bool:
         """Whether something was written to a meta tensor, or it was made with content."""
@@ -382,7 +378,7 @@ class _SkipWatch(TorchFunctionMode):
         return out
 
 
-_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.Tensor.new_tensor)
+_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 _DEVICE_CONTEXT = torch.utils._device.__file__
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -154,8 +154,9 @@ def return_whole(regions: Sequence[SequenceRegion]) -> Callable[..., Any]:
     """Of what a module gives to the code around the region, parts become whole (hidden states, attention maps)."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        leaves = tree_leaves(out)
         for region in regions:
-            if region.parts.has(tree_leaves(out)):
+            if region.parts.has(leaves):
                 out = tree_map_only(Tensor, region.parts.whole, out)
         return out
 
@@ -312,38 +313,11 @@ def narrow(region: SequenceRegion, name: str) -> Callable[..., Any]:
     return hook
 
 
-def draw_alike(region: SequenceRegion) -> Callable[..., None]:
-    """Stochastic depth draws per sample: the same on every rank, in the middle of shards."""
+def switch_streams(region: SequenceRegion, what: Literal["begin", "end", "pause", "resume"]) -> Callable[..., None]:
+    """From here on draws come from another stream: see :class:`~lightning_seqpar.random.RankStreams`."""
 
-    def hook(module: nn.Module, args: Any) -> None:
-        region.streams.pause()
-
-    return hook
-
-
-def draw_apart(region: SequenceRegion) -> Callable[..., None]:
-    """Behind it ranks draw for themselves again."""
-
-    def hook(module: nn.Module, args: Any, out: Any) -> None:
-        region.streams.resume()
-
-    return hook
-
-
-def draw_own(region: SequenceRegion) -> Callable[..., None]:
-    """Features of this rank alone: so are the draws on them."""
-
-    def hook(module: nn.Module, args: Any) -> None:
-        region.streams.begin()
-
-    return hook
-
-
-def draw_again_alike(region: SequenceRegion) -> Callable[..., None]:
-    """Behind them activations are whole again."""
-
-    def hook(module: nn.Module, args: Any, out: Any) -> None:
-        region.streams.end()
+    def hook(module: nn.Module, *args: Any) -> None:
+        getattr(region.streams, what)()
 
     return hook
 

@@ -22,10 +22,6 @@ from lightning_seqpar.hooks import (
     begin_sum,
     close_call,
     close_gather,
-    draw_again_alike,
-    draw_alike,
-    draw_apart,
-    draw_own,
     end_sum,
     enter_block,
     exit_region,
@@ -39,6 +35,7 @@ from lightning_seqpar.hooks import (
     require_shard,
     return_whole,
     slice_arguments,
+    switch_streams,
     widen,
 )
 from lightning_seqpar.layers import (
@@ -364,8 +361,8 @@ class _Swap(Blueprint):
             stochastic = type(module).__name__.lower() in ("droppath", "stochasticdepth")
             if stochastic and self.sp_at(name) and any(stack.covers(name) for stack in self.stacks):
                 region = self.region_of(name)
-                yield module.register_forward_pre_hook(draw_alike(region))
-                yield module.register_forward_hook(draw_apart(region), always_call=True)
+                yield module.register_forward_pre_hook(switch_streams(region, "pause"))
+                yield module.register_forward_hook(switch_streams(region, "resume"), always_call=True)
         for name, rule in self.sliced_args.items():
             module, region = self.modules[name], self.region_of(name)
             hook = slice_arguments(region, name, rule.args or (), rule.dim)
@@ -382,10 +379,9 @@ class _Swap(Blueprint):
             alike = isinstance(match.rule, ColumnRule)
             if not alike and region.sp:
                 continue  # inside a block of shards all draws are the rank's own
-            before, behind = (draw_alike, draw_apart) if alike else (draw_own, draw_again_alike)
             for module in dropout.children():
-                yield module.register_forward_pre_hook(before(region))
-                yield module.register_forward_hook(behind(region))
+                yield module.register_forward_pre_hook(switch_streams(region, "pause" if alike else "begin"))
+                yield module.register_forward_hook(switch_streams(region, "resume" if alike else "end"))
 
     def _hook_shard_readers(self, layouts: dict[str, ParamLayout]) -> Iterator[RemovableHandle]:
         """Modules whose parameters see shards must not be called where activations are whole."""

@@ -130,13 +130,34 @@ def self_check(
 
     ``model`` itself is not touched. Every rank must hold the same ``model`` and ``example``.
     """
+    example = example.to(device, dtype)
+
+    def compare_copies() -> Verdict:  # in a frame of its own, which lets them go
+        whole = detached_copy(model, device, dtype)
+        prepare(whole)
+        names = _watched(whole, plans)
+        dense = _run(whole, None, example, names, groups)
+        del whole
+        copied = detached_copy(model, device, dtype)
+        prepare(copied)
+        try:
+            record = parallelize(copied, plans, groups, sp=sp, regather=regather)
+        except ValueError as error:
+            raise PlanError from error
+        record.is_copy = True
+        sharded = _run(copied, record, example, names, groups)
+        verdict = _compare(dense, sharded, record, names, groups)
+        try:
+            check_replicated(copied.parameters(), record.layout, groups)
+        except RuntimeError as error:
+            verdict.wrong.append(str(error))
+        return verdict
+
     told: str | None = None
     verdict = Verdict()
     with kept_streams(device), default_dtype(dtype):
         try:
-            verdict = _check_copies(
-                model, plans, groups, example.to(device, dtype), sp, regather, device, dtype, prepare
-            )
+            verdict = compare_copies()
         except PlanError as error:
             raise ValueError(str(error.__cause__)) from None  # the same on every rank: nothing has run yet
         except Exception as error:  # told to every rank below
@@ -144,38 +165,6 @@ def self_check(
     if is_large(model):
         gc.collect()  # modules and their hooks know each other: without it the copies would live on for a while
     return _agree(verdict, told, groups)
-
-
-def _check_copies(
-    model: nn.Module,
-    plans: Sequence[ShardingPlan],
-    groups: ParallelGroups,
-    example: Example,
-    sp: bool,
-    regather: bool,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    prepare: Callable[[nn.Module], None],
-) -> Verdict:
-    whole = detached_copy(model, device, dtype)
-    prepare(whole)
-    names = _watched(whole, plans)
-    dense = _run(whole, None, example, names, groups)
-    del whole
-    copied = detached_copy(model, device, dtype)
-    prepare(copied)
-    try:
-        record = parallelize(copied, plans, groups, sp=sp, regather=regather)
-    except ValueError as error:
-        raise PlanError from error
-    record.is_copy = True
-    sharded = _run(copied, record, example, names, groups)
-    verdict = _compare(dense, sharded, record, names, groups)
-    try:
-        check_replicated(copied.parameters(), record.layout, groups)
-    except RuntimeError as error:
-        verdict.wrong.append(str(error))
-    return verdict
 
 
 def _agree(verdict: Verdict, told: str | None, groups: ParallelGroups) -> Verdict:

@@ -195,9 +195,7 @@ class WeightFiles:
             sliced = opened.get_slice(key)
             before = (slice(None),) * shard.dim
             held = [(*before, slice(start, stop)) for start, stop in shard.ranges[rank]]
-            pieces = [sliced[part] for part in held]
-            whole = torch.cat(pieces, shard.dim)
-        return _padded(whole, shard)
+            return shard.join([sliced[part] for part in held])
 
     def _convert(self, name: str) -> Tensor:
         parts = self._parts(name)
@@ -209,14 +207,6 @@ class WeightFiles:
                 fresh.add_tensor(target, key, pattern, opened.get_tensor(key))
         made = fresh.convert(target, model=self._module, config=self._module.config)[target]
         return made[0] if isinstance(made, list) else made  # type: ignore[no-any-return]
-
-
-def _padded(local: Tensor, shard: Shard) -> Tensor:
-    if shard.padded is None or local.shape[shard.dim] == shard.padded:
-        return local
-    shape = list(local.shape)
-    shape[shard.dim] = shard.padded - local.shape[shard.dim]
-    return torch.cat([local, local.new_zeros(shape)], shard.dim)
 
 
 # ---- models without numbers ------------------------------------------------------------------------------------
@@ -238,9 +228,6 @@ class LateWeights:
     Args:
         model: with parameters or buffers on the meta device.
         recorder: of the contexts that the model may have been made in.
-
-    Raises:
-        ValueError: for a parameter that nothing would ever fill.
     """
 
     def __init__(self, model: nn.Module, recorder: DeferredInit | None = None) -> None:
@@ -255,7 +242,7 @@ class LateWeights:
         self._complete()
         self._parameters: dict[int, list[_Place]] = defaultdict(list)
         self._others: dict[int, list[_Place]] = defaultdict(list)
-        for name, module in model.named_modules(remove_duplicate=True):
+        for name, module in model.named_modules():
             others = {**vars(module), **module._buffers}
             own = [(leaf, one, self._parameters) for leaf, one in module._parameters.items()]
             own += [(leaf, one, self._others) for leaf, one in others.items()]
@@ -327,7 +314,6 @@ class LateWeights:
                         f"({type(place.holder).__name__}) has no reset_parameters. Make the model in configure_model (what is "
                         "done to meta tensors there is remembered), or give its weights: weights_from(module, folder)"
                     )
-
         self._recorder.check(drawn)
 
     def _check_overlaps(self) -> None:

@@ -402,8 +402,8 @@ MUTANTS = [
     Mutant(
         "the self-check passes everything",
         "selfcheck.py",
-        "    verdict = _compare(dense, sharded, record, names, groups)\n",
-        "    verdict = Verdict()\n",
+        "        verdict = _compare(dense, sharded, record, names, groups)\n",
+        "        verdict = Verdict()\n",
         "tests/test_selfcheck.py",
     ),
     Mutant(

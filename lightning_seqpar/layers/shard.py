@@ -109,11 +109,14 @@ class Shard:
         if whole.shape[self.dim] != self.length:
             raise ValueError(f"expected {self.length} at dim {self.dim}, got a tensor of shape {list(whole.shape)}")
         pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
-        if self.padded is not None:
-            shape = list(whole.shape)
-            shape[self.dim] = self.padded - sum(stop - start for start, stop in self.ranges[rank])
-            pieces.append(whole.new_zeros(shape))
-        return torch.cat(pieces, self.dim).clone(memory_format=torch.contiguous_format)
+        return self.join(pieces).clone(memory_format=torch.contiguous_format)
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """What a rank holds, from its ranges in order; padded with zeros where every rank's length is the same."""
+        missing = 0 if self.padded is None else self.padded - sum(piece.shape[self.dim] for piece in pieces)
+        shape = list(pieces[0].shape)
+        shape[self.dim] = missing
+        return torch.cat([*pieces, pieces[0].new_zeros(shape)] if missing else list(pieces), self.dim)
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor from every rank's part."""
