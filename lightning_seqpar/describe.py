@@ -412,7 +412,7 @@ def _trace(
     out.activation_bytes = saved.total
     calls, sent = dict(traffic.calls), dict(traffic.bytes)
     if record is not None:
-        for counted, more in zip((calls, sent), step_traffic(record.layout), strict=True):
+        for counted, more in zip((calls, sent), step_traffic(record.layout, record.groups.size("tp")), strict=True):
             counted["all_reduce"] = counted.get("all_reduce", 0) + more
     if topology.get_dim("dp") > 1:
         sent["all_reduce (dp)"] = out.gradient_bytes

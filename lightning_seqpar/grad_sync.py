@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layout import ModelLayout, ParamLayout
+from lightning_seqpar.losswatch import LossWatch
 
 
 @dataclass
@@ -48,12 +49,16 @@ class GradSync:
         groups: the process groups.
         doubtful: names whose class is only proved by the gradients themselves (see :meth:`flush`).
 
+    Attributes:
+        losses: compared with each sum.
+
     Every rank of the model-parallel group calls :meth:`flush` at the same points.
     """
 
     def __init__(self, layout: ModelLayout, groups: ParallelGroups, doubtful: Iterable[str] = ()) -> None:
         self._layout, self._groups = layout, groups
         self._doubtful = frozenset(doubtful)
+        self.losses = LossWatch(groups)
         self._partials = [_Partial(layout[name], layout.parameter(name)) for name in layout if layout[name].is_partial]
         self.attach()
 
@@ -136,8 +141,14 @@ class GradSync:
             check: also compare the doubtful gradients across ranks before they are summed.
 
         Raises:
-            RuntimeError: on every rank, if a gradient arrived past its hook or a parameter was replaced.
+            RuntimeError: on every rank, if a gradient arrived past its hook or a parameter was replaced, or if the losses of
+                the step before differed.
         """
+        self.losses.settle()
+        self._sum(parameters, check)
+        self.losses.send()
+
+    def _sum(self, parameters: Iterable[Tensor], check: bool) -> None:
         due_ids = {id(parameter) for parameter in parameters}
         due = [partial for partial in self._partials if id(partial.parameter) in due_ids]
         if not due:
@@ -154,7 +165,7 @@ class GradSync:
             members = [p for p in pending if tuple(sorted(p.layout.sum_over)) == axes]
             shared = [_SharedPart(p, self._groups.rank("tp")) for p in members if p.layout.shard is not None]
             whole = [_grad(p.parameter) for p in members if p.layout.shard is None]
-            _sum_coalesced([*whole, *(part.sent for part in shared)], group)
+            _sum_coalesced([*whole, *(part.sent for part in shared)], group, self.losses if axes == ("tp",) else None)
             for part in shared:
                 part.take()
         for partial in pending:
@@ -218,11 +229,9 @@ class _SharedPart:
         self._grad.index_copy_(self._dim, self._local, summed)
 
 
-def step_traffic(layout: ModelLayout) -> tuple[int, int]:
-    """All-reduces of one optimizer step, and the bytes that a rank gives to them: the agreement, and the sums by dtype."""
+def step_traffic(layout: ModelLayout, tp: int) -> tuple[int, int]:
+    """All-reduces of one optimizer step, and the bytes that a rank gives to them: the agreement, the sums by dtype, the loss."""
     partial = [name for name, item in layout.items() if item.is_partial]
-    if not partial:
-        return 0, 0
     sums: dict[Any, int] = {}
     for name in partial:
         parameter, shard = layout.parameter(name), layout[name].shard
@@ -233,7 +242,10 @@ def step_traffic(layout: ModelLayout) -> tuple[int, int]:
             count = count // parameter.shape[shard.dim] * int((shard.holders > 1).sum())
         key = (tuple(sorted(layout[name].sum_over)), parameter.dtype)
         sums[key] = sums.get(key, 0) + count * max(4, parameter.element_size())  # 16-bit parts are summed in float32
-    return 1 + len(sums), 2 * len(partial) + sum(sums.values())
+    riding = [max(4, dtype.itemsize) for axes, dtype in sorted(sums, key=str) if axes == ("tp",)]
+    alone = 0 if riding else 1
+    calls = len(sums) + alone + (1 if partial else 0)
+    return calls, 2 * len(partial) + sum(sums.values()) + tp * (8 if alone else riding[0])
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:
@@ -241,16 +253,22 @@ def _grad(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _sum_coalesced(grads: Sequence[Tensor], group: Any) -> None:
-    """Sum each gradient over the group, in place, with one collective per dtype; 16-bit parts in float32."""
+def _sum_coalesced(grads: Sequence[Tensor], group: Any, losses: LossWatch | None = None) -> None:
+    """Sum each gradient over the group, in place, with one collective per dtype; 16-bit parts in float32.
+
+    The first takes the losses along.
+    """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
         by_dtype.setdefault(grad.dtype, []).append(grad)
     for dtype in sorted(by_dtype, key=str):
         members = by_dtype[dtype]
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-        flat = _flatten_dense_tensors([grad.to(wide) for grad in members])
+        row = losses.row(wide) if losses is not None else None
+        flat = _flatten_dense_tensors([grad.to(wide) for grad in members] + ([] if row is None else [row]))
         dist.all_reduce(flat, group=group)
+        if losses is not None and row is not None:
+            losses.take(flat[-len(row) :].clone())
         for grad, total in zip(members, _unflatten_dense_tensors(flat, members), strict=True):
             grad.copy_(total)
 

@@ -143,48 +143,49 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], tp: int) -> None:
             )
 
 
-def check_outputs(out: Any, groups: ParallelGroups, device: torch.device, loop: str) -> None:
-    """What an evaluation step returns must be the same on all tensor-parallel ranks of a replica; collective over tp.
+class OutputWatch:
+    """What evaluation steps return must be the same on all tensor-parallel ranks of a replica, at every step.
 
-    Raises:
-        RuntimeError: on all of them, if it is not.
+    Three numbers of each step are kept where they are, and compared when :meth:`check` is called.
     """
-    leaves = [leaf.detach() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    norms = [float(torch.nan_to_num(leaf.double()).norm()) for leaf in leaves]
-    told = torch.tensor(
-        [len(norms), sum(norms), sum(at * norm for at, norm in enumerate(norms, 1))], dtype=torch.float64, device=device
-    )
-    both = torch.cat([told, -told])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups["tp"])
-    highs, lows = both[:3].tolist(), (-both[3:]).tolist()
-    rough = any(leaf.dtype in (torch.float16, torch.bfloat16) for leaf in leaves)
-    limit = 2e-2 if rough else 1e-4 if any(leaf.dtype == torch.float32 for leaf in leaves) else 1e-9
-    if any(high - low > limit * max(abs(high), abs(low)) for high, low in zip(highs, lows, strict=True)):
-        raise RuntimeError(
-            f"what the {loop} step returns differs across the tensor-parallel ranks of one replica (its norms sum to "
-            f"{lows[1]:.9g} on one and {highs[1]:.9g} on another): it is made of this rank's part of an activation (hidden states "
-            "or attention maps that were changed, pooled or kept aside before the model returned them?), or drawn at random on "
-            "its own. Use what the model returns in lists or tuples, or set sp=False"
-        )
 
+    def __init__(self) -> None:
+        self._told: list[Tensor] = []
+        self._limit = 0.0
 
-def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
-    """The loss must be the same on all ranks of a replica.
+    def note(self, out: Any, device: torch.device) -> None:
+        """Keep what tells one output from another: of floating-point tensors how many there are, and their norms."""
+        leaves = [leaf.detach() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        told = torch.zeros(3, dtype=torch.float64, device=device)
+        for at, leaf in enumerate(leaves, 1):
+            norm = leaf.double().nan_to_num().norm().to(device)
+            told += torch.stack([torch.ones_like(norm), norm, at * norm])
+            limit = {torch.float64: 1e-9, torch.float32: 1e-4}.get(leaf.dtype, 2e-2)
+            self._limit = max(self._limit, limit)
+        self._told.append(told)
 
-    Raises:
-        RuntimeError: on every rank of the replica, with the values.
-    """
-    told = loss.detach().double().sum().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    values = [torch.zeros_like(told) for _ in range(groups.size("tp"))]
-    dist.all_gather(values, told, group=groups["tp"])
-    numbers = [float(value) for value in values]
-    wide = {torch.float64: 1e-9, torch.float32: 1e-4}.get(loss.dtype, 5e-2)
-    if max(numbers) - min(numbers) > wide * max(1.0, *(abs(number) for number in numbers)):
-        raise RuntimeError(
-            f"the loss differs across the tensor-parallel ranks of one replica: {', '.join(f'{n:.9g}' for n in numbers)}. "
-            "They must see the same batch, and the loss must not read parameters (an L2 term sees shards) or draw "
-            "random numbers on its own; weight decay belongs into the optimizer"
-        )
+    def check(self, groups: ParallelGroups, loop: str) -> None:
+        """Compare what was kept since the last time; collective over tp.
+
+        Raises:
+            RuntimeError: on all of them, if it is not the same.
+        """
+        if not self._told:
+            return
+        told, limit = torch.cat(self._told), self._limit
+        self._told, self._limit = [], 0.0
+        both = torch.cat([told, -told])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups["tp"])
+        highs, lows = both[: len(told)], -both[len(told) :]
+        apart = (highs - lows > limit * torch.maximum(highs.abs(), lows.abs())).tolist()
+        if any(apart):
+            norm = apart.index(True) // 3 * 3 + 1
+            raise RuntimeError(
+                f"what the {loop} step returns differs across the tensor-parallel ranks of one replica (its norms sum to "
+                f"{lows[norm]:.9g} on one and {highs[norm]:.9g} on another): it is made of this rank's part of an activation "
+                "(hidden states or attention maps that were changed, pooled or kept aside before the model returned them?), or "
+                "drawn at random on its own. Use what the model returns in lists or tuples, or set sp=False"
+            )
 
 
 def check_readers(loss: Tensor, record: ShardedModel) -> None:

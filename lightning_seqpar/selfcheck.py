@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from lightning_seqpar.collectives import split
 from lightning_seqpar.grad_sync import GradSync, check_replicated
 from lightning_seqpar.groups import ParallelGroups
-from lightning_seqpar.guards import check_loss, check_readers
+from lightning_seqpar.guards import check_readers
 from lightning_seqpar.layers import ShardedLogits
+from lightning_seqpar.losswatch import check_loss
 from lightning_seqpar.parallelize import ShardedModel, parallelize
 from lightning_seqpar.parity import gather_grads, norm_of
 from lightning_seqpar.plan import ShardingPlan, inside

@@ -26,16 +26,16 @@ from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.environment import TopologyStrategy
 from lightning_seqpar.grad_sync import GradSync, check_replicated, global_grad_norm
 from lightning_seqpar.guards import (
+    OutputWatch,
     check_batch,
     check_buffers,
-    check_loss,
-    check_outputs,
     check_parameters,
     check_readers,
     check_sums,
     warn_of_equal_replicas,
 )
 from lightning_seqpar.launcher import SeqParallelLauncher
+from lightning_seqpar.losswatch import check_loss
 from lightning_seqpar.metrics import share_metrics
 from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.precision import with_global_clipping
@@ -55,6 +55,7 @@ class SteppingStrategy(TopologyStrategy):
         self._flushed = False
         self._optimizing: Optimizer | None = None
         self._muted_writers: list[tuple[int, Any]] = []
+        self._outputs = OutputWatch()
 
     def _share_metrics(self) -> None:
         share_metrics([self._module, *self._trainer.callbacks], self.groups["dp"])  # type: ignore[attr-defined]
@@ -79,8 +80,10 @@ class SteppingStrategy(TopologyStrategy):
         with DrawWatch(record.check_draw) if due and loop == "training" else nullcontext():
             out = step(*args, **kwargs)
         record.check_closed(out)
-        if loop != "training" and (due or self._is_due(self._since_start[loop])):
-            check_outputs(out, self.groups, self.root_device, loop)
+        if loop != "training":
+            self._outputs.note(out, self.root_device)
+            if due or self._is_due(self._since_start[loop]):
+                self._outputs.check(self.groups, loop)
         return out
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +116,7 @@ class SteppingStrategy(TopologyStrategy):
         if record is not None:
             assert self._sync is not None
             self._sync.attach()  # a parameter may have thawed in the step
+            self._sync.losses.note(closure_loss)
             if self._is_due(self._calls["training"]):
                 check_loss(closure_loss, self.groups)
                 check_readers(closure_loss, record)
@@ -261,8 +265,14 @@ class SteppingStrategy(TopologyStrategy):
     def _agree_on_batches(self, loop: str, counts: list[int | float]) -> None:
         """The ranks of a replica would wait for each other in different loops if one had fewer batches."""
         self._since_start[loop] = 0
+        self._outputs = OutputWatch()  # an earlier loop may have ended in the middle
         group = self.groups[self.groups.replica_axes]
         check_agreement({f"{loop} batches": counts}, group, self.root_device)
+
+    def on_train_end(self) -> None:
+        """The losses of the last step are still to be compared."""
+        if self._sync is not None:
+            self._sync.losses.settle()
 
     def on_validation_start(self) -> None:
         """Compare what the ranks will loop over."""
@@ -271,10 +281,18 @@ class SteppingStrategy(TopologyStrategy):
         counts = self._trainer.num_sanity_val_batches if checking else self._trainer.num_val_batches
         self._agree_on_batches("validation", list(counts))
 
+    def on_validation_end(self) -> None:
+        """Compare what the last steps returned."""
+        self._outputs.check(self.groups, "validation")
+
     def on_test_start(self) -> None:
         """Compare what the ranks will loop over."""
         self._on_loop_start()
         self._agree_on_batches("test", list(self._trainer.num_test_batches))
+
+    def on_test_end(self) -> None:
+        """Compare what the last steps returned."""
+        self._outputs.check(self.groups, "test")
 
     def on_predict_start(self) -> None:
         """Compare what the ranks will loop over; prediction writers write on the first rank of each replica."""
@@ -287,8 +305,9 @@ class SteppingStrategy(TopologyStrategy):
                 callbacks.remove(writer)
 
     def on_predict_end(self) -> None:
-        """Give the muted writers back."""
+        """Compare what the last steps returned; give the muted writers back."""
         self._unmute_writers()
+        self._outputs.check(self.groups, "predict")
 
     def _unmute_writers(self) -> None:
         for index, writer in self._muted_writers:

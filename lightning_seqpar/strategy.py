@@ -318,6 +318,8 @@ class SeqParallelStrategy(SteppingStrategy):
         record = record_of(self._module)
         if record is None:
             return super().lightning_module_state_dict()
+        if self._sync is not None:
+            self._sync.losses.settle()  # what a wrong loss made is not saved
         return full_state_dict(record, self.root_device)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -400,6 +400,20 @@ MUTANTS = [
         "tests/test_zoo.py -k encoder_decoder",
     ),
     Mutant(
+        "losses do not ride along",
+        "stepping.py",
+        "            self._sync.losses.note(closure_loss)\n",
+        "",
+        "tests/test_guards.py -k begins_to_read",
+    ),
+    Mutant(
+        "outputs behind the last due step pass",
+        "stepping.py",
+        '        self._outputs.check(self.groups, "predict")\n',
+        "",
+        "tests/test_guards.py -k made_of_parts",
+    ),
+    Mutant(
         "the self-check passes everything",
         "selfcheck.py",
         "        verdict = _compare(dense, sharded, record, names, groups)\n",

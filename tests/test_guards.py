@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from byte_gpt import ByteGPT
 from fit import quiet_trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -554,6 +556,79 @@ class Pooling(models.GPT):
         return self.pooled
 
 
+class PoolsLate(Pooling):
+    """Predicts with it in the middle alone, at a step at which no check is due."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.model(batch[0])
+        return self.pooled if batch_idx == 17 else logits
+
+
+def predict_late() -> str:
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, self_check=False))
+    try:
+        trainer.predict(PoolsLate(), models.loader(4, length=8, count=4 * 20))
+    except RuntimeError as error:
+        return str(error)
+    return "predicted"
+
+
+class LosesLate(models.GPT):
+    """From some step on the loss reads the mean of what the first block gives."""
+
+    def __init__(self, since: int, frozen: bool = False, manual: bool = False) -> None:
+        super().__init__()
+        self.since, self.automatic_optimization = since, not manual
+        self.model.blocks[0].register_forward_hook(self.pool)
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.ndim > 1 or not frozen)
+
+    def pool(self, module: Any, args: Any, out: torch.Tensor) -> None:
+        self.pooled = out.square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx >= self.since:
+            loss = loss + 0.01 * self.pooled
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+def train_late(folder: str, sp: bool, since: int, **kwargs: Any) -> tuple[str, int, list[str]]:
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = quiet_trainer(
+        devices=2,
+        strategy=SeqParallelStrategy(tp=2, sp=sp, self_check=False),
+        max_steps=20,
+        callbacks=[saving],
+        enable_checkpointing=True,
+    )
+    told = "trained"
+    try:
+        trainer.fit(LosesLate(since, **kwargs), models.loader(2, length=8, count=40))
+    except RuntimeError as error:
+        told = str(error)
+    return told, trainer.global_step, sorted(path.name for path in Path(folder).glob("*.ckpt"))
+
+
+@pytest.mark.parametrize("since", [16, 19])
+@pytest.mark.parametrize("kind", [{}, {"frozen": True}, {"manual": True}], ids=["rides", "alone", "manual"])
+def test_a_loss_that_begins_to_read_a_part_is_seen_behind_one_step(kind, since, tmp_path):
+    for told, step, saved in run_distributed(train_late, 2, str(tmp_path), True, since, **kind):
+        assert told.startswith("the loss differed across the tensor-parallel ranks of one replica at the last step")
+        assert step == since + ("manual" not in kind)  # there its gradients are asked for twice
+        assert len(saved) == since  # what the wrong step made is not
+
+
+def test_a_loss_may_begin_to_read_what_is_whole(tmp_path):
+    for told, step, _ in run_distributed(train_late, 2, str(tmp_path), False, 16):
+        assert (told, step) == ("trained", 20)
+
+
 def predict_pooled(sp: bool) -> str:
     trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, sp=sp, self_check=False))
     try:
@@ -567,3 +642,8 @@ def test_predictions_made_of_parts_are_refused():
     for told in run_distributed(predict_pooled, 2, True):
         assert told.startswith("what the predict step returns differs across the tensor-parallel ranks")
     assert run_distributed(predict_pooled, 2, False) == ["predicted", "predicted"]
+
+
+def test_predictions_made_of_parts_are_refused_at_every_step():
+    for told in run_distributed(predict_late, 2):
+        assert told.startswith("what the predict step returns differs across the tensor-parallel ranks")

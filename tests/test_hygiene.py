@@ -14,7 +14,7 @@ PACKAGE = Path(lightning_seqpar.__file__).parent
 LINE = [
     "config", "adapters", "topology", "groups", "collectives", "measure", "random", "linearity", "parts", "region",
     "layers", "layout", "plan", "trace", "probe", "dataflow", "support", "products", "blockplan", "infer", "hooks",
-    "blueprint", "parallelize", "grad_sync", "checkpoint", "parity", "guards", "metrics", "sampler", "precision",
+    "blueprint", "parallelize", "losswatch", "grad_sync", "checkpoint", "parity", "guards", "metrics", "sampler", "precision",
     "launcher", "agreement", "selfcheck", "proof", "broadcast", "summary", "describe", "deferred", "weights",
     "environment", "stepping", "strategy", "report", "targets", "testing", "cli", "__main__",
 ]  # fmt: skip

@@ -1,0 +1,105 @@
+"""The ranks of a replica must have one loss, at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_seqpar.groups import ParallelGroups
+
+_CAUSES = (
+    "They must see the same batch, and the loss must not read parameters (an L2 term sees shards; weight decay belongs into "
+    "the optimizer), draw random numbers on its own, or read what the model made of its activations inside of its blocks "
+    "(pooled, detached or kept aside: each rank has a part there; read what the model returns, or set sp=False)"
+)
+
+
+def _number(loss: Tensor) -> Tensor:
+    return loss.detach().double().sum().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _limit(dtype: torch.dtype) -> float:
+    """How far, relative to the loss, equal computations may lie apart on two ranks."""
+    return {torch.float64: 1e-9, torch.float32: 1e-5}.get(dtype, 5e-2)
+
+
+def _differ(numbers: Sequence[float], limit: float) -> bool:
+    return max(numbers) - min(numbers) > limit * max(1.0, *(abs(number) for number in numbers))
+
+
+def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
+    """The loss must be the same on all ranks of a replica; collective over tp.
+
+    Raises:
+        RuntimeError: on every rank of the replica, with the values.
+    """
+    told = _number(loss)
+    values = [torch.zeros_like(told) for _ in range(groups.size("tp"))]
+    dist.all_gather(values, told, group=groups["tp"])
+    numbers = [float(value) for value in values]
+    if _differ(numbers, _limit(loss.dtype)):
+        raise RuntimeError(
+            "the loss differs across the tensor-parallel ranks of one replica: "
+            f"{', '.join(f'{n:.9g}' for n in numbers)}. {_CAUSES}"
+        )
+
+
+class LossWatch:
+    """Compares the losses of every step, at no collective of its own where gradients are summed over tp anyway.
+
+    Each rank has a place of its own in a row of zeros that rides along with the sum, so that every rank gets all losses
+    and all decide alike. They are read when the next sum is due, where the host waits in any case: a step with a wrong
+    gradient is taken, but none behind it, and nothing is saved.
+    """
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._groups = groups
+        self._own: Tensor | None = None
+        self._limit = 0.0
+        self._told: Tensor | None = None
+
+    def note(self, loss: Tensor) -> None:
+        """Add a loss to those of this step (accumulation, or several backwards)."""
+        number = _number(loss)
+        self._own = number if self._own is None else self._own + number
+        self._limit = max(self._limit, _limit(loss.dtype))
+
+    def row(self, dtype: torch.dtype) -> Tensor | None:
+        """What is to be summed over tp, ``[tp]``; none without a loss since the last time."""
+        if self._own is None:
+            return None
+        row = torch.zeros(self._groups.size("tp"), dtype=dtype, device=self._own.device)
+        row[self._groups.rank("tp")] = self._own
+        self._limit = max(self._limit, _limit(dtype))
+        return row
+
+    def take(self, summed: Tensor) -> None:
+        """The row with every rank's loss, ``[tp]``; it is not read yet."""
+        self._told, self._own = summed, None
+
+    def send(self) -> None:
+        """Give and take the row by itself, unless it has gone already; collective over tp."""
+        row = self.row(torch.float64)
+        if row is not None:
+            dist.all_reduce(row, group=self._groups["tp"])
+            self.take(row)
+
+    def settle(self) -> None:
+        """Read what was told last.
+
+        Raises:
+            RuntimeError: on every rank of the replica, if the losses differ.
+        """
+        told, self._told = self._told, None
+        if told is None:
+            return
+        numbers, limit, self._limit = told.tolist(), self._limit, 0.0
+        if _differ(numbers, limit):
+            raise RuntimeError(
+                "the loss differed across the tensor-parallel ranks of one replica at the last step: "
+                f"{', '.join(f'{n:.9g}' for n in numbers)}. An update that was made of it is wrong: go on from a checkpoint "
+                f"before it. {_CAUSES}"
+            )
