@@ -7,6 +7,7 @@ plan can be printed, edited and fed back.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import re
@@ -35,6 +36,11 @@ rules:
 - {pattern: "layers.*.mlp.up", style: column}
 - {pattern: "layers.*.{attn.out,mlp.down}", style: row}
 - {pattern: "norm", style: exit}                                 # the region ends behind it"""
+
+
+def parse_yaml(text: str) -> Any:
+    """The data in a YAML text, by libyaml where there is one: the shipped plans are read at every start."""
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 class Rule(FrozenModel):
@@ -341,7 +347,7 @@ class ShardingPlan:
                 f"plan {str(path)!r}: no such file; give a YAML file, a family ({', '.join(families())}) or 'auto'"
             )
         try:
-            data = yaml.safe_load(file.read_text())
+            data = parse_yaml(file.read_text())
         except yaml.YAMLError as error:
             raise ValueError(f"plan {str(path)!r} is not YAML: {error}") from None
         if isinstance(data, Mapping) and isinstance(data.get("plan"), Mapping):
@@ -355,7 +361,7 @@ class ShardingPlan:
     @classmethod
     def from_yaml_text(cls, text: str, *, source: str = "inferred") -> ShardingPlan:
         """From what :meth:`to_yaml` wrote."""
-        return cls.from_rules(yaml.safe_load(text)["rules"], source=source)
+        return cls.from_rules(parse_yaml(text)["rules"], source=source)
 
     def without_sp(self) -> ShardingPlan:
         """The same with whole sequences in every stack of blocks."""
@@ -498,11 +504,12 @@ def source_digest(kind: type) -> str:
         return ""
 
 
-def load_families() -> list[Family]:
+@functools.cache
+def load_families() -> tuple[Family, ...]:
     """All shipped families, by name."""
     folder = resources.files("lightning_seqpar") / Family.FOLDER
     files = sorted((item for item in folder.iterdir() if item.name.endswith(".yaml")), key=lambda item: item.name)
-    return [Family(**yaml.safe_load(item.read_text())) for item in files]
+    return tuple(Family(**parse_yaml(item.read_text())) for item in files)
 
 
 def families() -> list[str]:

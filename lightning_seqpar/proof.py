@@ -404,15 +404,11 @@ def _tell(value: Any, depth: int) -> Any:
 
 def _own_files() -> list[Path]:
     """Source files of loaded modules that no installed package owns; they may change between two runs."""
-    installed = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    found = set()
-    for loaded in list(sys.modules.values()):
-        name = getattr(loaded, "__file__", None)
-        if isinstance(name, str) and name.endswith(".py"):
-            file = Path(name)
-            if file.is_file() and not any(file.is_relative_to(folder) for folder in installed):
-                found.add(file)
-    return sorted(found)
+    paths = sysconfig.get_paths()
+    installed = tuple(os.path.join(paths[name], "") for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    files = [getattr(loaded, "__file__", None) for loaded in list(sys.modules.values())]
+    own = {name for name in files if isinstance(name, str) and name.endswith(".py") and not name.startswith(installed)}
+    return sorted(file for file in map(Path, own) if file.is_file())
 
 
 def _folder() -> Path:

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_seqpar.config import nearest
+from lightning_seqpar.plan import parse_yaml
 
 
 @dataclass
@@ -117,7 +118,7 @@ def _from_yaml(file: Path) -> Found:
     if not file.is_file():
         raise ValueError(f"target={str(file)!r}: no such file; give {_FORMS}")
     try:
-        data = yaml.safe_load(file.read_text())
+        data = parse_yaml(file.read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{file} is not YAML: {error}") from None
     if not isinstance(data, Mapping) or "model" not in data:

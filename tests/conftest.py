@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -66,4 +67,6 @@ def own_cache(tmp_path_factory):
     """Proofs of plans are remembered for this run of the tests alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        forkserver.set_forkserver_preload(["warm"])
+        forkserver.ensure_running()  # now: ranks have its environment
         yield

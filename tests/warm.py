@@ -1,0 +1,16 @@
+"""What many tests' ranks would each import anew: the fork server imports this module once, and ranks are forks of it."""
+
+from __future__ import annotations
+
+import fit  # noqa: F401
+import pytest  # noqa: F401
+import write_families
+import zoo  # noqa: F401
+from transformers import AutoModel
+
+import lightning_seqpar.strategy  # noqa: F401
+from lightning_seqpar.plan import load_families
+
+load_families()
+for _, configs, _ in write_families.FAMILIES.values():
+    AutoModel._model_mapping[type(configs[-1])]  # imports the modelling code
