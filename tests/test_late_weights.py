@@ -238,19 +238,19 @@ class LargeLM(GPT):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
     def on_fit_start(self) -> None:
-        self.peak = memory("VmHWM")
+        self.peak = memory("VmHWM") - memory("RssFile")  # without the libraries' code, which comes as it is run
         self.local = sum(p.nbytes for p in self.parameters())
 
 
 def memory(what: str) -> int:
-    """Bytes that this process has (``VmRSS``) or had at most (``VmHWM``)."""
+    """Bytes that this process has (``VmRSS``; of files ``RssFile``) or had at most (``VmHWM``)."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)]
     return int(line.split()[1]) * 1024
 
 
 def peak_of(folder: str, check: bool) -> dict[str, int]:
     module = LargeLM(folder)
-    before = memory("VmRSS")
+    before = memory("VmRSS") - memory("RssFile")
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
     trainer = quiet_trainer(
         devices=2, strategy=SeqParallelStrategy(tp=2, self_check=check), precision="32-true", max_steps=0
@@ -275,8 +275,8 @@ def test_a_rank_never_holds_more_than_its_shards_and_one_tensor(source, tmp_path
             assert told["local"] < 0.51 * whole
             if check:  # the proof runs on a copy whose equal blocks are one
                 assert told["peak"] < 0.8 * whole, told
-            else:  # a rest for the libraries' own
-                assert told["peak"] < told["local"] + largest + 64_000_000, told
+            else:
+                assert told["peak"] < told["local"] + largest + 40_000_000, told
 
 
 # ---- what can't be done ----------------------------------------------------------------------------------------
