@@ -24,8 +24,10 @@ TOPOLOGIES = {
     "tp4": (4, 4, True),
     "dp2-tp2": (4, 2, True),
     "tp2-no-sp": (2, 2, False),
-    "tp2-no-sp-others": (2, 2, False),
 }
+SLICES = {"tp2": KINDS, "tp4": FOUR[0::2], "dp2-tp2": FOUR[1::2], "tp2-no-sp": FOUR[0::2]}
+WHOLE = {"tp2": KINDS, "tp4": FOUR, "dp2-tp2": FOUR, "tp2-no-sp": KINDS}
+CHOSEN = SLICES | {f"{name}-others": [kind for kind in WHOLE[name] if kind not in SLICES[name]] for name in TOPOLOGIES}
 
 
 def fit_all(kinds: list[str], world: int, tp: int, sp: bool) -> dict[str, Trace | str]:
@@ -47,17 +49,15 @@ def reference(kind: str) -> Trace:
 @functools.cache
 def trained(topology: str) -> dict[str, Trace | str]:
     """One start of the ranks for all kinds."""
-    world, tp, sp = TOPOLOGIES[topology]
+    world, tp, sp = TOPOLOGIES[topology.removesuffix("-others")]
     kinds = CHOSEN[topology]
     return run_distributed(fit_all, world, kinds, world, tp, sp, timeout=400.0)[0]
 
 
-CHOSEN = {"tp2": KINDS, "tp4": FOUR, "dp2-tp2": FOUR, "tp2-no-sp": FOUR}
-CHOSEN["tp2-no-sp-others"] = [kind for kind in KINDS if kind not in FOUR]
 CASES = [
     pytest.param(name, kind, marks=pytest.mark.matrix if name.endswith("others") else (), id=f"{name}-{kind}")
-    for name in TOPOLOGIES
-    for kind in CHOSEN[name]
+    for name, kinds in CHOSEN.items()
+    for kind in kinds
 ]
 
 
