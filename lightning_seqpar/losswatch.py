@@ -59,7 +59,7 @@ class LossWatch:
         self._groups = groups
         self._own: Tensor | None = None
         self._limit = 0.0
-        self._told: Tensor | None = None
+        self._told: tuple[Tensor, float] | None = None
 
     def note(self, loss: Tensor) -> None:
         """Add a loss to those of this step (accumulation, or several backwards)."""
@@ -78,7 +78,8 @@ class LossWatch:
 
     def take(self, summed: Tensor) -> None:
         """The row with every rank's loss, ``[tp]``; it is not read yet."""
-        self._told, self._own = summed, None
+        self._told = summed, self._limit
+        self._own, self._limit = None, 0.0
 
     def send(self) -> None:
         """Give and take the row by itself, unless it has gone already; collective over tp."""
@@ -96,7 +97,7 @@ class LossWatch:
         told, self._told = self._told, None
         if told is None:
             return
-        numbers, limit, self._limit = told.tolist(), self._limit, 0.0
+        numbers, limit = told[0].tolist(), told[1]
         if _differ(numbers, limit):
             raise RuntimeError(
                 "the loss differed across the tensor-parallel ranks of one replica at the last step: "
