@@ -25,8 +25,8 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## train on two processes and on one, compare (DATA=file-or-folder)
 	$(BIN)/python examples/demo.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-test: $(STAMP)  ## the test suite, two files at a time
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+test: $(STAMP)  ## the test suite, two at a time
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 parity: $(STAMP)  ## every Hugging Face family at every topology, against one process
 	$(BIN)/python -m pytest tests/test_families.py tests/test_hf_uses.py tests/test_zoo.py tests/test_adapters.py tests/test_describe.py tests/test_late_weights.py -m "matrix or not matrix" --parity-table docs/parity.md $(ARGS)

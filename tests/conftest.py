@@ -18,9 +18,20 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(ROOT / "examples"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
 )
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # started as python -c, where the strategy would start no processes
+    sys.argv[0] = pytest.__file__
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--parity-table", help="write the largest error of each family and topology to this file")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files share what is made once for all of their tests; launches are long and share nothing."""
+    if config.getoption("dist", "no") == "loadgroup":
+        for item in items:
+            if item.get_closest_marker("launch") is None:
+                item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
 @pytest.fixture(scope="session")

@@ -244,6 +244,7 @@ def test_a_notebook_is_refused_with_a_sentence():
 # ---- Hugging Face ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.launch
 def test_the_hugging_face_example_learns_and_goes_on_from_its_folder(tmp_path):
     """A tokenizer trained here, a Llama without memory, two processes; then the folder that it left is the start."""
     script = str(ROOT / "examples" / "finetune_hf.py")
