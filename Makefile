@@ -29,7 +29,7 @@ test: $(STAMP)  ## the test suite, two at a time
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 parity: $(STAMP)  ## every Hugging Face family at every topology, against one process
-	$(BIN)/python -m pytest tests/test_families.py tests/test_hf_uses.py tests/test_zoo.py tests/test_adapters.py tests/test_describe.py tests/test_late_weights.py -m "matrix or not matrix" --parity-table docs/parity.md $(ARGS)
+	$(BIN)/python -m pytest tests/test_families.py tests/test_hf_uses.py tests/test_zoo.py tests/test_adapters.py tests/test_describe.py tests/test_late_weights.py -m "matrix or not matrix" --numprocesses 2 --dist loadgroup --parity-table docs/parity.md $(ARGS)
 
 lint: $(STAMP)  ## formatter and linter
 	$(BIN)/ruff format --check .

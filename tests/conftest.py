@@ -6,6 +6,7 @@ import os
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,25 +28,47 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files share what is made once for all of their tests; launches are long and share nothing."""
+    """Files share what is made once for all of their tests, or for those of one start; launches share nothing."""
     if config.getoption("dist", "no") == "loadgroup":
         for item in items:
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            start = params.get("start") or params.get("topology", "")
             if item.get_closest_marker("launch") is None:
-                item.add_marker(pytest.mark.xdist_group(item.path.name))
+                item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {start}"))
+
+
+Errors = list[tuple[str, str, str, str, float]]
+ERRORS = pytest.StashKey[Errors]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[ERRORS] = []
 
 
 @pytest.fixture(scope="session")
 def parity_errors(request):
     """Collects ``(family, topology, plan, precision, error)``; written as a table where one is asked for."""
-    errors: list[tuple[str, str, str, str, float]] = []
-    yield errors
-    if path := request.config.getoption("--parity-table"):
-        Path(path).write_text(table_of(errors))
+    return request.config.stash[ERRORS]
 
 
-def table_of(errors: list[tuple[str, str, str, str, float]]) -> str:
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What a worker of the suite found."""
+    node.config.stash[ERRORS] += map(tuple, node.workeroutput["parity"])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["parity"] = config.stash[ERRORS]
+    elif path := config.getoption("--parity-table"):
+        Path(path).write_text(table_of(config.stash[ERRORS]))
+
+
+def table_of(errors: Errors) -> str:
     """The errors as Markdown: a row for each family, a column for each topology, a table for each precision and plan."""
     text = "# Parity of Hugging Face families with one process\n\nWritten by `make parity`.\n"
+    errors = sorted(errors)  # workers end in any order
     for precision, plan in dict.fromkeys((e[3], e[2]) for e in sorted(errors, key=lambda e: (e[3] != "float64", e[2]))):
         found = {(f, t): error for f, t, p, kind, error in errors if (kind, p) == (precision, plan)}
         families, topologies = (list(dict.fromkeys(key[at] for key in found)) for at in (0, 1))
