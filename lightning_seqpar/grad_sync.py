@@ -102,10 +102,12 @@ class GradSync:
 
         def hook(grad: Tensor) -> None:
             kept = partial.parameter.grad
-            if not partial.fired and kept is not None and kept is partial.synced:
-                # Not zeroed since the last sync: whole on every rank, and about to be summed again with the new part.
+            if not partial.fired and kept is not None:
+                # Not zeroed since the last sync: whole on every rank, also where the user's code has put another tensor there,
+                # and about to be summed again with the new part.
+                share = size if partial.layout.shard is None else self._holders(partial, kept)
                 with torch.no_grad():
-                    kept.div_(size if partial.layout.shard is None else self._holders(partial, kept))
+                    partial.parameter.grad = kept.div_(share) if kept is partial.synced else kept / share
             if not partial.fired or kept is None:
                 partial.version = partial.parameter._version
             partial.fired = True
@@ -278,13 +280,33 @@ def _tolerance(dtype: torch.dtype) -> float:
     return 1e-9 if dtype == torch.float64 else 1e-4 if dtype == torch.float32 else 2e-2
 
 
-def _spread(tensors: Sequence[Tensor], groups: ParallelGroups) -> tuple[list[float], list[float]]:
-    """Smallest and largest norm of each tensor over tp."""
+def _spread(tensors: Sequence[Tensor], groups: ParallelGroups, axis: str = "tp") -> tuple[list[float], list[float]]:
+    """Smallest and largest norm of each tensor over an axis."""
     norms = torch.stack([tensor.detach().double().norm() for tensor in tensors])
     both = torch.cat([norms, -norms])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups["tp"])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups[axis])
     count = len(tensors)
     return (-both[count:]).tolist(), both[:count].tolist()
+
+
+def check_reduced(parameters: Iterable[Tensor], groups: ParallelGroups) -> None:
+    """Gradients must be equal on all replicas when the optimizer reads them; collective over dp.
+
+    Raises:
+        RuntimeError: on every rank, if one differs.
+    """
+    held = [p for p in parameters if p.requires_grad]
+    if not held or groups.size("dp") == 1:
+        return
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in held]
+    lows, highs = _spread(grads, groups, "dp")
+    for grad, low, high in zip(grads, lows, highs, strict=True):
+        if high - low > _tolerance(grad.dtype) * high:
+            raise RuntimeError(
+                f"a gradient of shape {list(grad.shape)} that reaches the optimizer differs between the replicas (its norm is "
+                f"{low:.9g} on one and {high:.9g} on another): it came past the reduction over dp. Call self.manual_backward(loss) "
+                "instead of loss.backward() or torch.autograd.grad, and change gradients behind it alike on every replica"
+            )
 
 
 def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: ParallelGroups) -> None:

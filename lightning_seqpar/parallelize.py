@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -205,6 +206,9 @@ class _Swap(Blueprint):
         record.hooks = [*self._hook_regions(), *self._hook_gathers(), *self._hook_others()]
         record.hooks += [*self._hook_shard_readers(layouts), *self._hook_givers()]
         record.hooks += [module.register_state_dict_pre_hook(_guard(record)) for module in self._holders(record)]
+        for name in dict.fromkeys(name.rpartition(".")[0] for name, item in layouts.items() if item.is_sharded):
+            self.modules[name].__dict__["__deepcopy__"] = functools.partial(_refuse_copy, name)
+            undo.append(functools.partial(self.modules[name].__dict__.pop, "__deepcopy__"))
         self.model.__dict__[_RECORD] = record
         return record
 
@@ -485,6 +489,14 @@ def _guard(record: ShardedModel) -> Callable[..., None]:
             )
 
     return hook
+
+
+def _refuse_copy(name: str, memo: Any) -> None:
+    raise RuntimeError(
+        f"copy.deepcopy of {name}: it holds this rank's part of its parameters, and the copy's would pass for the whole (in a "
+        "checkpoint, for one). Make a copy (an average of weights, a reference) before the strategy shards the model, in __init__ "
+        "or configure_model: it is sharded with it; or lightning_seqpar.unshard(model) first, on all ranks"
+    )
 
 
 def parallelize(

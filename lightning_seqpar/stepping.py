@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_seqpar.agreement import check_agreement, told_of_optimizer
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.environment import TopologyStrategy
-from lightning_seqpar.grad_sync import GradSync, check_replicated, global_grad_norm
+from lightning_seqpar.grad_sync import GradSync, check_reduced, check_replicated, global_grad_norm
 from lightning_seqpar.guards import (
     OutputWatch,
     check_batch,
@@ -55,6 +55,8 @@ class SteppingStrategy(TopologyStrategy):
         self._flushed = False
         self._optimizing: Optimizer | None = None
         self._muted_writers: list[tuple[int, Any]] = []
+        self._ddp_model: DistributedDataParallel | None = None
+        self._reduced: list[Tensor] = []  # by DDP, over the replicas
         self._outputs = OutputWatch()
 
     def _share_metrics(self) -> None:
@@ -91,7 +93,32 @@ class SteppingStrategy(TopologyStrategy):
         if self._sync is not None:
             self._sync.attach()
             self._flushed = False
+        if isinstance(self.model, DistributedDataParallel):
+            self._follow_training_parameters(self.model)
         return self._step("training", super().training_step, args, kwargs)
+
+    def _thawed(self) -> bool:
+        """Whether an optimizer's parameter learns that was not to learn when DDP was made: it reduces those of then."""
+        reduced = {id(parameter) for parameter in self._reduced}
+        return any(p.requires_grad and id(p) not in reduced for one in self.optimizers for p in _parameters(one))
+
+    def _follow_training_parameters(self, ddp: DistributedDataParallel) -> None:
+        """A replica's reduction is made anew where parameters thawed (or froze, which it would wait for) since."""
+        waits = self._module.automatic_optimization and not ddp.find_unused_parameters
+        if self._thawed() or (waits and not all(p.requires_grad for p in self._reduced)):
+            ddp._remove_autograd_hooks()
+            self._wrap_ddp(self._module)
+
+    def _wrap_ddp(self, module: LightningModule) -> None:
+        self._reduced = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        options = dict(self.config.ddp)
+        devices = None if self.root_device.type == "cpu" else [self.root_device.index]
+        stream = torch.cuda.stream(torch.cuda.Stream()) if devices is not None else nullcontext()
+        with stream:
+            self._ddp_model = DistributedDataParallel(
+                module, device_ids=devices, process_group=self.groups["dp"], **options
+            )
+        self.model = self._ddp_model
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step."""
@@ -124,8 +151,14 @@ class SteppingStrategy(TopologyStrategy):
                 check_buffers(record, self.groups, self.root_device)
             else:
                 check_sums(closure_loss, record)  # a loss may begin to read a router at any step
-        if isinstance(self.model, DistributedDataParallel) and not self._module.automatic_optimization:
-            prepare_for_backward(self.model, closure_loss)
+        if isinstance(self.model, DistributedDataParallel):
+            if self._thawed():
+                raise RuntimeError(
+                    "a parameter began to train within a step, where the reduction over replicas (dp > 1) does not know it yet: "
+                    "switch requires_grad (unfreeze, set_adapter) before the step, in on_train_batch_start or a callback"
+                )
+            if not self._module.automatic_optimization:
+                prepare_for_backward(self.model, closure_loss)
 
     def before_on_after_backward(self) -> None:
         """Gradients are whole in the user's ``on_after_backward``, and behind ``manual_backward``."""
@@ -192,8 +225,10 @@ class SteppingStrategy(TopologyStrategy):
         step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         record = record_of(self._module)
         watched = not self._module.automatic_optimization or is_overridden("configure_gradient_clipping", self._module)
-        if record is not None and (watched or self._is_due(step)):
-            check_replicated(_parameters(optimizer), record.layout, self.groups)
+        if watched or self._is_due(step):
+            check_reduced(_parameters(optimizer), self.groups)
+            if record is not None:
+                check_replicated(_parameters(optimizer), record.layout, self.groups)
 
     def global_norm(self, parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:
         """Norm of the whole model's gradient over ``parameters``; equal on all ranks."""

@@ -24,7 +24,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from omegaconf import OmegaConf
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_seqpar.agreement import check_agreement, told_of_model
@@ -162,7 +161,6 @@ class SeqParallelStrategy(SteppingStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._ddp_model: DistributedDataParallel | None = None
         self._summarized = False
         self._recorder: DeferredInit | None = None
         self._late_state: Mapping[str, Tensor] | None = None
@@ -295,16 +293,6 @@ class SeqParallelStrategy(SteppingStrategy):
                     # As bytes: backends do not know every dtype.
                     dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=group)
                     tensor.data.copy_(staged)
-
-    def _wrap_ddp(self, module: LightningModule) -> None:
-        options = dict(self.config.ddp)
-        devices = None if self.root_device.type == "cpu" else [self.root_device.index]
-        stream = torch.cuda.stream(torch.cuda.Stream()) if devices is not None else nullcontext()
-        with stream:
-            self._ddp_model = DistributedDataParallel(
-                module, device_ids=devices, process_group=self.groups["dp"], **options
-            )
-        self.model = self._ddp_model
 
     def model_to_device(self) -> None:
         """Move the model, already cut, to this rank's device."""

@@ -162,7 +162,7 @@ class Scheduled(GPT):
 
 
 class Frozen(GPT):
-    """Half of the model is frozen and thaws at the fifth batch."""
+    """Half of the model is frozen and thaws at the fifth batch; at the eighth the last block freezes."""
 
     def __init__(self, thaw: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -179,6 +179,17 @@ class Frozen(GPT):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.thaw and batch_idx == 4:
             self._freeze(True)
+        if self.thaw and batch_idx == 7:
+            self.model.blocks[1].requires_grad_(False)
+
+
+class Edits(GPT):
+    """Puts other gradients in the place of those that it is given."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.9
 
 
 class Recomputed(GPT):

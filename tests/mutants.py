@@ -37,7 +37,7 @@ MUTANTS = [
     Mutant(
         "norm sync left out",
         "grad_sync.py",
-        "            _sum_coalesced([*whole, *(part.sent for part in shared)], group)\n",
+        '            _sum_coalesced([*whole, *(part.sent for part in shared)], group, self.losses if axes == ("tp",) else None)\n',
         "            del group\n",
     ),
     Mutant(
@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant(
         "sync of a kept gradient counts it tp times",
         "grad_sync.py",
-        "                    kept.div_(size if partial.layout.shard is None else self._holders(partial, kept))\n",
+        "                    partial.parameter.grad = kept.div_(share) if kept is partial.synced else kept / share\n",
         "                    pass\n",
     ),
     Mutant(
@@ -143,7 +143,7 @@ MUTANTS = [
     ),
     Mutant(
         "DDP over the world group",
-        "strategy.py",
+        "stepping.py",
         'process_group=self.groups["dp"], **options',
         'process_group=self.groups["dp", "tp"], **options',
     ),
@@ -412,6 +412,41 @@ MUTANTS = [
         '        self._outputs.check(self.groups, "predict")\n',
         "",
         "tests/test_guards.py -k made_of_parts",
+    ),
+    Mutant(
+        "thawed parameters are not averaged over replicas",
+        "stepping.py",
+        "        if self._thawed() or (waits and",
+        "        if (waits and",
+        "tests/test_training.py -k thaw",
+    ),
+    Mutant(
+        "gradients of replicas not compared",
+        "stepping.py",
+        "            check_reduced(_parameters(optimizer), self.groups)\n",
+        "",
+        "tests/test_guards.py -k replicas",
+    ),
+    Mutant(
+        "a replaced gradient taken for a part",
+        "grad_sync.py",
+        "            if not partial.fired and kept is not None:\n",
+        "            if not partial.fired and kept is not None and kept is partial.synced:\n",
+        "tests/test_training.py -k in_place_of_ours",
+    ),
+    Mutant(
+        "a batch of ignored targets poisons the weights",
+        "layers/logits.py",
+        ".masked_fill(~valid, 0)  # infinite",
+        "  # infinite",
+        "tests/test_logits.py",
+    ),
+    Mutant(
+        "shards are copied",
+        "parallelize.py",
+        '            self.modules[name].__dict__["__deepcopy__"] = functools.partial(_refuse_copy, name)\n',
+        '            self.modules[name].__dict__["__deepcopy__"] = None\n',
+        "tests/test_guards.py -k copies",
     ),
     Mutant(
         "the self-check passes everything",

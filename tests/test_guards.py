@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.guards import ELEMENTWISE_OPTIMIZERS
 from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.parity import ParityRecorder
@@ -554,6 +556,81 @@ class Pooling(models.GPT):
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.model(batch[0])
         return self.pooled
+
+
+class Raw(models.GPT):
+    """Manual optimization past ``manual_backward``."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.automatic_optimization, self.how = False, how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
+        optimizer.zero_grad()
+        if self.how == "backward":
+            loss.backward()
+        else:
+            parameters = list(self.parameters())
+            for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = grad
+        optimizer.step()
+        return loss
+
+
+class ThawsInside(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[1].requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.model.blocks[1].requires_grad_(True)
+        return super().training_step(batch, batch_idx)
+
+
+def train_replicas(kind: str, *args: Any) -> str:
+    trainer = quiet_trainer(devices=4, strategy=SeqParallelStrategy(tp=2), max_steps=2)
+    try:
+        trainer.fit(globals()[kind](*args), models.loader(4, length=8, count=32))
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_gradients_that_replicas_do_not_share_are_refused(how):
+    for told in run_distributed(train_replicas, 4, "Raw", how):
+        assert re.search(
+            r"differs between the replicas .* came past the reduction over dp. Call self.manual_backward", told
+        )
+
+
+def test_a_thaw_within_a_step_is_refused_with_replicas():
+    for told in run_distributed(train_replicas, 4, "ThawsInside"):
+        assert told.startswith(
+            "a parameter began to train within a step, where the reduction over replicas (dp > 1) does not"
+        )
+
+
+class CopiesLate(models.GPT):
+    def on_fit_start(self) -> None:
+        self.average = copy.deepcopy(self.model)
+
+
+def copy_late() -> tuple[str, bool]:
+    module = CopiesLate()
+    try:
+        quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1).fit(module, models.loader(4))
+    except RuntimeError as error:
+        told = str(error)
+    copied = copy.deepcopy(unshard(module).model)
+    return told, all(torch.equal(a, b) for a, b in zip(copied.parameters(), module.model.parameters(), strict=True))
+
+
+def test_copies_of_shards_are_refused():
+    for told, equal in run_distributed(copy_late, 2):
+        assert told.startswith("copy.deepcopy of model.blocks.0.attn.qkv: it holds this rank's part of its parameters")
+        assert equal
 
 
 class PoolsLate(Pooling):

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from mutants import MUTANTS
 
 import lightning_seqpar
 
@@ -119,3 +120,8 @@ def test_links_in_the_documentation_lead_somewhere():
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_mutant_still_fits_its_source():
+    stale = [m.name for m in MUTANTS if (PACKAGE / m.file).read_text().count(m.old) != 1]
+    assert stale == []

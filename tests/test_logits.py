@@ -53,6 +53,8 @@ LOSSES: dict[str, Any] = {
     "sum": {"reduction": "sum"},
     "none": {"reduction": "none"},
     "ignored": {"ignore_index": 3},
+    "all ignored": {},
+    "all ignored, smoothed": {"label_smoothing": 0.1},
     "smoothed": {"label_smoothing": 0.1},
     "weighted": {"weight": WEIGHT},
     "smoothed and weighted": {"label_smoothing": 0.2, "weight": WEIGHT, "reduction": "mean"},
@@ -67,12 +69,14 @@ def losses(dtype: torch.dtype, limit: float) -> None:
         options = {key: value.to(dtype) if isinstance(value, Tensor) else value for key, value in options.items()}
         if name == "ignored":
             target = target.clamp_min(0)
+        if name.startswith("all ignored"):
+            target = torch.full_like(target, -100)
         wanted = F.cross_entropy(whole, target, **options)
         logits, leaf = sharded(whole)
         got = F.cross_entropy(logits, target, **options)
         assert type(got) is Tensor
         assert got.dtype == wanted.dtype
-        assert torch.allclose(got, wanted, rtol=limit, atol=limit), name
+        assert torch.allclose(got, wanted, rtol=limit, atol=limit, equal_nan=True), name
         scale = torch.linspace(1, 2, wanted.numel(), dtype=dtype).view(wanted.shape)
         (wanted * scale).sum().backward()
         (got * scale).sum().backward()

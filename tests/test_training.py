@@ -50,6 +50,16 @@ def test_frozen_parameters_and_a_thaw(sp, thaw):
     check("Frozen", {"thaw": thaw, "tied": False}, sp=sp)
 
 
+def test_a_thaw_and_a_freeze_with_replicas():
+    check("Frozen", {"thaw": True, "tied": False}, 4)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("sp", [True, False])
+def test_gradients_that_the_user_puts_in_place_of_ours(sp, world):
+    check("Edits", {}, world, sp=sp, steps=4, accumulate=2)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("length", [10, 8])
 def test_activation_checkpointing_of_blocks(reentrant, length):

@@ -326,9 +326,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, at, mine, own, weights, valid = ctx.saved_tensors
         (start, stop), smoothing = ctx.columns, ctx.smoothing
-        scale = grad.to(probabilities.dtype)
+        scale = grad.to(probabilities.dtype).masked_fill(~valid, 0)  # infinite where all targets are ignored
         hard = (1 - smoothing) * own * scale
-        soft = smoothing / ctx.classes * scale * valid
+        soft = smoothing / ctx.classes * scale
         out = probabilities * (hard + soft * weights.sum()).unsqueeze(-1)
         if stop > start:
             out.scatter_add_(-1, at.unsqueeze(-1), -(hard * mine).unsqueeze(-1))
