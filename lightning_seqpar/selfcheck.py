@@ -213,6 +213,8 @@ def _run(
             record.check_closed(loss)
             check_loss(loss, groups)
             check_readers(loss, record)
+        if sync is not None:
+            sync.attach()  # a parameter may thaw in the step
         model.zero_grad()
         loss.backward()  # watched too: checkpointing draws again in it
     if record is not None and sync is not None:
