@@ -38,6 +38,7 @@ from lightning_seqpar.probe import (
     kept_streams,
     repeats_skipped,
     seed_streams,
+    without_checkpoints,
 )
 from lightning_seqpar.support import Block
 from lightning_seqpar.trace import Call, Trace
@@ -86,7 +87,7 @@ def infer_plan(
     if dtype is torch.float64 and is_large(model):
         dtype = torch.float32
     with kept_streams(cpu), default_dtype(dtype):
-        copied = without_adapters(detached_copy(model, cpu, dtype))
+        copied = without_checkpoints(without_adapters(detached_copy(model, cpu, dtype)))
         prepare(copied)
         return _infer(copied, example.to(cpu, dtype), tp, own, sums=sums)
 

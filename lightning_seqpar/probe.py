@@ -162,6 +162,14 @@ def _without_caches(model: nn.Module) -> None:
             settings.use_cache = False  # type: ignore[union-attr]
 
 
+def without_checkpoints(model: nn.Module) -> nn.Module:
+    """``model`` with transformers' activation checkpointing off, in place: the reentrant form runs blocks without a graph."""
+    for module in model.modules():
+        if module.__dict__.get("gradient_checkpointing") is True:
+            module.__dict__["gradient_checkpointing"] = False
+    return model
+
+
 def _without_meta(model: nn.Module, device: torch.device) -> None:
     """Zeros for what lies on the meta device, ones for the weights of norms; tied parameters stay tied."""
     for name, parameter in model.named_parameters():

@@ -74,7 +74,12 @@ SLICE = [("auto", family, use) for family, uses in (
     ("llama", (*EVERY, "positions")), ("mixtral", ("hidden", "router")), ("bert", ("hidden", "attentions")),
     ("t5", ("attentions", "embeds")), ("gpt2", ("hidden", "recompute_reentrant")),
 ) for use in uses]  # fmt: skip
-SLICE += [("infer", "llama", "hidden"), ("infer", "gpt2", "attentions"), ("infer", "mixtral", "router")]
+SLICE += [
+    ("infer", "llama", "hidden"),
+    ("infer", "llama", "recompute_reentrant"),
+    ("infer", "gpt2", "attentions"),
+    ("infer", "mixtral", "router"),
+]
 MATRIX = [
     (plan, family, use)
     for plan in ("auto", "infer")
