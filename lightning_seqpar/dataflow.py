@@ -419,7 +419,10 @@ class _Gathering:
         return any(number in tainted for number in block.outputs[:1])
 
     def find(self, column: str) -> None:
-        """The gather of one column: the outermost call that is given its input and lets it out through rows only."""
+        """The gather of one column: the outermost call that is given its input and lets it out through rows only.
+
+        Of an encoder's states the innermost around the linear: what else stands in a larger one sees the decoder's.
+        """
         trace, flow = self.trace, self.flow
         linear = flow.linears[column]
         if column in flow.rows:
@@ -429,8 +432,10 @@ class _Gathering:
             return  # fed by another linear, which reads what is gathered
         root = trace.values[linear.reads].root
         stack = trace.ops[linear.op].stack
-        for number in stack[stack.index(flow.call.id) + 1 :]:
-            call = trace.calls[number]
+        calls = [trace.calls[number] for number in stack[stack.index(flow.call.id) + 1 :]]
+        if style == "copy":
+            calls = [c for c in reversed(calls) if c.name != column] + [c for c in calls if c.name == column]
+        for call in calls:
             given = [key for key, value in call.args.items() if trace.values[value].root == root]
             if given and not self._leaks(call, root):
                 some = style == "gather" and not self._holds_tokens(trace.values[call.args[given[0]]])
