@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layout import ModelLayout, ParamLayout
-from lightning_seqpar.parallelize import ShardedModel
+from lightning_seqpar.parallelize import ShardedModel, refuse_copies
 
 
 def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device: torch.device) -> Tensor:
@@ -45,7 +45,11 @@ def full_state_dict(record: ShardedModel, device: torch.device) -> dict[str, Any
 
     Returns:
         The whole tensors on the writer (the first rank); meta tensors of the same names and shapes elsewhere.
+
+    Raises:
+        RuntimeError: on every rank, for a copy of a sharded module.
     """
+    refuse_copies(record)
     with record.allow_state_dict():
         local = record.model.state_dict(keep_vars=True)
     return {

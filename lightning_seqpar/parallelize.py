@@ -69,6 +69,7 @@ from lightning_seqpar.plan import (
 from lightning_seqpar.region import SequenceRegion
 
 _RECORD = "_seqpar_record"
+_PART = "_seqpar_part"
 
 
 @dataclass
@@ -207,8 +208,8 @@ class _Swap(Blueprint):
         record.hooks += [*self._hook_shard_readers(layouts), *self._hook_givers()]
         record.hooks += [module.register_state_dict_pre_hook(_guard(record)) for module in self._holders(record)]
         for name in dict.fromkeys(name.rpartition(".")[0] for name, item in layouts.items() if item.is_sharded):
-            self.modules[name].__dict__["__deepcopy__"] = functools.partial(_refuse_copy, name)
-            undo.append(functools.partial(self.modules[name].__dict__.pop, "__deepcopy__"))
+            self.modules[name].__dict__[_PART] = name
+            undo.append(functools.partial(self.modules[name].__dict__.pop, _PART))
         self.model.__dict__[_RECORD] = record
         return record
 
@@ -491,12 +492,19 @@ def _guard(record: ShardedModel) -> Callable[..., None]:
     return hook
 
 
-def _refuse_copy(name: str, memo: Any) -> None:
-    raise RuntimeError(
-        f"copy.deepcopy of {name}: it holds this rank's part of its parameters, and the copy's would pass for the whole (in a "
-        "checkpoint, for one). Make a copy (an average of weights, a reference) before the strategy shards the model, in __init__ "
-        "or configure_model: it is sharded with it; or lightning_seqpar.unshard(model) first, on all ranks"
-    )
+def refuse_copies(record: ShardedModel) -> None:
+    """What the model holds must not be a copy of one of its shards, which would pass for the whole.
+
+    Raises:
+        RuntimeError: naming the copy.
+    """
+    for name, module in record.model.named_modules():
+        if _PART in module.__dict__ and any(record.layout.of(p) is None for p in module.parameters(recurse=False)):
+            raise RuntimeError(
+                f"{name} is a copy of {module.__dict__[_PART]}, made while it was sharded: it holds this rank's part, which would "
+                "pass for the whole. Make copies (an average of weights, a reference) in __init__ or configure_model, where they "
+                "are sharded like any model, or keep them out of the module"
+            )
 
 
 def parallelize(
@@ -538,6 +546,7 @@ def unshard(model: nn.Module) -> nn.Module:
     record = record_of(model)
     if record is None:
         return model
+    refuse_copies(record)
     with torch.no_grad():
         for name, layout in record.layout.items():
             if layout.is_sharded:

@@ -442,10 +442,10 @@ MUTANTS = [
         "tests/test_logits.py",
     ),
     Mutant(
-        "shards are copied",
+        "copies of shards pass for the whole",
         "parallelize.py",
-        '            self.modules[name].__dict__["__deepcopy__"] = functools.partial(_refuse_copy, name)\n',
-        '            self.modules[name].__dict__["__deepcopy__"] = None\n',
+        "            self.modules[name].__dict__[_PART] = name\n",
+        "            self.modules[name].__dict__.pop(_PART, None)\n",
         "tests/test_guards.py -k copies",
     ),
     Mutant(

@@ -617,20 +617,26 @@ class CopiesLate(models.GPT):
         self.average = copy.deepcopy(self.model)
 
 
-def copy_late() -> tuple[str, bool]:
-    module = CopiesLate()
-    try:
-        quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1).fit(module, models.loader(4))
-    except RuntimeError as error:
-        told = str(error)
+def copy_late(folder: str) -> tuple[list[str], bool]:
+    module, told = CopiesLate(), []
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    trainer.fit(module, models.loader(4))
+    for use in (lambda: trainer.save_checkpoint(f"{folder}/copy.ckpt"), lambda: unshard(module)):
+        with pytest.raises(RuntimeError) as caught:
+            use()
+        told.append(str(caught.value))
+    del module.average
     copied = copy.deepcopy(unshard(module).model)
     return told, all(torch.equal(a, b) for a, b in zip(copied.parameters(), module.model.parameters(), strict=True))
 
 
-def test_copies_of_shards_are_refused():
-    for told, equal in run_distributed(copy_late, 2):
-        assert told.startswith("copy.deepcopy of model.blocks.0.attn.qkv: it holds this rank's part of its parameters")
+def test_copies_of_shards_are_not_saved_as_the_whole(tmp_path):
+    for told, equal in run_distributed(copy_late, 2, str(tmp_path)):
+        assert all(
+            one.startswith("average.blocks.0.attn.qkv is a copy of model.blocks.0.attn.qkv, made") for one in told
+        )
         assert equal
+    assert not list(tmp_path.iterdir())
 
 
 class PoolsLate(Pooling):

@@ -276,7 +276,7 @@ def test_a_rank_never_holds_more_than_its_shards_and_one_tensor(source, tmp_path
             if check:  # the proof runs on a copy whose equal blocks are one
                 assert told["peak"] < 0.8 * whole, told
             else:
-                assert told["peak"] < told["local"] + largest + 40_000_000, told
+                assert told["peak"] < told["local"] + largest + 64_000_000, told
 
 
 # ---- what can't be done ----------------------------------------------------------------------------------------
