@@ -109,7 +109,8 @@ def find_stacks(trace: Trace, model: nn.Module) -> list[list[Call]]:
     """The repeated blocks, by stack: first calls, in order of execution.
 
     A block maps an activation to one of the same shape, holds linears, and is one of several alike, or is called
-    several times; of nested candidates the outermost counts.
+    several times; of nested candidates the outermost counts. Modules that stand in no list and hold a list whose
+    modules feed each other are owners of blocks, such as the encoder and the decoder of one class.
     """
     weighty = {
         name
@@ -123,10 +124,12 @@ def find_stacks(trace: Trace, model: nn.Module) -> list[list[Call]]:
     by_kind: dict[tuple[str, type], list[Call]] = defaultdict(list)
     for call in fitting:
         by_kind[_parent(call.name), type(call.module)].append(call)
+    listed = {call.id: call for call in fitting if _is_listed(model, call.name)}
     repeated: set[str] = set()
-    for (parent, _), calls in by_kind.items():
-        listed = bool(parent) and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential)
-        if len(calls) > 1 or listed:
+    for calls in by_kind.values():
+        if calls[0].id in listed or (
+            len(calls) > 1 and not any(_holds_a_chain(trace, call, listed.values()) for call in calls)
+        ):
             repeated |= {call.name for call in calls}
     outermost = [call for call in fitting if call.name in repeated and not _encloses(trace, call, repeated)]
     stacks: dict[str, list[Call]] = defaultdict(list)
@@ -139,6 +142,25 @@ def find_stacks(trace: Trace, model: nn.Module) -> list[list[Call]]:
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _is_listed(model: nn.Module, name: str) -> bool:
+    parent = _parent(name)
+    return bool(parent) and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential)
+
+
+def _holds_a_chain(trace: Trace, call: Call, listed: Iterable[Call]) -> bool:
+    """Whether inside the call a listed module works on what the one before it returned; experts work side by side."""
+    last: dict[tuple[str, type], Call] = {}
+    for one in listed:
+        if call.first_op <= one.first_op < call.last_op and _encloses(trace, one, {call.name}):
+            kind = _parent(one.name), type(one.module)
+            before, key = last.get(kind), activation(trace, one)
+            assert key is not None
+            if before and trace.values[one.args[key]].root == trace.values[before.outputs[0]].root:
+                return True
+            last[kind] = one
+    return False
 
 
 def _encloses(trace: Trace, call: Call, among: set[str]) -> bool:

@@ -201,13 +201,14 @@ class Block:
             without = _Supports(self, row, columns, norms, tp)
             if sum(map(without.is_shared, columns)) < sum(map(found.is_shared, columns)):
                 found = without
-        counts = {column: found.units(column) for column in columns if not found.is_shared(column)}
-        if not counts:
+        dealt = [column for column in columns if not found.is_shared(column)]
+        if not dealt:
             raise CantInferError(
                 f"{row}: each of its {found.features} in-features depends on all features of {', '.join(columns)}, so they "
                 f"can't be dealt out to tp={tp} ranks (a norm or a mix over the whole width?)"
             )
-        heads = max((count for count in counts.values() if count < found.features), default=found.features)
+        counts = [count for column in dealt for count in found.units(column)]
+        heads = max((count for count in counts if count < found.features), default=found.features)
         if heads % tp:
             works = [n for n in range(2, heads + 1) if heads % n == 0]
             raise CantInferError(
@@ -215,8 +216,8 @@ class Block:
                 f"tp={tp}" + (f"; use tp of {', '.join(map(str, works))}" if works else "")
             )
         out = GroupLayout(row, found.features, heads, full_width=list(found.skipped))
-        for column, count in counts.items():
-            out.columns[column] = found.deal(column, min(count, heads))
+        for column in dealt:
+            out.columns[column] = found.deal(column, heads)
         return out
 
     def mixes_positions(self, row: str) -> bool:
@@ -545,9 +546,23 @@ class _Supports:
             owners = owners[owners > 0]
         return bool((owners == self._tp).all())
 
-    def units(self, column: str) -> int:
-        """Into how many units side by side the row's in-features fall apart, as far as one column's own part goes."""
+    def _runs(self, column: str) -> tuple[Ranges, ...]:
+        """What each rank needs of a column."""
+        return _split_at_all_ends([_runs(part[column]) for part in self._parts])
+
+    def units(self, column: str) -> list[int]:
+        """Into how many units the row's in-features fall apart, as far as each segment of a column goes (queries, keys)."""
+        try:
+            segments = _segments(column, self._runs(column))
+        except CantInferError:
+            return [self._units(column, 0, None)]
+        return [self._units(column, start, stop) for start, stop, _ in segments]
+
+    def _units(self, column: str, start: int, stop: int | None) -> int:
         own = self._owners(column) == 1
+        own[:start] = False
+        if stop is not None:
+            own[stop:] = False
         everything = torch.arange(self.features)
         for size in range(1, self.features):
             if self.features % size == 0:
@@ -557,13 +572,29 @@ class _Supports:
         # Kept in whole groups, as shared kv heads are: as many as are distinct.
         return len({tuple(part[column].tolist()) for part in self._parts})
 
-    def deal(self, column: str, units: int) -> ColumnLayout:
-        """The parts of a column, by rank.
+    def deal(self, column: str, most: int) -> ColumnLayout:
+        """The parts of a column, by rank; ``most`` units at most.
 
         Raises:
             CantInferError: for parts that no list of segments describes.
         """
-        return _deal(column, [part[column] for part in self._parts], units)
+        covered = torch.stack([part[column] for part in self._parts]).any(0)
+        if not covered.all():
+            missing = int((~covered).nonzero()[0])
+            raise CantInferError(f"{column}: out-feature {missing} reaches nothing, so no rank would own it")
+        ranges = self._runs(column)
+        segments = _segments(column, ranges)
+        if segments[-1][1] != len(covered):
+            raise CantInferError(f"{column}: the parts that ranks need leave a gap: {_shown(ranges)}")
+        owners = self._owners(column)
+        sizes = [stop - start for start, stop, _ in segments]
+        counts = [
+            parts if owners[start] > 1 else min(self._units(column, start, stop), most)
+            for start, stop, parts in segments
+        ]
+        if Shard.by_segments(0, sizes, counts, len(ranges), column).ranges != ranges:
+            raise CantInferError(f"{column}: its parts are not dealt out in order: {_shown(ranges)}")
+        return ColumnLayout(ranges, tuple(sizes), tuple(counts))
 
 
 def _runs(touched: Tensor) -> Ranges:
@@ -577,34 +608,25 @@ def _runs(touched: Tensor) -> Ranges:
     return tuple((start, stop) for start, stop in runs)
 
 
-def _deal(column: str, touched: Sequence[Tensor], units: int) -> ColumnLayout:
-    covered = torch.stack(list(touched)).any(0)
-    if not covered.all():
-        missing = int((~covered).nonzero()[0])
-        raise CantInferError(f"{column}: out-feature {missing} reaches nothing, so no rank would own it")
-    ranges = _split_at_all_ends([_runs(one) for one in touched])
-    owners = torch.stack(list(touched)).sum(0)
-    parts = len(ranges[0])
-    if any(len(runs) != parts for runs in ranges):
+def _segments(column: str, ranges: Sequence[Ranges]) -> list[tuple[int, int, int]]:
+    """Start, stop and number of distinct parts of each segment.
+
+    Raises:
+        CantInferError: where the ranks' parts are no segments.
+    """
+    if any(len(runs) != len(ranges[0]) for runs in ranges):
         raise CantInferError(f"{column}: ranks need parts of it that are not alike: {_shown(ranges)}")
-    segments, counts, start = [], [], 0
-    for part in range(parts):
-        runs = [runs[part] for runs in ranges]
+    found, start = [], 0
+    for runs in zip(*ranges, strict=True):
         distinct = list(dict.fromkeys(runs))
         stop = start
         for low, high in distinct:
             if low != stop:
                 raise CantInferError(f"{column}: the parts that ranks need are not side by side: {_shown(ranges)}")
             stop = high
-        shared = int(owners[start]) > 1
-        segments.append(stop - start)
-        counts.append(len(distinct) if shared else units)
+        found.append((start, stop, len(distinct)))
         start = stop
-    if start != len(covered):
-        raise CantInferError(f"{column}: the parts that ranks need leave a gap: {_shown(ranges)}")
-    if Shard.by_segments(0, segments, counts, len(ranges), column).ranges != ranges:
-        raise CantInferError(f"{column}: its parts are not dealt out in order: {_shown(ranges)}")
-    return ColumnLayout(ranges, tuple(segments), tuple(counts))
+    return found
 
 
 def _split_at_all_ends(ranges: Sequence[Ranges]) -> tuple[Ranges, ...]:

@@ -79,6 +79,8 @@ SLICE += [
     ("infer", "llama", "recompute_reentrant"),
     ("infer", "gpt2", "attentions"),
     ("infer", "mixtral", "router"),
+    ("infer", "t5", "embeds"),
+    ("infer", "phi3", "attentions"),
 ]
 MATRIX = [
     (plan, family, use)

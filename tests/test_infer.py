@@ -234,6 +234,58 @@ def test_what_all_heads_share_stays_whole():
     assert "{pattern: h.*.attn.kv_up, style: column, units: num_heads}" in told.to_yaml()
 
 
+class Half(nn.Module):
+    """An encoder and a decoder of one class, neither of them a block."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([zoo.EXTRA["shifted"]() for _ in range(depth)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+        self.first, self.second = Half(2), Half(2)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.head(self.second(self.first(self.tokens(ids))))
+
+
+def test_modules_of_one_class_that_own_a_chain_are_no_blocks():
+    told = infer_plan(Halves(), IDS, 2).plan.to_yaml()
+    assert "{pattern: first.layers.*, style: blocks" in told
+    assert "{pattern: second.layers.*, style: blocks" in told
+
+
+def test_two_blocks_outside_any_list_keep_their_experts():
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(16, 3)
+            self.experts = nn.ModuleList([zoo.FeedForward(16, 32) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = self.gate(x).softmax(-1)
+            return sum(scores[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+            self.a, self.b = (zoo.PreNorm(16, zoo.EinsumAttention(16, 4), Mixture()) for _ in range(2))
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.head(self.b(self.a(self.tokens(ids))))
+
+    assert "{pattern: '{a,b}', style: blocks" in infer_plan(Two(), IDS, 2).plan.to_yaml()
+
+
 def fit_here(kind: str, world: int) -> Trace:
     return fit("Zoo", {"kind": kind}, world=world, strategy={"tp": world}, steps=3)
 
