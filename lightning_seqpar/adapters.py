@@ -22,6 +22,24 @@ def is_adapted(module: nn.Module) -> bool:
     return filled and not any(True for other in children.values() for _ in other.parameters())
 
 
+def known_limits(root: nn.Module) -> list[str]:
+    """What is known not to fit shards among the adapters that PEFT configured in ``root``: a sentence for each."""
+    found: dict[str, None] = {}
+    for module in root.modules():
+        configs = getattr(module, "peft_config", None)
+        for config in configs.values() if isinstance(configs, dict) else ():
+            if getattr(getattr(config, "peft_type", None), "name", "") == "PREFIX_TUNING":
+                found["prefix tuning gives every block keys and values of all heads; use LoRA or prompt tuning"] = None
+            if getattr(config, "target_parameters", None):
+                found[
+                    "LoRA on target_parameters (experts) replaces parameters that are dealt out; use target_modules, or leave "
+                    "the module that holds them whole: {pattern: ..., style: whole}"
+                ] = None
+            if getattr(config, "alora_invocation_tokens", None):
+                found["activated LoRA picks tokens by their place in the whole sequence; set sp=False"] = None
+    return list(found)
+
+
 def plain_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``root.named_modules()`` as if there were no adapters: each stands for the linear in it."""
     hidden: tuple[str, ...] = ()

@@ -149,6 +149,9 @@ class OutputWatch:
     Three numbers of each step are kept where they are, and compared when :meth:`check` is called.
     """
 
+    MANY = 1024
+    """Steps whose numbers are kept at most."""
+
     def __init__(self) -> None:
         self._told: list[Tensor] = []
         self._limit = 0.0
@@ -163,6 +166,11 @@ class OutputWatch:
             limit = {torch.float64: 1e-9, torch.float32: 1e-4}.get(leaf.dtype, 2e-2)
             self._limit = max(self._limit, limit)
         self._told.append(told)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to compare."""
+        return len(self._told) >= self.MANY
 
     def check(self, groups: ParallelGroups, loop: str) -> None:
         """Compare what was kept since the last time; collective over tp.
@@ -258,13 +266,34 @@ def check_parameters(record: ShardedModel) -> None:
     """The model must hold the parameters that were laid out.
 
     Raises:
-        RuntimeError: naming one that was replaced.
+        RuntimeError: naming one that was replaced, or is new.
     """
+    refuse_added([*record.model.parameters()], record)
     if replaced := record.layout.replaced(record.model):
         raise RuntimeError(
             f"{replaced[0]}: the model holds another parameter than the one that was laid out; do not replace parameters "
             "while training (change their data in place)"
         )
+
+
+def refuse_added(parameters: Sequence[Tensor], record: ShardedModel) -> None:
+    """A parameter that came after the model was sharded has no layout: nobody would sum its gradient.
+
+    Args:
+        parameters: those that may be new.
+        record: of the sharded model.
+
+    Raises:
+        RuntimeError: naming the parameter.
+    """
+    if any(record.layout.of(parameter) is None for parameter in parameters):
+        ids = {id(parameter) for parameter in parameters}
+        names = [name for name in record.layout.added(record.model) if id(record.model.get_parameter(name)) in ids]
+        if names:
+            raise RuntimeError(
+                f"{names[0]}: this parameter came after the model was sharded (an adapter that was added while training?); add "
+                "it before trainer.fit, frozen or switched off if it is for later"
+            )
 
 
 def checksum(batch: Any, device: torch.device) -> Tensor:

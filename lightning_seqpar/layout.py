@@ -90,6 +90,10 @@ class ModelLayout(Mapping[str, ParamLayout]):
         current = dict(model.named_parameters(remove_duplicate=False))
         return [name for name, parameter in self._parameters.items() if current.get(name) is not parameter]
 
+    def added(self, model: nn.Module) -> list[str]:
+        """Names of parameters that the model did not have when it was laid out."""
+        return [name for name, parameter in model.named_parameters() if self.of(parameter) is None]
+
     def local_numel(self) -> int:
         """Parameters that this rank holds."""
         return sum(parameter.numel() for parameter in self._parameters.values())

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_seqpar.adapters import known_limits
 from lightning_seqpar.config import VERSION, ParallelConfig, PlanSpec
 from lightning_seqpar.dataflow import CantInferError
 from lightning_seqpar.groups import ParallelGroups
@@ -91,6 +92,14 @@ class Prover:
         Raises:
             ValueError: if no plan is found, or none that is right; the message says what to write.
         """
+        try:
+            return self._proved()
+        except ValueError as error:
+            if limits := known_limits(self._module):
+                raise type(error)(f"{error}\nPEFT with tp={self._tp}: {'; '.join(limits)}") from None
+            raise
+
+    def _proved(self) -> Proved:
         out = Proved()
         key = self._from_first_rank(self._key) if self._config.self_check else None
         known = self._from_first_rank(lambda: None if key is None else _read(key))

@@ -32,6 +32,7 @@ from lightning_seqpar.guards import (
     check_parameters,
     check_readers,
     check_sums,
+    refuse_added,
     warn_of_equal_replicas,
 )
 from lightning_seqpar.launcher import SeqParallelLauncher
@@ -79,12 +80,16 @@ class SteppingStrategy(TopologyStrategy):
             check_batch(args[0], self.groups, self.root_device, loop)
             if loop == "training" and self._calls[loop] == 1:
                 warn_of_equal_replicas(args[0], self.groups, self.root_device)
-        with DrawWatch(record.check_draw) if due and loop == "training" else nullcontext():
-            out = step(*args, **kwargs)
+        try:
+            with DrawWatch(record.check_draw) if due and loop == "training" else nullcontext():
+                out = step(*args, **kwargs)
+        except RuntimeError:
+            refuse_added([*self._module.parameters()], record)  # the likelier cause of shapes that do not fit
+            raise
         record.check_closed(out)
         if loop != "training":
             self._outputs.note(out, self.root_device)
-            if due or self._is_due(self._since_start[loop]):
+            if due or self._is_due(self._since_start[loop]) or self._outputs.is_full:
                 self._outputs.check(self.groups, loop)
         return out
 
@@ -224,6 +229,8 @@ class SteppingStrategy(TopologyStrategy):
         optimizer = plain_optimizer(optimizer)
         step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         record = record_of(self._module)
+        if record is not None:
+            refuse_added(_parameters(optimizer), record)
         watched = not self._module.automatic_optimization or is_overridden("configure_gradient_clipping", self._module)
         if watched or self._is_due(step):
             check_reduced(_parameters(optimizer), self.groups)

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -398,6 +399,34 @@ MUTANTS = [
         "        copied = copy_to_tensor_parallel_region(x, self.group)\n        self._frame.copied",
         "        copied = x.view_as(x)\n        self._frame.copied",
         "tests/test_zoo.py -k encoder_decoder",
+    ),
+    Mutant(
+        "owners of blocks taken for blocks",
+        "dataflow.py",
+        "elif len(calls) > 1 and not any(_holds_a_chain(trace, call, listed.values()) for call in calls):",
+        "elif len(calls) > 1:",
+        "tests/test_infer.py -k own_a_chain",
+    ),
+    Mutant(
+        "experts taken for a chain of blocks",
+        "dataflow.py",
+        "if before and trace.values[one.args[key]].root == trace.values[before.outputs[0]].root:",
+        "if before:",
+        "tests/test_infer.py -k outside_any_list",
+    ),
+    Mutant(
+        "segments of a column share one count of units",
+        "support.py",
+        "        return [self._units(column, start, stop) for start, stop, _ in segments]",
+        "        return [self._units(column, 0, None)] * len(segments)",
+        "tests/test_hf_uses.py -k infer-phi3-attentions",
+    ),
+    Mutant(
+        "parameters that are added while training pass",
+        "guards.py",
+        "    if any(record.layout.of(parameter) is None for parameter in parameters):",
+        "    if False:",
+        "tests/test_adapters.py -k known_not",
     ),
     Mutant(
         "losses do not ride along",
@@ -842,10 +871,10 @@ def run(mutant: Mutant) -> tuple[bool, str]:
 def main() -> int:
     chosen = [mutant for mutant in MUTANTS if all(word in mutant.name for word in sys.argv[1:])]
     rows = []
-    for mutant in chosen:
-        caught, where = run(mutant)
-        rows.append((mutant, caught, where))
-        print(f"{'caught' if caught else 'ALIVE ':<7} {mutant.name:<48} {where}", flush=True)
+    with ThreadPoolExecutor(2) as pool:
+        for mutant, (caught, where) in zip(chosen, pool.map(run, chosen), strict=True):
+            rows.append((mutant, caught, where))
+            print(f"{'caught' if caught else 'ALIVE ':<7} {mutant.name:<48} {where}", flush=True)
     alive = sum(not caught for _, caught, _ in rows)
     print("\n| fault | in | first test that sees it |\n|---|---|---|")
     for mutant, _, where in rows:

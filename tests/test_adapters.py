@@ -127,3 +127,58 @@ def test_adapters_drop_out_whole_inputs_alike_and_own_features_apart(sp):
     for name, mask in one.items():
         assert 0.3 < float(mask.double().mean()) < 0.7
         assert torch.equal(mask, other[name]) is ("q_proj" in name), name
+
+
+class Later(Adapted):
+    """Gets a second adapter while it trains."""
+
+    def __init__(self, targets: list[str]) -> None:
+        super().__init__("llama", ["q_proj"])
+        self.targets = targets
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.model.add_adapter("second", peft.LoraConfig(r=4, target_modules=self.targets))
+            self.model.set_adapter("second")
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    self.trainer.optimizers[0].add_param_group({"params": [parameter]})
+
+
+class Prefixed(HuggingFace):
+    def __init__(self, kind: str) -> None:
+        super().__init__("llama" if kind != "experts" else "mixtral", "model")
+        config: Any = {
+            "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+            "experts": peft.LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"]),
+            "activated": peft.LoraConfig(
+                task_type="CAUSAL_LM", target_modules=["o_proj"], alora_invocation_tokens=[1], init_lora_weights=False
+            ),
+        }[kind]
+        self.model = peft.get_peft_model(self.model, config)
+
+
+def refusals(cases: dict[str, tuple[type, Any]]) -> dict[str, str]:
+    told = {}
+    for name, (kind, arg) in cases.items():
+        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=2)
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            trainer.fit(kind(arg).double(), loader(4, length=9))
+        told[name] = str(caught.value)
+    return told
+
+
+def test_what_is_known_not_to_fit_shards_is_told():
+    cases = {
+        "prefix": (Prefixed, "prefix"),
+        "experts": (Prefixed, "experts"),
+        "activated": (Prefixed, "activated"),
+        "on a sharded linear": (Later, ["q_proj"]),
+        "on a whole linear": (Later, ["lm_head"]),
+    }
+    told = run_distributed(refusals, 2, cases)[0]
+    assert "prefix tuning gives every block keys and values of all heads" in told["prefix"]
+    assert "LoRA on target_parameters" in told["experts"]
+    assert "activated LoRA picks tokens by their place in the whole sequence; set sp=False" in told["activated"]
+    assert "q_proj.lora_A.second.weight: this parameter came after the model was sharded" in told["on a sharded linear"]
+    assert "lm_head.lora_A.second.weight: this parameter came after" in told["on a whole linear"]
