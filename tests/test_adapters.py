@@ -145,10 +145,14 @@ class Later(Adapted):
                     self.trainer.optimizers[0].add_param_group({"params": [parameter]})
 
 
-class Prefixed(HuggingFace):
+class OtherKind(HuggingFace):
+    """An adapter that is not plain LoRA on linears."""
+
     def __init__(self, kind: str) -> None:
         super().__init__("llama" if kind != "experts" else "mixtral", "model")
         config: Any = {
+            "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+            "ia3": peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
             "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
             "experts": peft.LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"]),
             "activated": peft.LoraConfig(
@@ -156,6 +160,23 @@ class Prefixed(HuggingFace):
             ),
         }[kind]
         self.model = peft.get_peft_model(self.model, config)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+zoo.OtherKind = OtherKind
+
+
+def fit_other(kinds: list[str]) -> list[Trace]:
+    return [fit("OtherKind", {"kind": kind}, world=2, strategy={"tp": 2}, steps=2, length=9) for kind in kinds]
+
+
+def test_prompt_tuning_and_ia3_train_like_one_process():
+    kinds = ["prompt", "ia3"]
+    for kind, got in zip(kinds, run_distributed(fit_other, 2, kinds)[0], strict=True):
+        assert got.grad_norm > 0
+        compare(fit("OtherKind", {"kind": kind}, steps=2, length=9), got).raise_if_failed()
 
 
 def refusals(cases: dict[str, tuple[type, Any]]) -> dict[str, str]:
@@ -170,9 +191,9 @@ def refusals(cases: dict[str, tuple[type, Any]]) -> dict[str, str]:
 
 def test_what_is_known_not_to_fit_shards_is_told():
     cases = {
-        "prefix": (Prefixed, "prefix"),
-        "experts": (Prefixed, "experts"),
-        "activated": (Prefixed, "activated"),
+        "prefix": (OtherKind, "prefix"),
+        "experts": (OtherKind, "experts"),
+        "activated": (OtherKind, "activated"),
         "on a sharded linear": (Later, ["q_proj"]),
         "on a whole linear": (Later, ["lm_head"]),
     }
