@@ -92,7 +92,10 @@ class ModelLayout(Mapping[str, ParamLayout]):
 
     def added(self, model: nn.Module) -> list[str]:
         """Names of parameters that the model did not have when it was laid out."""
-        return [name for name, parameter in model.named_parameters() if self.of(parameter) is None]
+        known = self._layouts.keys()
+        return [
+            name for name, parameter in model.named_parameters() if self.of(parameter) is None and name not in known
+        ]
 
     def local_numel(self) -> int:
         """Parameters that this rank holds."""
