@@ -266,10 +266,10 @@ def check_parameters(record: ShardedModel) -> None:
     """The model must hold the parameters that were laid out.
 
     Raises:
-        RuntimeError: naming one that was replaced, or is new.
+        RuntimeError: naming one that was replaced.
     """
-    refuse_added([*record.model.parameters()], record)
     if replaced := record.layout.replaced(record.model):
+        refuse_added([*record.model.parameters()], record)  # an adapter around a linear, which has another name now
         raise RuntimeError(
             f"{replaced[0]}: the model holds another parameter than the one that was laid out; do not replace parameters "
             "while training (change their data in place)"

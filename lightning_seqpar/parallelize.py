@@ -147,6 +147,16 @@ class ShardedModel:
         """Whether the module of that name works on shards."""
         return any(item.is_sharded or item.is_partial for key, item in self.layout.items() if inside(key, name))
 
+    def added_inside(self) -> list[nn.Parameter]:
+        """Parameters that came after the model was sharded, inside modules that it had then."""
+        names = self.layout.added(self.model)
+        paths = {name: name.split(".") for name in names}
+        return [
+            self.model.get_parameter(name)
+            for name, path in paths.items()
+            if any(self.is_inside(".".join(path[:at])) for at in range(1, len(path)))
+        ]
+
     def check_draw(self, name: str, shape: tuple[int, ...]) -> None:
         """A random draw of a forward must fit the stream that it comes from."""
         for region in self.regions:

@@ -84,7 +84,7 @@ class SteppingStrategy(TopologyStrategy):
             with DrawWatch(record.check_draw) if due and loop == "training" else nullcontext():
                 out = step(*args, **kwargs)
         except RuntimeError:
-            refuse_added([*self._module.parameters()], record)  # the likelier cause of shapes that do not fit
+            refuse_added(record.added_inside(), record)  # the likelier cause of shapes that do not fit
             raise
         record.check_closed(out)
         if loop != "training":
