@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_seqpar.folder import Opened, Part
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallelize import ShardedModel, refuse_copies
@@ -60,8 +62,73 @@ def full_state_dict(record: ShardedModel, device: torch.device) -> dict[str, Any
     }
 
 
-def load_full_state_dict(record: ShardedModel, state: Mapping[str, Any], *, strict: bool) -> Any:
+def _layout_of(record: ShardedModel, name: str, value: object) -> ParamLayout | None:
+    if not isinstance(value, Tensor):
+        return None
+    return record.layout.of(value) or record.buffers.get(name)
+
+
+def model_parts(model: nn.Module, record: ShardedModel | None, groups: ParallelGroups) -> dict[str, Any]:
+    """``state_dict()`` with a :class:`~lightning_seqpar.folder.Part` for each tensor: what this rank writes of it.
+
+    Raises:
+        RuntimeError: on every rank, for a copy of a sharded module.
+    """
+    if record is not None:
+        refuse_copies(record)
+    with nullcontext() if record is None else record.allow_state_dict():
+        local = model.state_dict(keep_vars=True)
+    turn = _Turn(groups)
+    found: dict[int, Part] = {}  # tied weights are one part
+    for name, value in local.items():
+        if isinstance(value, Tensor) and id(value) not in found:
+            found[id(value)] = turn.part(value, None if record is None else _layout_of(record, name, value))
+    return {name: found.get(id(value), value) for name, value in local.items()}
+
+
+def optimizer_parts(optimizer: Optimizer, layout: ModelLayout | None, groups: ParallelGroups) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with a :class:`~lightning_seqpar.folder.Part` for each moment."""
+    state: dict[str, Any] = optimizer.state_dict()
+    parameters, turn = _parameters(optimizer), _Turn(groups)
+    parts = {}
+    for index, entry in state["state"].items():
+        parameter = parameters[index]
+        found = None if layout is None else layout.of(parameter)
+        parts[index] = {
+            key: turn.part(value, found if value.shape == parameter.shape else None)
+            if isinstance(value, Tensor)
+            else value
+            for key, value in entry.items()
+        }
+    return {**state, "state": parts}
+
+
+class _Turn:
+    """Deals out what several ranks hold alike: each writes some of it."""
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._groups, self._next = groups, 0
+
+    def part(self, value: Tensor, layout: ParamLayout | None) -> Part:
+        """The next tensor's part."""
+        dp, tp, rank = self._groups.size("dp"), self._groups.size("tp"), self._groups.rank("tp")
+        whole = layout is None or layout.shard is None
+        own = self._groups.rank("dp") + dp * rank if whole else self._groups.rank("dp")
+        writes = self._next % (dp * tp if whole else dp) == own
+        self._next += 1
+        return Part(value, layout, rank, writes=writes)
+
+
+def load_full_state_dict(
+    record: ShardedModel, state: Mapping[str, Any], *, strict: bool, opened: Opened | None = None
+) -> Any:
     """Load a whole model's state dict into a parallelised one; each rank takes its part.
+
+    Args:
+        record: the parallelised model's record.
+        state: the whole tensors.
+        strict: as ``load_state_dict`` has it.
+        opened: the folder that they are read from, where they are meta tensors.
 
     Raises:
         ValueError: for a tensor of another shape than the model's, naming it.
@@ -69,10 +136,10 @@ def load_full_state_dict(record: ShardedModel, state: Mapping[str, Any], *, stri
     with record.allow_state_dict():
         local = record.model.state_dict(keep_vars=True)
     rank = record.groups.rank("tp")
-    sliced = dict(state)
-    for name, value in local.items():
-        layout = (record.layout.of(value) or record.buffers.get(name)) if isinstance(value, Tensor) else None
-        if layout is not None and name in sliced:
+    layouts = {name: _layout_of(record, name, value) for name, value in local.items()}
+    sliced = dict(state) if opened is None else opened.take(state, layouts, rank)
+    for name, layout in layouts.items():
+        if layout is not None and name in sliced and (opened is None or opened.key_of(state[name]) is None):
             sliced[name] = layout.take(sliced[name], rank)
     return record.model.load_state_dict(sliced, strict=strict)
 
@@ -101,7 +168,11 @@ def full_optimizer_state(
 
 
 def load_full_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], layout: ModelLayout, groups: ParallelGroups
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    layout: ModelLayout | None,
+    groups: ParallelGroups,
+    opened: Opened | None = None,
 ) -> None:
     """Load a whole optimizer state; each rank takes its part of every moment.
 
@@ -109,18 +180,19 @@ def load_full_optimizer_state(
         ValueError: if the state was written for other parameters.
     """
     parameters, rank = _parameters(optimizer), groups.rank("tp")
-    local: dict[Any, Any] = {}
-    for index, entry in state["state"].items():
+    flat = {(index, key): value for index, entry in state["state"].items() for key, value in entry.items()}
+    layouts: dict[tuple[Any, str], ParamLayout | None] = {}
+    for index, key in flat:
         if not 0 <= int(index) < len(parameters):
             raise ValueError(
                 f"optimizer state {index}: the optimizer has {len(parameters)} parameters; the checkpoint belongs to "
                 "another model or another configure_optimizers"
             )
-        found = layout.of(parameters[int(index)])
-        local[index] = {
-            key: found.take(value, rank)
-            if found is not None and isinstance(value, Tensor) and value.ndim > 0
-            else value
-            for key, value in entry.items()
-        }
+        layouts[index, key] = None if layout is None else layout.of(parameters[int(index)])
+    taken = flat if opened is None else opened.take(flat, layouts, rank)
+    local: dict[Any, Any] = {index: {} for index in state["state"]}
+    for (index, key), value in taken.items():
+        found = layouts[index, key]
+        is_whole = found is not None and isinstance(value, Tensor) and value.ndim > 0 and value is flat[index, key]
+        local[index][key] = found.take(value, rank) if found is not None and is_whole else value
     optimizer.load_state_dict({**state, "state": local})

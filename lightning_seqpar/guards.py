@@ -46,7 +46,6 @@ LATER = {
     "fsdp": "sharding over the replicas",
     "recompute": "activation recompute by the strategy (checkpointing in your model works)",
     "compile": "compilation by the strategy",
-    "checkpoint": "checkpoints in parts or in the background",
     "fp8_groups": "fp8 training",
 }
 """Fields that the strategy refuses when they differ from their default, and what they would turn on."""
@@ -59,6 +58,10 @@ def refuse_unsupported(config: ParallelConfig) -> None:
         value, idle = getattr(config, field), getattr(default, field)
         if value != idle and not (field == "virtual_pp" and value == 1):
             raise ValueError(f"{field}={value!r} does not run yet; use {field}={idle!r} ({what})")
+    if config.checkpoint.async_save:
+        raise ValueError(
+            "checkpoint={'async_save': True} does not run yet; use async_save=False (checkpoints are awaited)"
+        )
 
 
 def refuse_notebook(processes: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -24,15 +23,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from omegaconf import OmegaConf
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_seqpar.agreement import check_agreement, told_of_model
-from lightning_seqpar.checkpoint import (
-    full_optimizer_state,
-    full_state_dict,
-    load_full_optimizer_state,
-    load_full_state_dict,
-)
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec, nearest
 from lightning_seqpar.deferred import DeferredInit
 from lightning_seqpar.grad_sync import GradSync
@@ -47,7 +39,7 @@ from lightning_seqpar.parallelize import ShardedModel, parallelize, record_of, u
 from lightning_seqpar.plan import ShardingPlan, check_plan
 from lightning_seqpar.proof import Prover
 from lightning_seqpar.random import share_streams
-from lightning_seqpar.stepping import SteppingStrategy, plain_optimizer
+from lightning_seqpar.saving import SavingStrategy
 from lightning_seqpar.summary import summarize
 from lightning_seqpar.weights import LateWeights
 
@@ -68,7 +60,7 @@ def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-class SeqParallelStrategy(SteppingStrategy):
+class SeqParallelStrategy(SavingStrategy):
     """Tensor + sequence parallel training of an unmodified LightningModule.
 
     ``Trainer(devices=8, strategy=SeqParallelStrategy(tp=4, sp=True))``. The fields are those of
@@ -163,7 +155,6 @@ class SeqParallelStrategy(SteppingStrategy):
         )
         self._summarized = False
         self._recorder: DeferredInit | None = None
-        self._late_state: Mapping[str, Tensor] | None = None
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -298,48 +289,6 @@ class SeqParallelStrategy(SteppingStrategy):
         """Move the model, already cut, to this rank's device."""
         assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
-
-    # ---- checkpoints -------------------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model on the first rank, meta tensors elsewhere; collective."""
-        record = record_of(self._module)
-        if record is None:
-            return super().lightning_module_state_dict()
-        if self._sync is not None:
-            self._sync.losses.settle()  # what a wrong loss made is not saved
-        return full_state_dict(record, self.root_device)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the whole model's weights; a model that is cut already takes its parts."""
-        record = record_of(self._module)
-        if record is None and any(parameter.is_meta for parameter in self._module.parameters()):
-            with warnings.catch_warnings():  # of a copy to the meta device, which only checks names and shapes
-                warnings.filterwarnings("ignore", message=".*meta parameter in the current model.*")
-                super().load_model_state_dict(checkpoint, strict=strict)
-            self._late_state = checkpoint["state_dict"]
-        elif record is None:
-            super().load_model_state_dict(checkpoint, strict=strict)
-        else:
-            load_full_state_dict(record, checkpoint["state_dict"], strict=strict)
-            record.note_versions()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state with whole moments on the first rank; collective."""
-        record = record_of(self._module)
-        if record is None:
-            return super().optimizer_state(optimizer)
-        return full_optimizer_state(plain_optimizer(optimizer), record.layout, record.groups, self.root_device)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole moments; each rank takes its parts."""
-        record = record_of(self._module)
-        if record is None:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_full_optimizer_state(optimizer, state, record.layout, record.groups)
-            _optimizer_to_device(optimizer, self.root_device)
 
     # ---- the end -----------------------------------------------------------------------------------------------
 

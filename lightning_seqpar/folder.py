@@ -1,0 +1,456 @@
+"""Checkpoints in parts: a folder of which every rank writes and reads its own share, by torch's distributed checkpointing.
+
+The tensors are canonical: original names, whole shapes, original order. What is no tensor (loops, callbacks, param groups)
+stands beside them in one small file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.serialization import _get_layout
+
+from lightning_seqpar.layout import ParamLayout
+
+STATE = "state.pt"
+"""The checkpoint, with meta tensors for what the ranks wrote."""
+MARKER = "seqpar.json"
+"""Written last; a folder without it is not whole."""
+UNFINISHED = ".unfinished"
+"""What is added to a folder's name until it is whole."""
+REPLACED = ".replaced"
+"""What is added to the name of a folder that is being replaced by a new one of its name."""
+FORMAT = 1
+
+K = TypeVar("K")
+
+
+class Part:
+    """What this rank holds of one whole tensor: a chunk for each range of indices.
+
+    Args:
+        local: the rank's own tensor; the padding of a vocabulary, which no chunk names, included.
+        layout: how the whole is dealt out; none for a tensor that every rank holds whole.
+        rank: the tensor-parallel rank.
+        writes: whether this rank saves what it shares with others.
+
+    Attributes:
+        local: the tensor.
+        shape: of the whole.
+    """
+
+    def __init__(self, local: Tensor, layout: ParamLayout | None, rank: int, *, writes: bool) -> None:
+        self.local = local.detach()
+        shard = None if layout is None else layout.shard
+        self.shape = torch.Size(local.shape if layout is None or shard is None else layout.global_shape)
+        self._chunks: dict[torch.Size, tuple[Tensor, bool]] = {}
+        if shard is None:
+            self._chunks[torch.Size([0] * local.ndim)] = self.local, writes
+            return
+        first, at = shard.is_first_holder(rank), 0
+        for start, stop in shard.ranges[rank]:
+            if stop > start:
+                offsets = [0] * local.ndim
+                offsets[shard.dim] = start
+                piece = self.local.narrow(shard.dim, at, stop - start)
+                self._chunks[torch.Size(offsets)] = piece, writes and bool(first[at])
+                at += stop - start
+
+    def piece(self, offsets: torch.Size | None) -> Tensor:
+        """The chunk that begins at these whole indices; a view of :attr:`local`."""
+        return self._chunks[torch.Size([0] * self.local.ndim) if offsets is None else offsets][0]
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """Every chunk of this rank."""
+        return [ChunkStorageMetadata(offsets, piece.shape) for offsets, (piece, _) in self._chunks.items()]
+
+    def write_items(self, key: str) -> Iterator[WriteItem]:
+        """What this rank saves."""
+        for offsets, (piece, writes) in self._chunks.items():
+            if writes:
+                chunk = ChunkStorageMetadata(offsets, piece.shape)
+                told = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.local), self.shape)
+                yield WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=told)
+
+
+class _Saving(DefaultSavePlanner):
+    """Writes parts."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.is_coordinator = state_dict, is_coordinator
+        self.flatten_state_dict = False
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([item for key, part in self.state_dict.items() for item in part.write_items(key)])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found: Tensor = self.state_dict[index.fqn].piece(index.offset)
+        return found
+
+
+class _Loading(DefaultLoadPlanner):
+    """Reads into parts."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for key, part in self.state_dict.items():
+            found = self.metadata.state_dict_metadata[key]
+            assert isinstance(found, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(key, found, part.chunks())
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found: Tensor = self.state_dict[index.fqn].piece(index.offset)
+        return found
+
+
+# ---- the tree of a checkpoint ------------------------------------------------------------------------------------
+
+
+def walk(tree: Any, visit: Callable[[str, Any], Any], key: str = "") -> Any:
+    """``tree`` with ``visit(path, leaf)`` in place of each leaf; containers that are no plain dict, list or tuple are leaves."""
+    if type(tree) is dict:
+        return {name: walk(value, visit, f"{key}{name}/") for name, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(walk(value, visit, f"{key}{at}/") for at, value in enumerate(tree))
+    return visit(key[:-1], tree)
+
+
+def split_parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Part]]:
+    """The checkpoint with meta tensors for its parts, and the parts by their place in it."""
+    parts: dict[str, Part] = {}
+
+    def visit(key: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Part):
+            return leaf
+        parts[key] = leaf
+        return torch.empty(leaf.shape, dtype=leaf.local.dtype, device="meta")
+
+    return walk(dict(checkpoint), visit), parts
+
+
+# ---- writing -----------------------------------------------------------------------------------------------------
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; nothing stands under its name that was not there before."""
+
+
+def on_first_rank(work: Callable[[], Any], group: ProcessGroup, what: str) -> Any:
+    """What the group's first rank makes of ``work``, sent to all; collective.
+
+    Raises:
+        SaveError: on every rank, if it raised.
+    """
+    box: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            box[0] = work()
+        except OSError as error:
+            box[1] = f"{what}: {error}"
+        except Exception as error:  # the others wait for an answer
+            box[1] = f"{what}: {type(error).__name__}: {error}"
+    dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[0], group=group)
+    if box[1] is not None:
+        raise SaveError(box[1])
+    return box[0]
+
+
+def _begin(path: Path) -> None:
+    unfinished = path.with_name(path.name + UNFINISHED)
+    if path.is_file():
+        raise FileExistsError(f"{path} is a file; a sharded checkpoint is a folder")
+    if unfinished.exists():  # of a run that was killed
+        shutil.rmtree(unfinished)
+    unfinished.mkdir(parents=True)
+
+
+def _synced(path: Path, write: Callable[[Any], None]) -> None:
+    with path.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _finish(path: Path, state: Any, told: Mapping[str, Any]) -> None:
+    unfinished, replaced = (path.with_name(path.name + end) for end in (UNFINISHED, REPLACED))
+    _synced(unfinished / STATE, lambda file: torch.save(state, file))
+    _synced(unfinished / MARKER, lambda file: file.write(json.dumps({"format": FORMAT, **told}, indent=1).encode()))
+    _sync_folder(unfinished)
+    if path.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        path.rename(replaced)
+    unfinished.rename(path)
+    _sync_folder(path.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def write_folder(path: Path, checkpoint: Mapping[str, Any], told: Mapping[str, Any], group: ProcessGroup) -> None:
+    """Write a checkpoint whose tensors are parts; collective over ``group``.
+
+    It is written beside its name, and renamed when it is whole.
+
+    Args:
+        path: the folder; one of that name is replaced.
+        checkpoint: Lightning's, with a :class:`Part` for each tensor that the ranks write.
+        told: what the marker says of the run.
+        group: all ranks.
+
+    Raises:
+        SaveError: on every rank.
+    """
+    state, parts = split_parts(checkpoint)
+    on_first_rank(lambda: _begin(path), group, f"the checkpoint {path} can't be begun")
+    try:
+        save(
+            parts,
+            storage_writer=FileSystemWriter(path.with_name(path.name + UNFINISHED)),
+            planner=_Saving(),
+            process_group=group,
+        )
+    except CheckpointException as error:
+        causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
+        raise SaveError(f"the checkpoint {path} can't be written: {causes}") from None
+    on_first_rank(lambda: _finish(path, state, told), group, f"the checkpoint {path} can't be finished")
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------
+
+
+class _Index(pickle.Unpickler):
+    """Reads the index of a folder, and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class that an index is made of.
+
+        Raises:
+            UnpicklingError: for anything else.
+        """
+        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
+            return PurePosixPath  # where the folder was written, on another system maybe
+        value = super().find_class(module, name) if "." not in name and module in self._MODULES else None
+        plain = isinstance(value, torch.dtype) or value in (torch.Size, OrderedDict, _get_layout)
+        if plain or (isinstance(value, type) and value.__module__ == module and module != "torch"):
+            return value
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
+
+    _MODULES = (
+        "torch",
+        "torch.serialization",
+        "torch.distributed.checkpoint.metadata",
+        "torch.distributed.checkpoint.filesystem",
+        "collections",
+    )
+
+
+class _Reader(FileSystemReader):
+    """Reads with an index that was read already."""
+
+    def __init__(self, path: Path, index: Metadata) -> None:
+        super().__init__(path)
+        self._index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index."""
+        return self._index
+
+
+class Folder:
+    """A sharded checkpoint, to be read by any number of ranks; each reads for itself.
+
+    Args:
+        path: the folder.
+
+    Attributes:
+        path: the folder.
+        told: what its marker says.
+        index: of its tensors.
+
+    Raises:
+        ValueError: if it is not whole, or not one of ours.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._check_there()
+        try:
+            self.told: dict[str, Any] = json.loads((self.path / MARKER).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.path / MARKER}: it can't be read ({error}); the checkpoint is damaged") from None
+        if self.told.get("format") != FORMAT:
+            raise ValueError(
+                f"{self.path}: written in format {self.told.get('format')!r}, and this version reads {FORMAT}; use the version "
+                f"of lightning_seqpar that wrote it ({self.told.get('version', 'unknown')})"
+            )
+        try:
+            with (self.path / ".metadata").open("rb") as file:
+                self.index: Metadata = _Index(file).load()
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"{self.path}: its index .metadata can't be read ({error}); the checkpoint is damaged"
+            ) from None
+        self._check_files()
+
+    def _check_there(self) -> None:
+        unfinished, replaced = (self.path.with_name(self.path.name + end) for end in (UNFINISHED, REPLACED))
+        if (self.path / MARKER).is_file():
+            return
+        if self.path.is_dir():
+            raise ValueError(
+                f"{self.path}: no {MARKER} in it, so it is not a sharded checkpoint of lightning_seqpar, or not a whole one"
+            )
+        hint = ""
+        if unfinished.exists():
+            hint = f"; {unfinished} is one that was being written when its run ended, so go on from the one before"
+        if replaced.exists():
+            hint = f"; {replaced} is the one that it was to replace, and it is whole: rename it"
+        raise ValueError(f"{self.path}: there is no such checkpoint{hint}")
+
+    def _check_files(self) -> None:
+        """Every file must be as long as the index says."""
+        ends: dict[str, int] = {}
+        for info in self.index.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, length in ends.items():
+            file = self.path / name
+            found = file.stat().st_size if file.is_file() else None
+            if found is None or found < length:
+                what = "is missing" if found is None else f"holds {found} bytes of {length}"
+                raise ValueError(f"{file}: it {what}; the checkpoint is damaged")
+
+    def state(self, *, weights_only: bool | None = None) -> dict[str, Any]:
+        """The checkpoint, with a meta tensor for each one that :meth:`read` reads; its place is its key."""
+        try:
+            found: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=weights_only)
+        except (OSError, EOFError, RuntimeError) as error:
+            raise ValueError(f"{self.path / STATE}: it can't be read ({error}); the checkpoint is damaged") from None
+        return found
+
+    def read(self, parts: Mapping[str, Part]) -> None:
+        """Fill the parts from the files.
+
+        Raises:
+            ValueError: for a tensor that is not there, or has another shape.
+        """
+        for key, part in parts.items():
+            found = self.index.state_dict_metadata.get(key)
+            if not isinstance(found, TensorStorageMetadata):
+                raise ValueError(f"{self.path}: there is no tensor {key} in it")
+            if found.size != part.shape:
+                raise ValueError(
+                    f"{key}: the checkpoint {self.path} holds {list(found.size)}, and the model has {list(part.shape)}; it belongs "
+                    "to another model or configuration"
+                )
+        if parts:
+            load(dict(parts), storage_reader=_Reader(self.path, self.index), planner=_Loading(), no_dist=True)
+
+
+class Opened:
+    """A folder that is being restored: its checkpoint, as Lightning hands it around, and what its tensors stand for.
+
+    Args:
+        path: the folder.
+        weights_only: as ``torch.load`` has it, for what is no tensor.
+
+    Attributes:
+        folder: where the tensors are.
+        checkpoint: with meta tensors.
+    """
+
+    def __init__(self, path: str | Path, *, weights_only: bool | None = None) -> None:
+        self.folder = Folder(path)
+        self.checkpoint = self.folder.state(weights_only=weights_only)
+        self._keys: dict[int, tuple[Tensor, str]] = {}
+        walk(self.checkpoint, self._note)
+
+    def _note(self, key: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_meta and id(leaf) not in self._keys:
+            self._keys[id(leaf)] = leaf, key
+        return leaf
+
+    def key_of(self, value: object) -> str | None:
+        """The key of a tensor that is still in the folder."""
+        found = self._keys.get(id(value))
+        return None if found is None else found[1]
+
+    def take(self, tensors: Mapping[K, Any], layouts: Mapping[K, ParamLayout | None], rank: int) -> dict[K, Any]:
+        """This rank's part of each of ``tensors`` (by any name) that is still in the folder; the others as they are."""
+        out = dict(tensors)
+        parts: dict[str, Part] = {}
+        for name, value in tensors.items():
+            if (key := self.key_of(value)) is not None:
+                layout = layouts.get(name)
+                shape = list(value.shape)
+                if layout is not None and value.ndim and not layout.fits(value):
+                    layout.take(value, rank)  # raises
+                if layout is not None and layout.shard is not None and value.ndim:
+                    shape[layout.shard.dim] = layout.shard.local_length(rank)
+                else:
+                    layout = None
+                if key not in parts:
+                    parts[key] = Part(torch.zeros(shape, dtype=value.dtype), layout, rank, writes=False)
+                out[name] = parts[key].local
+        self.folder.read(parts)
+        return out
+
+
+class FolderTensors(Mapping[str, Tensor]):
+    """Tensors of a folder by name, each read whole when it is asked for."""
+
+    def __init__(self, opened: Opened, tensors: Mapping[str, Any]) -> None:
+        self._opened, self._tensors = opened, tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        found: Tensor = self._opened.take({name: self._tensors[name]}, {}, 0)[name]
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)

@@ -1,0 +1,133 @@
+"""Checkpoints as Lightning asks for them: one ordinary file, or a folder with a part per rank; any topology reads both."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_seqpar.checkpoint import (
+    full_optimizer_state,
+    full_state_dict,
+    load_full_optimizer_state,
+    load_full_state_dict,
+    model_parts,
+    optimizer_parts,
+)
+from lightning_seqpar.config import VERSION, ParallelConfig
+from lightning_seqpar.folder import FolderTensors, Opened, write_folder
+from lightning_seqpar.parallelize import record_of
+from lightning_seqpar.stepping import SteppingStrategy, plain_optimizer
+
+
+class SavingStrategy(SteppingStrategy):
+    """What is saved and restored; everything is collective."""
+
+    def __init__(self, config: ParallelConfig, **plugins: Any) -> None:
+        super().__init__(config, **plugins)
+        self._late_state: Mapping[str, Tensor] | None = None
+        self._opened: Opened | None = None
+
+    @property
+    def _in_parts(self) -> bool:
+        return self.config.checkpoint.format == "sharded"
+
+    # ---- saving ------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model on the first rank and meta tensors elsewhere, or what each rank writes of it; collective."""
+        record = record_of(self._module)
+        if record is not None and self._sync is not None:
+            self._sync.losses.settle()  # what a wrong loss made is not saved
+        if self._in_parts:
+            return model_parts(self._module, record, self.groups)
+        if record is None:
+            return super().lightning_module_state_dict()
+        return full_state_dict(record, self.root_device)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state with whole moments on the first rank, or what each rank writes of them; collective."""
+        record = record_of(self._module)
+        if self._in_parts:
+            layout = None if record is None else record.layout
+            return optimizer_parts(plain_optimizer(optimizer), layout, self.groups)
+        if record is None:
+            return super().optimizer_state(optimizer)
+        return full_optimizer_state(plain_optimizer(optimizer), record.layout, record.groups, self.root_device)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write the file on the first rank, or a part on each; collective.
+
+        Raises:
+            SaveError: on every rank, if it can't be written.
+        """
+        if not self._in_parts:
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        write_folder(_local(filepath), checkpoint, self._told_of_run(checkpoint), self._world)
+
+    def _told_of_run(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "topology": {axis: self.groups.size(axis) for axis in self.groups.topology.axes},
+            "epoch": checkpoint.get("epoch"),
+            "global_step": checkpoint.get("global_step"),
+        }
+
+    # ---- restoring ---------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """The checkpoint; of a folder its tensors are read when they are restored, by each rank its part."""
+        self._opened = None
+        if not urlsplit(str(checkpoint_path)).netloc and Path(checkpoint_path).is_dir():
+            self._opened = Opened(checkpoint_path, weights_only=weights_only)
+            return self._opened.checkpoint
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the whole model's weights; a model that is cut already takes its parts."""
+        record, state, opened = record_of(self._module), checkpoint["state_dict"], self._opened
+        if record is not None:
+            load_full_state_dict(record, state, strict=strict, opened=opened)
+            record.note_versions()
+        elif any(parameter.is_meta for parameter in self._module.parameters()):
+            with warnings.catch_warnings():  # of a copy to the meta device, which only checks names and shapes
+                warnings.filterwarnings("ignore", message=".*meta parameter in the current model.*")
+                super().load_model_state_dict(checkpoint, strict=strict)
+            self._late_state = state if opened is None else FolderTensors(opened, state)
+        elif opened is not None:
+            self._module.load_state_dict(opened.take(state, {}, 0), strict=strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load whole moments; each rank takes its parts."""
+        record, opened = record_of(self._module), self._opened
+        if record is None and opened is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        layout = None if record is None else record.layout
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_full_optimizer_state(optimizer, state, layout, self.groups, opened)
+            _optimizer_to_device(optimizer, self.root_device)
+
+
+def _local(path: Any) -> Path:
+    """The path, which must be one of this file system.
+
+    Raises:
+        ValueError: for another one.
+    """
+    parts = urlsplit(str(path))
+    if parts.scheme not in ("", "file") or (parts.netloc and parts.scheme != "file"):
+        raise ValueError(
+            f"{path}: checkpoint={{'format': 'sharded'}} writes to local or mounted folders; use format 'single' for "
+            f"{parts.scheme}://"
+        )
+    return Path(parts.path if parts.scheme == "file" else str(path))
