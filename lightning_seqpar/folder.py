@@ -154,12 +154,15 @@ def walk(tree: Any, visit: Callable[[str, Any], Any], key: str = "") -> Any:
 def split_parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Part]]:
     """The checkpoint with meta tensors for its parts, and the parts by their place in it."""
     parts: dict[str, Part] = {}
+    stand_ins: dict[int, Tensor] = {}  # tied weights are one part, and stay one tensor
 
     def visit(key: str, leaf: Any) -> Any:
         if not isinstance(leaf, Part):
             return leaf
-        parts[key] = leaf
-        return torch.empty(leaf.shape, dtype=leaf.local.dtype, device="meta")
+        if id(leaf) not in stand_ins:
+            parts[key] = leaf
+            stand_ins[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.local.dtype, device="meta")
+        return stand_ins[id(leaf)]
 
     return walk(dict(checkpoint), visit), parts
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from test_checkpoint import same
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.folder import Opened
+from lightning_seqpar.folder import MARKER, Folder, Opened
 from lightning_seqpar.parity import ParityRecorder, Trace
 from lightning_seqpar.testing import run_distributed
 
@@ -121,3 +123,127 @@ def test_any_to_any(tmp_path, source, target, optimizer):
     for name, weight in uninterrupted.weights.items():
         torch.testing.assert_close(resumed.weights[name], weight, rtol=0, atol=1e-9)
     assert torch.equal(seen, counted)
+
+
+# ---- what is hard to put together --------------------------------------------------------------------------------
+
+
+def kinds() -> dict[str, tuple[Any, Any]]:
+    """A module and its plan, by what is hard about it."""
+    import test_adapters
+    import zoo
+    from test_families import HuggingFace
+
+    vocab = {"base": "auto", "rules": [{"pattern": "model.{tokens,head}", "style": "vocab"}]}
+    return {
+        "fused": (lambda: zoo.Zoo("fused_gqa"), "auto"),
+        "shared kv": (lambda: zoo.Zoo("gqa_shared"), "auto"),
+        "padded and tied": (lambda: models.GPT(tied=True), vocab),
+        "lora": (lambda: test_adapters.Adapted("llama", ["q_proj", "o_proj"]), "auto"),
+        "conv1d": (lambda: HuggingFace("gpt2"), "auto"),
+        "experts": (lambda: HuggingFace("mixtral"), "auto"),
+    }
+
+
+def train_kind(tp: int, form: str, folder: str, names: list[str], resume: str | None) -> None:
+    for name in names:
+        make, plan = kinds()[name]
+        strategy = SeqParallelStrategy(tp=tp, checkpoint={"format": form}, plan=plan)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=2)
+        ckpt = None if resume is None else f"{resume}/{name}.ckpt"
+        trainer.fit(make().double(), models.loader(4, count=16, length=9), ckpt_path=ckpt)
+        trainer.save_checkpoint(f"{folder}/{name}.ckpt")
+
+
+def test_round_trips_of_the_hard_cases(tmp_path):
+    """tp 2 in parts, tp 4 in one file, tp 4 in parts, tp 1 in one file: bitwise the same throughout."""
+    names = [*kinds()]
+    run_distributed(train_kind, 2, 2, "sharded", str(tmp_path / "a"), names, None)
+    run_distributed(train_kind, 4, 4, "single", str(tmp_path / "b"), names, str(tmp_path / "a"))
+    run_distributed(train_kind, 4, 4, "sharded", str(tmp_path / "c"), names, str(tmp_path / "b"))
+    train_kind(1, "single", str(tmp_path / "d"), names, str(tmp_path / "c"))
+    for name in names:
+        first, *others = (whole(tmp_path / step / f"{name}.ckpt") for step in "abcd")
+        shapes = {key: tuple(value.shape) for key, value in kinds()[name][0]().state_dict().items()}
+        assert {key: tuple(value.shape) for key, value in first["state_dict"].items()} == shapes
+        for other in others:
+            for part in ("state_dict", "optimizer_states"):
+                assert same(first[part], other[part]), (name, part)
+
+
+def test_tied_weights_are_written_once(tmp_path):
+    run_distributed(train_kind, 2, 2, "sharded", str(tmp_path), ["padded and tied"], None)
+    opened = Opened(tmp_path / "padded and tied.ckpt")
+    state = opened.checkpoint["state_dict"]
+    assert opened.key_of(state["model.head.weight"]) == opened.key_of(state["model.tokens.weight"])
+    assert sum("model.head" in key or "model.tokens" in key for key in opened.folder.index.state_dict_metadata) == 1
+
+
+# ---- what goes wrong ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("saved") / "a.ckpt"
+    run_distributed(run, 2, 2, "sharded", 3, None, str(place))
+    return place
+
+
+def cut(name: str) -> Any:
+    def damage(folder: Path) -> None:
+        file = next(folder.glob(name))
+        file.write_bytes(file.read_bytes()[:-40])
+
+    return damage
+
+
+def rename(end: str) -> Any:
+    return lambda folder: folder.rename(folder.with_name(folder.name + end))
+
+
+DAMAGE = {
+    "a truncated part": (cut("__1_0.distcp"), r"__1_0.distcp: it holds \d+ bytes of \d+; the checkpoint is damaged"),
+    "a missing part": (
+        lambda folder: (folder / "__0_0.distcp").unlink(),
+        "__0_0.distcp: it is missing; the checkpoint is damaged",
+    ),
+    "a truncated index": (cut(".metadata"), "its index .metadata can't be read"),
+    "a truncated state": (cut("state.pt"), r"state.pt: it can't be read .*; the checkpoint is damaged"),
+    "no marker": (lambda folder: (folder / MARKER).unlink(), f"no {MARKER} in it, so it is not a sharded checkpoint"),
+    "a later format": (
+        lambda folder: (folder / MARKER).write_text('{"format": 2, "version": "9.9"}'),
+        r"written in format 2, and this version reads 1; use the version of lightning_seqpar that wrote it \(9.9\)",
+    ),
+    "killed while writing": (
+        rename(".unfinished"),
+        "there is no such checkpoint; .*unfinished is one that was being written when its run ended, so go on from the one",
+    ),
+    "killed while replacing": (
+        rename(".replaced"),
+        "a.ckpt.replaced is the one that it was to replace, and it is whole",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_folder_is_refused(tmp_path, folder, what):
+    damage, says = DAMAGE[what]
+    shutil.copytree(folder, tmp_path / "a.ckpt")
+    damage(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=says):
+        opened = Opened(tmp_path / "a.ckpt", weights_only=True)
+        opened.take(opened.checkpoint["state_dict"], {}, 0)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (print, ("code of a stranger",))
+
+
+def test_an_index_runs_no_code(tmp_path, folder, capsys):
+    shutil.copytree(folder, tmp_path / "a.ckpt")
+    (tmp_path / "a.ckpt" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match=r"builtins\.print has no place in the index of a checkpoint"):
+        Folder(tmp_path / "a.ckpt")
+    assert "stranger" not in capsys.readouterr().out
