@@ -7,7 +7,6 @@ stands beside them in one small file.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 from collections import OrderedDict
@@ -16,7 +15,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
@@ -36,16 +34,23 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import _get_layout
 
+from lightning_seqpar.files import (
+    REPLACED,
+    UNFINISHED,
+    SaveError,
+    beside,
+    missing,
+    on_first_rank,
+    sync_folder,
+    told_of,
+    write_synced,
+)
 from lightning_seqpar.layout import ParamLayout
 
 STATE = "state.pt"
 """The checkpoint, with meta tensors for what the ranks wrote."""
 MARKER = "seqpar.json"
 """Written last; a folder without it is not whole."""
-UNFINISHED = ".unfinished"
-"""What is added to a folder's name until it is whole."""
-REPLACED = ".replaced"
-"""What is added to the name of a folder that is being replaced by a new one of its name."""
 FORMAT = 1
 
 K = TypeVar("K")
@@ -170,32 +175,8 @@ def split_parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 # ---- writing -----------------------------------------------------------------------------------------------------
 
 
-class SaveError(RuntimeError):
-    """A checkpoint could not be written; nothing stands under its name that was not there before."""
-
-
-def on_first_rank(work: Callable[[], Any], group: ProcessGroup, what: str) -> Any:
-    """What the group's first rank makes of ``work``, sent to all; collective.
-
-    Raises:
-        SaveError: on every rank, if it raised.
-    """
-    box: list[Any] = [None, None]
-    if dist.get_rank(group) == 0:
-        try:
-            box[0] = work()
-        except OSError as error:
-            box[1] = f"{what}: {error}"
-        except Exception as error:  # the others wait for an answer
-            box[1] = f"{what}: {type(error).__name__}: {error}"
-    dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[0], group=group)
-    if box[1] is not None:
-        raise SaveError(box[1])
-    return box[0]
-
-
 def _begin(path: Path) -> None:
-    unfinished = path.with_name(path.name + UNFINISHED)
+    unfinished = beside(path, UNFINISHED)
     if path.is_file():
         raise FileExistsError(f"{path} is a file; a sharded checkpoint is a folder")
     if unfinished.exists():  # of a run that was killed
@@ -203,32 +184,19 @@ def _begin(path: Path) -> None:
     unfinished.mkdir(parents=True)
 
 
-def _synced(path: Path, write: Callable[[Any], None]) -> None:
-    with path.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _finish(path: Path, state: Any, told: Mapping[str, Any]) -> None:
-    unfinished, replaced = (path.with_name(path.name + end) for end in (UNFINISHED, REPLACED))
-    _synced(unfinished / STATE, lambda file: torch.save(state, file))
-    _synced(unfinished / MARKER, lambda file: file.write(json.dumps({"format": FORMAT, **told}, indent=1).encode()))
-    _sync_folder(unfinished)
+    unfinished, replaced = (beside(path, end) for end in (UNFINISHED, REPLACED))
+    write_synced(unfinished / STATE, lambda file: torch.save(state, file))
+    write_synced(
+        unfinished / MARKER, lambda file: file.write(json.dumps({"format": FORMAT, **told}, indent=1).encode())
+    )
+    sync_folder(unfinished)
     if path.exists():
         if replaced.exists():
             shutil.rmtree(replaced)
         path.rename(replaced)
     unfinished.rename(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
 
@@ -252,12 +220,12 @@ def write_folder(path: Path, checkpoint: Mapping[str, Any], told: Mapping[str, A
     try:
         save(
             parts,
-            storage_writer=FileSystemWriter(path.with_name(path.name + UNFINISHED)),
+            storage_writer=FileSystemWriter(beside(path, UNFINISHED)),
             planner=_Saving(),
             process_group=group,
         )
     except CheckpointException as error:
-        causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
+        causes = "; ".join(f"rank {rank}: {told_of(cause[0])}" for rank, cause in error.failures.items())
         raise SaveError(f"the checkpoint {path} can't be written: {causes}") from None
     on_first_rank(lambda: _finish(path, state, told), group, f"the checkpoint {path} can't be finished")
 
@@ -340,19 +308,13 @@ class Folder:
         self._check_files()
 
     def _check_there(self) -> None:
-        unfinished, replaced = (self.path.with_name(self.path.name + end) for end in (UNFINISHED, REPLACED))
         if (self.path / MARKER).is_file():
             return
         if self.path.is_dir():
             raise ValueError(
                 f"{self.path}: no {MARKER} in it, so it is not a sharded checkpoint of lightning_seqpar, or not a whole one"
             )
-        hint = ""
-        if unfinished.exists():
-            hint = f"; {unfinished} is one that was being written when its run ended, so go on from the one before"
-        if replaced.exists():
-            hint = f"; {replaced} is the one that it was to replace, and it is whole: rename it"
-        raise ValueError(f"{self.path}: there is no such checkpoint{hint}")
+        raise missing(self.path)
 
     def _check_files(self) -> None:
         """Every file must be as long as the index says."""

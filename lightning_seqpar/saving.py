@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from torch import Tensor
@@ -21,6 +19,7 @@ from lightning_seqpar.checkpoint import (
     optimizer_parts,
 )
 from lightning_seqpar.config import VERSION, ParallelConfig
+from lightning_seqpar.files import WholeFileIO, local_path, on_first_rank
 from lightning_seqpar.folder import FolderTensors, Opened, write_folder
 from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.stepping import SteppingStrategy, plain_optimizer
@@ -30,6 +29,7 @@ class SavingStrategy(SteppingStrategy):
     """What is saved and restored; everything is collective."""
 
     def __init__(self, config: ParallelConfig, **plugins: Any) -> None:
+        plugins["checkpoint_io"] = plugins.get("checkpoint_io") or WholeFileIO()
         super().__init__(config, **plugins)
         self._late_state: Mapping[str, Tensor] | None = None
         self._opened: Opened | None = None
@@ -67,10 +67,19 @@ class SavingStrategy(SteppingStrategy):
         Raises:
             SaveError: on every rank, if it can't be written.
         """
-        if not self._in_parts:
-            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-            return
-        write_folder(_local(filepath), checkpoint, self._told_of_run(checkpoint), self._world)
+        if self._in_parts:
+            place = local_path(filepath)
+            if place is None:
+                raise ValueError(
+                    f"{filepath}: checkpoint={{'format': 'sharded'}} writes to local or mounted folders; use format 'single' there"
+                )
+            write_folder(place, checkpoint, self._told_of_run(checkpoint), self._world)
+        else:
+            on_first_rank(
+                lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options),
+                self._world,
+                f"the checkpoint {filepath} can't be written",
+            )
 
     def _told_of_run(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -85,8 +94,9 @@ class SavingStrategy(SteppingStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """The checkpoint; of a folder its tensors are read when they are restored, by each rank its part."""
         self._opened = None
-        if not urlsplit(str(checkpoint_path)).netloc and Path(checkpoint_path).is_dir():
-            self._opened = Opened(checkpoint_path, weights_only=weights_only)
+        place = local_path(checkpoint_path)
+        if place is not None and place.is_dir():
+            self._opened = Opened(place, weights_only=weights_only)
             return self._opened.checkpoint
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
@@ -116,18 +126,3 @@ class SavingStrategy(SteppingStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_full_optimizer_state(optimizer, state, layout, self.groups, opened)
             _optimizer_to_device(optimizer, self.root_device)
-
-
-def _local(path: Any) -> Path:
-    """The path, which must be one of this file system.
-
-    Raises:
-        ValueError: for another one.
-    """
-    parts = urlsplit(str(path))
-    if parts.scheme not in ("", "file") or (parts.netloc and parts.scheme != "file"):
-        raise ValueError(
-            f"{path}: checkpoint={{'format': 'sharded'}} writes to local or mounted folders; use format 'single' for "
-            f"{parts.scheme}://"
-        )
-    return Path(parts.path if parts.scheme == "file" else str(path))

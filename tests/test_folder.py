@@ -78,11 +78,13 @@ def run(
 
 def whole(path: str | Path) -> dict[str, Any]:
     """A checkpoint of either form, whole."""
-    if Path(path).is_file():
+    if not Path(path).is_dir():
         return dict(torch.load(path, weights_only=True))
     opened = Opened(path, weights_only=True)
     state = dict(opened.checkpoint)
     state["state_dict"] = opened.take(state["state_dict"], {}, 0)
+    if "optimizer_states" not in state:
+        return state
     state["optimizer_states"] = [
         {**one, "state": {key: opened.take(entry, {}, 0) for key, entry in one["state"].items()}}
         for one in state["optimizer_states"]
