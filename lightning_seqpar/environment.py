@@ -31,7 +31,7 @@ from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.guards import check_backend, refuse_notebook, refuse_sweep
 from lightning_seqpar.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
-from lightning_seqpar.sampler import inject_sampler, replica_workers
+from lightning_seqpar.sampler import OrderSeed, inject_sampler, replica_workers
 from lightning_seqpar.topology import ProcessTopology
 
 
@@ -62,6 +62,7 @@ class TopologyStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._groups: ParallelGroups | None = None
         self._user_sampler_flag: bool | None = None
+        self._order_seed = OrderSeed()
 
     # ---- what this rank is -------------------------------------------------------------------------------------
 
@@ -271,7 +272,9 @@ class TopologyStrategy(ParallelStrategy):
             dataloader = dataloader.loader  # Lightning hands a loader that it keeps through here again
         if isinstance(dataloader, DataLoader):
             if self._user_sampler_flag:
-                dataloader = inject_sampler(dataloader, self.groups, predicting=self._trainer.predicting)
+                dataloader = inject_sampler(
+                    dataloader, self.groups, self._order_seed, predicting=self._trainer.predicting
+                )
             replica_workers(dataloader, self.dp_rank)
         axes = self.groups.replica_axes
         if self.config.broadcast_batch and self.groups.size(axes) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,27 @@ def set_streams(state: list[Any], device: torch.device) -> None:
     torch.set_rng_state(state[2])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[3], device)
+
+
+def pack_streams(device: torch.device) -> dict[str, Any]:
+    """The random state of this process in plain numbers and tensors, as a checkpoint that is not trusted may hold them."""
+    python, arrays, cpu, own = get_streams(device)
+    name, keys, *rest = arrays
+    return {
+        "python": [python[0], list(python[1]), python[2]],
+        "numpy": [str(name), keys.tolist(), *rest],
+        "torch": cpu,
+        "device": own,
+    }
+
+
+def unpack_streams(packed: Mapping[str, Any], device: torch.device) -> None:
+    """Take over what :func:`pack_streams` gave; a device's own stream where it was saved on one of its kind."""
+    version, state, gauss = packed["python"]
+    name, keys, *rest = packed["numpy"]
+    own = packed["device"] if packed["device"] is not None or device.type == "cpu" else get_streams(device)[3]
+    arrays = (name, np.array(keys, dtype=np.uint32), *rest)
+    set_streams([(version, tuple(state), gauss), arrays, packed["torch"].cpu(), own], device)
 
 
 def share_streams(group: ProcessGroup, source: int, device: torch.device) -> None:

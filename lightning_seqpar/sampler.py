@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 from collections.abc import Iterator, Sized
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
@@ -25,9 +27,31 @@ from torch.utils.data import (
 )
 
 from lightning_seqpar.groups import ParallelGroups
+from lightning_seqpar.probe import kept_streams
 from lightning_seqpar.random import share_streams
 
 _DRAWN_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, BatchSampler)
+
+
+class OrderSeed:
+    """What the orders of a run's epochs follow from: the number of ``seed_everything``, else one that is drawn once.
+
+    A run that goes on from a checkpoint has the orders that it would have had.
+
+    Attributes:
+        value: the number; none until it is needed.
+    """
+
+    def __init__(self) -> None:
+        self.value: int | None = None
+
+    def of_epoch(self, epoch: int) -> int:
+        """The number of one epoch."""
+        if self.value is None:
+            told = os.environ.get("PL_GLOBAL_SEED")
+            drawn = int(torch.empty((), dtype=torch.int64).random_(2**31)) if told is None else int(told)
+            self.value = drawn
+        return (self.value + epoch) % 2**32
 
 
 class ReplicaSampler(Sampler[Any]):
@@ -35,18 +59,19 @@ class ReplicaSampler(Sampler[Any]):
 
     The ranks agree at the start of each epoch, in :meth:`set_epoch`, which Lightning calls on all of them; iterating
     speaks to nobody, so that one rank may peek. With one replica and a sampler of torch's they share their random state,
-    and draw what one process would. Otherwise every rank runs the user's sampler and the first rank's order counts for
-    all: one permutation, seeded or not. Replica ``r`` reads samples ``r``, ``r + dp``, ...
+    and draw what one process would. Otherwise every rank runs the user's sampler, from a seed of the epoch's own, and the
+    first rank's order counts for all: one permutation, seeded or not. Replica ``r`` reads samples ``r``, ``r + dp``, ...
 
     Args:
         order: any sampler, of samples or of batches.
         groups: the process groups.
+        seed: of the order with several replicas.
         repeat: fill the last round up from the beginning, as torch's ``DistributedSampler`` does, so that all replicas
             read equally many; without it no sample comes twice.
     """
 
-    def __init__(self, order: Any, groups: ParallelGroups, *, repeat: bool = True) -> None:
-        self.order, self.groups, self.repeat = order, groups, repeat
+    def __init__(self, order: Any, groups: ParallelGroups, seed: OrderSeed, *, repeat: bool = True) -> None:
+        self.order, self.groups, self.seed, self.repeat = order, groups, seed, repeat
         self.num_replicas, self.rank = groups.size("dp"), groups.rank("dp")
         self._agreed: list[Any] | None = None
 
@@ -66,7 +91,12 @@ class ReplicaSampler(Sampler[Any]):
             share_streams(self.groups["tp"], source, torch.device("cpu"))
             self._share_generator(source)
             return
-        box = [list(self.order)]
+        number = self.seed.of_epoch(epoch)
+        with kept_streams(torch.device("cpu")):
+            random.seed(number)
+            np.random.seed(number)
+            torch.default_generator.manual_seed(number)
+            box = [list(self.order)]
         dist.broadcast_object_list(box, src=source, group=self.groups["dp", "tp"])
         self._agreed = box[0]
 
@@ -98,7 +128,9 @@ class ReplicaSampler(Sampler[Any]):
         return getattr(self.order, name)
 
 
-def inject_sampler(dataloader: DataLoader[Any], groups: ParallelGroups, *, predicting: bool = False) -> DataLoader[Any]:
+def inject_sampler(
+    dataloader: DataLoader[Any], groups: ParallelGroups, seed: OrderSeed, *, predicting: bool = False
+) -> DataLoader[Any]:
     """A copy of the loader whose order is dealt out over the replicas; the loader itself where nothing is to be dealt.
 
     Raises:
@@ -125,7 +157,7 @@ def inject_sampler(dataloader: DataLoader[Any], groups: ParallelGroups, *, predi
             f"the sampler {type(order).__name__} has no length, so it can't be dealt out over dp={groups.size('dp')} "
             "replicas; give it __len__, or set Trainer(use_distributed_sampler=False) and deal by strategy.dp_rank"
         )
-    dealt: Any = ReplicaSampler(order, groups, repeat=not predicting)
+    dealt: Any = ReplicaSampler(order, groups, seed, repeat=not predicting)
     made = copy.copy(dataloader)
     # A DataLoader guards these attributes, but a fresh copy has not been iterated.
     if batches is None or deals_samples:

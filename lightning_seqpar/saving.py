@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,7 +24,11 @@ from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.files import WholeFileIO, local_path, on_first_rank
 from lightning_seqpar.folder import FolderTensors, Opened, write_folder
 from lightning_seqpar.parallelize import record_of
+from lightning_seqpar.random import pack_streams, unpack_streams
 from lightning_seqpar.stepping import SteppingStrategy, plain_optimizer
+
+OWN = "lightning_seqpar"
+"""Key of what a checkpoint holds of us; plain Lightning passes it over."""
 
 
 class SavingStrategy(SteppingStrategy):
@@ -33,6 +39,8 @@ class SavingStrategy(SteppingStrategy):
         super().__init__(config, **plugins)
         self._late_state: Mapping[str, Tensor] | None = None
         self._opened: Opened | None = None
+        self._within_epoch = False
+        self._streams: dict[str, Any] | None = None  # of this replica, to be taken over again when training starts
 
     @property
     def _in_parts(self) -> bool:
@@ -67,6 +75,11 @@ class SavingStrategy(SteppingStrategy):
         Raises:
             SaveError: on every rank, if it can't be written.
         """
+        if "callbacks" in checkpoint:  # not of weights alone
+            streams: list[Any] = [None] * self.dp_size
+            dist.all_gather_object(streams, pack_streams(self.root_device), group=self.groups["dp"])
+            # One state for each replica: its ranks share it.
+            checkpoint = {**checkpoint, OWN: {"streams": streams, "order_seed": self._order_seed.value}}
         if self._in_parts:
             place = local_path(filepath)
             if place is None:
@@ -93,6 +106,20 @@ class SavingStrategy(SteppingStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """The checkpoint; of a folder its tensors are read when they are restored, by each rank its part."""
+        checkpoint = self._load(checkpoint_path, weights_only)
+        streams = checkpoint.get(OWN, {}).get("streams", [])
+        self._order_seed.value = checkpoint.get(OWN, {}).get("order_seed", self._order_seed.value)
+        self._streams = streams[self.dp_rank] if len(streams) == self.dp_size else None
+        if streams and self._streams is None:
+            rank_zero_info(
+                f"lightning_seqpar: {checkpoint_path} was written by {len(streams)} replicas, and there are {self.dp_size} now: "
+                "random numbers (dropout) begin anew"
+            )
+        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+        self._within_epoch = not progress.get("is_last_batch", True)
+        return checkpoint
+
+    def _load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         self._opened = None
         place = local_path(checkpoint_path)
         if place is not None and place.is_dir():
@@ -117,12 +144,37 @@ class SavingStrategy(SteppingStrategy):
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole moments; each rank takes its parts."""
+        """Load whole moments, of which each rank takes its parts; random numbers go on where they were."""
+        self._load_optimizers(checkpoint)
+        if self._streams is not None:  # now, before the loader of the next epoch draws its seed
+            unpack_streams(self._streams, self.root_device)
+        if not self._within_epoch:
+            self._streams = None
+
+    def on_train_start(self) -> None:
+        """In the middle of an epoch its loader had drawn its seed before the checkpoint was written."""
+        super().on_train_start()
+        if self._streams is not None:
+            unpack_streams(self._streams, self.root_device)
+            self._streams = None
+
+    def teardown(self) -> None:
+        """Nothing of a restored checkpoint is left for the next run."""
+        self._opened = self._streams = None
+        super().teardown()
+
+    def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         record, opened = record_of(self._module), self._opened
         if record is None and opened is None:
             super().load_optimizer_state_dict(checkpoint)
             return
         layout = None if record is None else record.layout
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"the checkpoint holds the states of {len(states)} optimizers, and configure_optimizers returns "
+                f"{len(self.optimizers)}; it belongs to another model"
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             load_full_optimizer_state(optimizer, state, layout, self.groups, opened)
             _optimizer_to_device(optimizer, self.root_device)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import pickle
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import models
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from fit import quiet_trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from test_checkpoint import same
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.folder import MARKER, Folder, Opened
@@ -249,3 +254,63 @@ def test_an_index_runs_no_code(tmp_path, folder, capsys):
     with pytest.raises(ValueError, match=r"builtins\.print has no place in the index of a checkpoint"):
         Folder(tmp_path / "a.ckpt")
     assert "stranger" not in capsys.readouterr().out
+
+
+# ---- random numbers -----------------------------------------------------------------------------------------------
+
+
+class Dropping(models.GPT):
+    """Dropout within the blocks and outside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.tokens = nn.Sequential(self.model.tokens, nn.Dropout(0.2))
+        for block in self.model.blocks:
+            block.mlp = nn.Sequential(block.mlp, nn.Dropout(0.2))
+        self.model.head = nn.Linear(16, 31, bias=False)
+        self.noise: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.noise.append(random.random() + float(np.random.rand()))
+        return super().training_step(batch, batch_idx)
+
+
+def drop(tp: int, form: str, folder: str, ckpt: str | None, at: int) -> tuple[Trace, list[float]]:
+    L.seed_everything(3)  # of which the sampler's order follows
+    if ckpt is None:  # replicas draw apart
+        for _ in range(1 + dist.get_rank() // tp):
+            random.random(), np.random.rand(), torch.rand(1)
+    recorder = ParityRecorder()
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=at, save_top_k=-1)
+    trainer = quiet_trainer(
+        devices=dist.get_world_size(),
+        strategy=SeqParallelStrategy(tp=tp, checkpoint={"format": form}, plan="infer"),
+        max_steps=6,
+        enable_checkpointing=ckpt is None,
+        callbacks=[recorder, *([saver] if ckpt is None else [])],
+    )
+    module = Dropping().double()
+    # In the middle of an epoch Lightning begins with the epoch's first batch again: there all are the same.
+    data = models.loader(2, shuffle=True, count=12) if at == 3 else DataLoader(Same(), batch_size=2)
+    trainer.fit(module, data, ckpt_path=ckpt)
+    return recorder.trace, module.noise
+
+
+class Same(Dataset[Any]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, at: int) -> Any:
+        return (torch.arange(10) % 31,)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("at", [3, 2], ids=["epoch's end", "within an epoch"])
+def test_a_resumed_run_draws_what_the_uninterrupted_one_drew(tmp_path, form, at):
+    whole = run_distributed(drop, 4, 2, form, str(tmp_path), None, at)
+    rest = run_distributed(drop, 4, 2, form, str(tmp_path), str(tmp_path / f"step={at}.ckpt"), at)
+    assert len({noise[0] for _, noise in whole}) == 2
+    for (all_of_it, noise), (trace, own) in zip(whole, rest, strict=True):
+        assert trace.losses == all_of_it.losses[at:]
+        assert same(trace.weights, all_of_it.weights)
+        assert own == noise[at:]
