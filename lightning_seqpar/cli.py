@@ -1,6 +1,6 @@
 """The command line: ``seqpar`` and ``python -m lightning_seqpar``.
 
-``fit``, ``validate``, ``test`` and ``predict`` are Lightning's own CLI; ``plan`` and ``schema`` are ours.
+``fit``, ``validate``, ``test`` and ``predict`` are Lightning's own CLI; ``plan``, ``inspect``, ``convert`` and ``schema`` are ours.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import OmegaConf
 
 from lightning_seqpar.config import ParallelConfig, nearest
+from lightning_seqpar.convert import check_free, convert_checkpoint, inspect_checkpoint
 from lightning_seqpar.describe import OPTIMIZERS, describe
-from lightning_seqpar.report import render
+from lightning_seqpar.report import human, render, render_contents
 from lightning_seqpar.targets import load_target
 
 OWN = {
     "plan": "show what a configuration makes of a model: shards, bytes kept and sent",
+    "inspect": "show what a checkpoint holds, and who wrote it",
+    "convert": "write a checkpoint in its other form: a folder in parts as one ordinary file, and back",
     "schema": "print the JSON schema of ParallelConfig, for editors",
 }
 """Subcommands beside Lightning's."""
@@ -196,6 +199,52 @@ def print_plan(args: Sequence[str]) -> None:
     print(text.rstrip())  # noqa: T201
 
 
+def print_contents(args: Sequence[str]) -> None:
+    """``seqpar inspect``."""
+    parser = argparse.ArgumentParser(prog="seqpar inspect", description=OWN["inspect"])
+    parser.add_argument("path", help="a .ckpt file, or the folder of a sharded checkpoint")
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
+    parser.add_argument("--trust", action="store_true", help="read objects whose pickles may run code")
+    given = parser.parse_args(list(args))
+    try:
+        contents = inspect_checkpoint(given.path, trust=given.trust)
+        text = json.dumps(contents.to_dict(), indent=2, default=str) if given.json else render_contents(contents)
+    except (ValueError, ImportError) as error:
+        parser.exit(2, f"error: {_cause(str(error))}\ntip: seqpar inspect --help\n")
+    print(text.rstrip())  # noqa: T201
+
+
+def convert(args: Sequence[str]) -> None:
+    """``seqpar convert``."""
+    parser = argparse.ArgumentParser(prog="seqpar convert", description=OWN["convert"])
+    parser.add_argument("source", help="a .ckpt file, or the folder of a sharded checkpoint")
+    parser.add_argument("target", help="where to write; it must not be there")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written")
+    parser.add_argument("--trust", action="store_true", help="read objects whose pickles may run code")
+    given = parser.parse_args(list(args))
+    try:
+        check_free(Path(given.target))
+        contents = inspect_checkpoint(given.source, trust=given.trust)
+        form = "one file" if contents.form == "sharded" else "a folder in parts"
+        size = contents.model_bytes + contents.optimizer_bytes
+        if given.dry_run:
+            print(f"{render_contents(contents)}\n\nwould write {form}, {human(size)}: {given.target}")  # noqa: T201
+            return
+        require_cli()
+        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+        with Progress("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn()) as bar:
+            task = bar.add_task(f"{form}: {given.target}", total=size)
+            convert_checkpoint(
+                given.source,
+                given.target,
+                trust=given.trust,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+    except (ValueError, OSError, ImportError) as error:
+        parser.exit(2, f"error: {_cause(str(error))}\ntip: seqpar convert --help\n")
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """The command line; ``args`` default to the process's own."""
     given = list(sys.argv[1:] if args is None else args)
@@ -208,6 +257,12 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.path.insert(0, "")  # classes of the user's are found in the current folder, as under python -m
     if given[:1] == ["plan"]:
         print_plan(given[1:])
+        return
+    if given[:1] == ["inspect"]:
+        print_contents(given[1:])
+        return
+    if given[:1] == ["convert"]:
+        convert(given[1:])
         return
     require_cli()
     SeqParallelCLI(

@@ -104,20 +104,23 @@ class Part:
                 yield WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=told)
 
 
-class _Saving(DefaultSavePlanner):
+class SavingPlanner(DefaultSavePlanner):
     """Writes parts."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
+        """Take the parts by key."""
         self.state_dict, self.is_coordinator = state_dict, is_coordinator
         self.flatten_state_dict = False
 
     def create_local_plan(self) -> SavePlan:
+        """What this rank writes."""
         self.plan = SavePlan([item for key, part in self.state_dict.items() for item in part.write_items(key)])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
+        """The numbers of a chunk."""
         found: Tensor = self.state_dict[index.fqn].piece(index.offset)
         return found
 
@@ -149,8 +152,8 @@ class _Loading(DefaultLoadPlanner):
 
 def walk(tree: Any, visit: Callable[[str, Any], Any], key: str = "") -> Any:
     """``tree`` with ``visit(path, leaf)`` in place of each leaf; containers that are no plain dict, list or tuple are leaves."""
-    if type(tree) is dict:
-        return {name: walk(value, visit, f"{key}{name}/") for name, value in tree.items()}
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((name, walk(value, visit, f"{key}{name}/")) for name, value in tree.items())
     if type(tree) in (list, tuple):
         return type(tree)(walk(value, visit, f"{key}{at}/") for at, value in enumerate(tree))
     return visit(key[:-1], tree)
@@ -175,7 +178,7 @@ def split_parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 # ---- writing -----------------------------------------------------------------------------------------------------
 
 
-def _begin(path: Path) -> None:
+def begin_folder(path: Path) -> None:
     unfinished = beside(path, UNFINISHED)
     if path.is_file():
         raise FileExistsError(f"{path} is a file; a sharded checkpoint is a folder")
@@ -184,7 +187,7 @@ def _begin(path: Path) -> None:
     unfinished.mkdir(parents=True)
 
 
-def _finish(path: Path, state: Any, told: Mapping[str, Any]) -> None:
+def finish_folder(path: Path, state: Any, told: Mapping[str, Any]) -> None:
     unfinished, replaced = (beside(path, end) for end in (UNFINISHED, REPLACED))
     write_synced(unfinished / STATE, lambda file: torch.save(state, file))
     write_synced(
@@ -216,18 +219,18 @@ def write_folder(path: Path, checkpoint: Mapping[str, Any], told: Mapping[str, A
         SaveError: on every rank.
     """
     state, parts = split_parts(checkpoint)
-    on_first_rank(lambda: _begin(path), group, f"the checkpoint {path} can't be begun")
+    on_first_rank(lambda: begin_folder(path), group, f"the checkpoint {path} can't be begun")
     try:
         save(
             parts,
             storage_writer=FileSystemWriter(beside(path, UNFINISHED)),
-            planner=_Saving(),
+            planner=SavingPlanner(),
             process_group=group,
         )
     except CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {told_of(cause[0])}" for rank, cause in error.failures.items())
         raise SaveError(f"the checkpoint {path} can't be written: {causes}") from None
-    on_first_rank(lambda: _finish(path, state, told), group, f"the checkpoint {path} can't be finished")
+    on_first_rank(lambda: finish_folder(path, state, told), group, f"the checkpoint {path} can't be finished")
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------

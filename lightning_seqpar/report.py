@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
+from collections import Counter
 from typing import Any
 
+from lightning_seqpar.convert import Contents
 from lightning_seqpar.describe import Description, ModuleRow
 
 _WIDTH = 100
@@ -17,6 +20,52 @@ def human(count: float) -> str:
             return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
         count /= 1024
     raise AssertionError
+
+
+def render_contents(contents: Contents, width: int | None = None) -> str:
+    """What a checkpoint holds: the headline, and a table of its tensors.
+
+    Args:
+        contents: what :func:`~lightning_seqpar.convert.inspect_checkpoint` returned.
+        width: columns of the terminal; the default is 100.
+
+    Raises:
+        ImportError: without the extra ``cli``.
+    """
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        raise ImportError("the table needs rich: pip install 'lightning-seqpar[cli]'") from None
+    out = io.StringIO()
+    console = Console(file=out, width=width or _WIDTH, highlight=False, color_system=None)
+    told = contents.told
+    sizes = [f"{axis} {size}" for axis, size in (told.get("topology") or {}).items() if size > 1]
+    facts = [
+        f"{contents.form}, whole",
+        *([f"written by {' × '.join(sizes)}"] if sizes else []),
+        *(
+            f"{name.replace('_', ' ')} {told[name]}"
+            for name in ("epoch", "global_step", "version")
+            if told.get(name) is not None
+        ),
+    ]
+    console.print(f"{contents.path}: {', '.join(facts)}", soft_wrap=True)
+    optimizer = f"; optimizer {human(contents.optimizer_bytes)}" if contents.optimizer_bytes else "; no optimizer"
+    console.print(f"{contents.parameters:,} numbers, {human(contents.model_bytes)}{optimizer}\n")
+    counts: Counter[tuple[str, str, str, str]] = Counter()
+    for name, (shape, dtype) in contents.tensors.items():
+        tied = re.sub(r"\.\d+(?=\.)", ".*", contents.tied.get(name, ""))
+        counts[re.sub(r"\.\d+(?=\.)", ".*", name), str(shape), dtype, f"tied to {tied}" if tied else ""] += 1
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("", justify="right")
+    for title in ("tensor", "shape", "type", ""):
+        table.add_column(title, overflow="fold")
+    for row, count in counts.items():
+        table.add_row(f"{count} ×" if count > 1 else "", *row)
+    console.print(table)
+    console.print(f"\nbeside it: {', '.join(contents.other)}")
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def render(described: Description, width: int | None = None) -> str:

@@ -15,9 +15,9 @@ PACKAGE = Path(lightning_seqpar.__file__).parent
 LINE = [
     "config", "adapters", "topology", "groups", "collectives", "measure", "random", "linearity", "parts", "region",
     "layers", "layout", "plan", "trace", "probe", "dataflow", "support", "products", "blockplan", "infer", "hooks",
-    "blueprint", "parallelize", "losswatch", "grad_sync", "files", "folder", "checkpoint", "parity", "guards", "metrics",
-    "sampler", "precision", "launcher", "agreement", "selfcheck", "proof", "broadcast", "summary", "describe", "deferred",
-    "weights", "environment", "stepping", "saving", "strategy", "report", "targets", "testing", "cli", "__main__",
+    "blueprint", "parallelize", "losswatch", "grad_sync", "files", "folder", "convert", "checkpoint", "parity", "guards",
+    "metrics", "sampler", "precision", "launcher", "agreement", "selfcheck", "proof", "broadcast", "summary", "describe",
+    "deferred", "weights", "environment", "stepping", "saving", "strategy", "report", "targets", "testing", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -1,0 +1,247 @@
+"""What a checkpoint holds, and one form of it out of another, tensor by tensor."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_seqpar.files import UNFINISHED, beside, missing, sync_folder
+from lightning_seqpar.folder import Opened, Part, SavingPlanner, begin_folder, finish_folder, split_parts, walk
+
+Form = Literal["single", "sharded"]
+
+
+@dataclass
+class Contents:
+    """What a checkpoint holds.
+
+    Attributes:
+        path: where it is.
+        form: ``single`` (one file) or ``sharded`` (a folder).
+        model_bytes: of the model's tensors, tied ones once.
+        optimizer_bytes: of the optimizers' tensors.
+        told: who wrote it: version, topology, epoch, global_step; what is known.
+        tensors: shape and type of each tensor of the model, by name.
+        moments: shape and type of each tensor of the optimizers, by its place.
+        tied: names that stand for the tensor of another name.
+        other: the checkpoint's other keys.
+    """
+
+    path: Path
+    form: Form
+    told: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, tuple[list[int], str]] = field(default_factory=dict)
+    moments: dict[str, tuple[list[int], str]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    other: list[str] = field(default_factory=list)
+    model_bytes: int = 0
+    optimizer_bytes: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the model's tensors."""
+        return sum(torch.Size(shape).numel() for name, (shape, _) in self.tensors.items() if name not in self.tied)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "path": str(self.path), "form": self.form, "complete": True, **self.told, "parameters": self.parameters,
+            "model_bytes": self.model_bytes, "optimizer_bytes": self.optimizer_bytes, "tensors": self.tensors,
+            "moments": self.moments, "tied": self.tied, "other": self.other,
+        }  # fmt: skip
+
+
+class _Source:
+    """A checkpoint of either form, whose tensors are read when they are asked for.
+
+    Raises:
+        ValueError: if it is missing, damaged or unfinished.
+    """
+
+    def __init__(self, path: Path, *, trust: bool) -> None:
+        self.path, self.opened = path, Opened(path, weights_only=not trust) if path.is_dir() else None
+        self.told: dict[str, Any] = {}
+        if self.opened is not None:
+            self.tree: dict[str, Any] = self.opened.checkpoint
+            self.told = {key: value for key, value in self.opened.folder.told.items() if key != "format"}
+            return
+        if not path.exists():
+            raise missing(path)
+        self.tree = _load_file(path, trust=trust)
+        self.told = {key: self.tree[key] for key in ("epoch", "global_step") if key in self.tree}
+
+    @property
+    def form(self) -> Form:
+        return "single" if self.opened is None else "sharded"
+
+    def fill(self, value: Tensor, target: Tensor) -> None:
+        """Copy one of the tree's tensors into memory that is there."""
+        if self.opened is not None and (key := self.opened.key_of(value)) is not None:
+            self.opened.folder.read({key: Part(target, None, 0, writes=False)})
+        else:
+            target.copy_(value)
+
+
+def _load_file(path: Path, *, trust: bool) -> dict[str, Any]:
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
+    except Exception as error:
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        hint = "" if trust else "; if it holds objects of yours and you trust who wrote it, add --trust"
+        raise ValueError(f"{path}: it can't be read ({told}){hint}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
+        raise ValueError(f"{path}: it is no checkpoint of Lightning's (no state_dict in it)")
+    return found
+
+
+def _identity(tensor: Tensor) -> Any:
+    """What tied tensors share: one object where a folder holds the numbers, else the place in memory."""
+    if tensor.is_meta:
+        return id(tensor)
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def inspect_checkpoint(path: str | Path, *, trust: bool = False) -> Contents:
+    """What a checkpoint holds; its tensors are not read.
+
+    Args:
+        path: a file, or a folder of the sharded form.
+        trust: read objects that are no tensors or plain data, whose pickles may run code.
+
+    Raises:
+        ValueError: if it is missing, damaged or unfinished.
+    """
+    source = _Source(Path(path), trust=trust)
+    found = Contents(source.path, source.form, source.told)
+    first: dict[Any, str] = {}
+
+    def note(key: str, leaf: Any) -> Any:
+        top, _, name = key.partition("/")
+        if isinstance(leaf, Tensor) and top in ("state_dict", "optimizer_states"):
+            told = list(leaf.shape), str(leaf.dtype).removeprefix("torch.")
+            size = leaf.numel() * leaf.element_size()
+            if top == "optimizer_states":
+                found.moments[name] = told
+                found.optimizer_bytes += size
+                return leaf
+            found.tensors[name] = told
+            one = _identity(leaf)
+            if one in first:
+                found.tied[name] = first[one]
+            else:
+                found.model_bytes += size
+            first.setdefault(one, name)
+        return leaf
+
+    walk(source.tree, note)
+    found.other = [key for key in source.tree if key not in ("state_dict", "optimizer_states")]
+    return found
+
+
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    *,
+    trust: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Form:
+    """Write a checkpoint in the other form: a folder as one file, a file as a folder.
+
+    Tensors go over one by one: no more than the largest is held.
+
+    Args:
+        source: what is read.
+        target: what is written; it must not be there.
+        trust: read objects whose pickles may run code.
+        progress: called with the bytes that are written and those that will be.
+
+    Returns:
+        The form that was written.
+
+    Raises:
+        ValueError: if the source can't be read, or the target is there.
+    """
+    target = Path(target)
+    check_free(target)
+    found = _Source(Path(source), trust=trust)
+    if found.form == "sharded":
+        _to_file(found, target, progress)
+        return "single"
+    _to_folder(found, target, progress)
+    return "sharded"
+
+
+def check_free(target: Path) -> None:
+    """Nothing is written over.
+
+    Raises:
+        ValueError: if something is there.
+    """
+    if target.exists():
+        raise ValueError(f"{target}: it is there already; remove it, or write elsewhere")
+
+
+def _to_file(source: _Source, target: Path, progress: Callable[[int, int], None]) -> None:
+    """First the file with holes for its numbers, then the numbers, into the mapped file."""
+    unfinished = beside(target, UNFINISHED)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    stand_ins: dict[int, Tensor] = {}
+    with FakeTensorMode():
+
+        def stand_in(key: str, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in stand_ins:
+                stand_ins[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+            return stand_ins[id(leaf)]
+
+        holes = walk(source.tree, stand_in)
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(holes, unfinished)
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        mapped = torch.load(unfinished, map_location="cpu", mmap=True, weights_only=False)
+    places: dict[str, Tensor] = {}
+    walk(mapped, lambda key, leaf: places.setdefault(key, leaf) if isinstance(leaf, Tensor) else leaf)
+    whole: dict[str, Tensor] = {}
+    walk(source.tree, lambda key, leaf: whole.setdefault(key, leaf) if isinstance(leaf, Tensor) else leaf)
+    total, done = sum(value.numel() * value.element_size() for value in whole.values()), 0
+    for key, value in whole.items():
+        source.fill(value, places[key])
+        done += value.numel() * value.element_size()
+        progress(done, total)
+    with unfinished.open("rb+") as file:
+        os.fsync(file.fileno())
+    unfinished.replace(target)
+    sync_folder(target.parent)
+
+
+def _to_folder(source: _Source, target: Path, progress: Callable[[int, int], None]) -> None:
+    parts: dict[Any, Part] = {}
+
+    def part(key: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and key.partition("/")[0] in ("state_dict", "optimizer_states"):
+            return parts.setdefault(_identity(leaf), Part(leaf, None, 0, writes=True))
+        return leaf
+
+    state, found = split_parts(walk(source.tree, part))
+    total = sum(one.local.numel() * one.local.element_size() for one in found.values())
+    begin_folder(target)
+    try:
+        save(found, storage_writer=FileSystemWriter(beside(target, UNFINISHED)), planner=SavingPlanner(), no_dist=True)
+    except Exception:
+        shutil.rmtree(beside(target, UNFINISHED), ignore_errors=True)
+        raise
+    told = {"version": None, "topology": None, **source.told}
+    finish_folder(target, state, told)
+    progress(total, total)
