@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,7 +239,14 @@ def _to_folder(source: _Source, target: Path, progress: Callable[[int, int], Non
     total = sum(one.local.numel() * one.local.element_size() for one in found.values())
     begin_folder(target)
     try:
-        save(found, storage_writer=FileSystemWriter(beside(target, UNFINISHED)), planner=SavingPlanner(), no_dist=True)
+        with warnings.catch_warnings():  # that it writes by itself, which is what it is told to do
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save(
+                found,
+                storage_writer=FileSystemWriter(beside(target, UNFINISHED)),
+                planner=SavingPlanner(),
+                no_dist=True,
+            )
     except Exception:
         shutil.rmtree(beside(target, UNFINISHED), ignore_errors=True)
         raise

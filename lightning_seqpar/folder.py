@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -178,7 +179,21 @@ def split_parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 # ---- writing -----------------------------------------------------------------------------------------------------
 
 
+def remove_folder(path: Path) -> None:
+    """Take a checkpoint's name away before its parts: what is left of it is never taken for a whole one."""
+    going = beside(path, UNFINISHED)
+    if going.exists():
+        shutil.rmtree(going)
+    path.rename(going)
+    shutil.rmtree(going)
+
+
 def begin_folder(path: Path) -> None:
+    """An empty folder beside the name; what a run that was killed left there goes.
+
+    Raises:
+        OSError: if it can't be made.
+    """
     unfinished = beside(path, UNFINISHED)
     if path.is_file():
         raise FileExistsError(f"{path} is a file; a sharded checkpoint is a folder")
@@ -188,6 +203,7 @@ def begin_folder(path: Path) -> None:
 
 
 def finish_folder(path: Path, state: Any, told: Mapping[str, Any]) -> None:
+    """What is no tensor, then the marker, then the name: each waits until the disk has what is before it."""
     unfinished, replaced = (beside(path, end) for end in (UNFINISHED, REPLACED))
     write_synced(unfinished / STATE, lambda file: torch.save(state, file))
     write_synced(
@@ -355,7 +371,9 @@ class Folder:
                     "to another model or configuration"
                 )
         if parts:
-            load(dict(parts), storage_reader=_Reader(self.path, self.index), planner=_Loading(), no_dist=True)
+            with warnings.catch_warnings():  # that it reads for itself, which is what it is told to do
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                load(dict(parts), storage_reader=_Reader(self.path, self.index), planner=_Loading(), no_dist=True)
 
 
 class Opened:

@@ -22,7 +22,7 @@ from lightning_seqpar.checkpoint import (
 )
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.files import WholeFileIO, local_path, on_first_rank
-from lightning_seqpar.folder import FolderTensors, Opened, write_folder
+from lightning_seqpar.folder import FolderTensors, Opened, remove_folder, write_folder
 from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.random import pack_streams, unpack_streams
 from lightning_seqpar.stepping import SteppingStrategy, plain_optimizer
@@ -101,6 +101,14 @@ class SavingStrategy(SteppingStrategy):
             "epoch": checkpoint.get("epoch"),
             "global_step": checkpoint.get("global_step"),
         }
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a file or a folder, on the first rank."""
+        place = local_path(filepath)
+        if place is None or not place.is_dir() or place.is_symlink():
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            remove_folder(place)
 
     # ---- restoring ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,228 @@
+"""Kill ranks while they write checkpoints, at every step of it and at random moments, and look at what is left.
+
+    python tests/crash.py          all trials; writes the table of docs/crash.md
+
+Exit code 1 if a checkpoint of before was lost, or an unfinished one passed for a whole one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "tests")]
+
+import models
+import torch
+import torch.distributed as dist
+from fit import quiet_trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from test_folder import same, whole
+
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.convert import inspect_checkpoint
+from lightning_seqpar.testing import RankFailedError, run_distributed
+
+STEPS = 3
+WATCHED = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree", "os.symlink")
+
+
+class Killer:
+    """Counts what this process does to the checkpoints' folder, and dies in front of one of these things."""
+
+    def __init__(self, folder: Path, at: int | None, everybody: bool) -> None:
+        self.folder, self.at, self.everybody = str(folder), at, everybody
+        self.events: list[str] = []
+        self.on = True
+        sync = os.fsync
+
+        def counted(descriptor: int) -> None:
+            self.seen("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+            sync(descriptor)
+
+        os.fsync = counted
+        sys.addaudithook(self.audit)
+
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.on and event in WATCHED and args and isinstance(args[0], str | os.PathLike):
+            writes = event != "open" or (isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            if writes:
+                self.seen(event.removeprefix("os."), str(args[0]))
+
+    def seen(self, event: str, path: str) -> None:
+        if path != self.folder and not path.startswith(f"{self.folder}/"):
+            return
+        self.events.append(f"{event} {os.path.relpath(path, self.folder)}")
+        if len(self.events) - 1 == self.at:
+            self.die()
+
+    def die(self) -> None:
+        self.on = False
+        if self.everybody:
+            for file in Path(f"{self.folder}.pids").iterdir():
+                if int(file.name) != os.getpid():
+                    os.kill(int(file.name), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Notes(Callback):
+    """Notes which steps' checkpoints were awaited."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if dist.get_rank() == 0:
+            self.file.write_text(str(trainer.global_step))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.on_train_batch_start(trainer, module, None, 0)
+
+
+def work(form: str, folder: str, victim: int, at: int | None, everybody: bool, after: float | None = None) -> list[str]:
+    """Train, with a checkpoint behind every step of which the best one and the last one are kept."""
+    place = Path(folder)
+    pids = Path(f"{folder}.pids")
+    pids.mkdir(exist_ok=True)
+    (pids / str(os.getpid())).touch()
+    dist.barrier()
+    mine = dist.get_rank() == victim
+    killer = Killer(place, at if mine else None, everybody)
+    if mine and after is not None:
+        threading.Timer(after, killer.die).start()
+    saver = ModelCheckpoint(
+        place, filename="{step}", every_n_train_steps=1, save_top_k=1, monitor="step", mode="max", save_last=True
+    )
+    trainer = quiet_trainer(
+        devices=2,
+        strategy=SeqParallelStrategy(tp=2, checkpoint={"format": form}, self_check=False),
+        max_steps=STEPS,
+        enable_checkpointing=True,
+        callbacks=[saver, Notes(Path(f"{folder}.done"))],
+    )
+    trainer.fit(models.GPT(), models.loader(4, count=4 * STEPS))
+    killer.on = False
+    return killer.events
+
+
+@dataclass
+class Found:
+    """What is left in a folder."""
+
+    whole: list[int] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def look(folder: Path, expected: dict[int, Any]) -> Found:
+    """Whatever has a checkpoint's name must be whole and right; the rest must be refused."""
+    found = Found()
+    for path in sorted(folder.glob("*")):
+        if path.suffix == ".ckpt":
+            try:
+                state = whole(path)
+            except Exception as error:
+                found.wrong.append(f"{path.name} has the name of a whole one: {error}")
+                continue
+            step = state["global_step"]
+            found.whole.append(step)
+            if not same(dict(state["state_dict"]), expected[step]):
+                found.wrong.append(f"{path.name}: other weights than those of step {step}")
+        else:
+            found.unfinished.append(path.name)
+            if path.suffix not in (".unfinished", ".replaced"):
+                found.wrong.append(f"{path.name}: nothing tells what it is")
+            name = path.with_suffix("")
+            if not name.exists():
+                try:
+                    inspect_checkpoint(name)
+                except ValueError as error:
+                    if path.name not in str(error):
+                        found.wrong.append(f"{path.name} is not reported: {error}")
+    done = Path(f"{folder}.done")
+    awaited = int(done.read_text() or 0) if done.exists() else 0
+    if awaited and max(found.whole, default=0) < awaited:
+        found.wrong.append(f"step {awaited} was saved, and {found.whole} are left")
+    return found
+
+
+def uninterrupted(form: str) -> tuple[list[list[str]], dict[int, Any]]:
+    """The events of each rank, and the weights behind each step."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "run"
+        events = run_distributed(work, 2, form, str(folder), -1, None, False)
+        expected = {}
+        for step in range(1, STEPS + 1):
+            run_distributed(save_step, 2, form, f"{place}/{step}.ckpt", step)
+            expected[step] = dict(whole(f"{place}/{step}.ckpt")["state_dict"])
+        return events, expected
+
+
+def save_step(form: str, path: str, step: int) -> None:
+    strategy = SeqParallelStrategy(tp=2, checkpoint={"format": form}, self_check=False)
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=step)
+    trainer.fit(models.GPT(), models.loader(4, count=4 * STEPS))
+    trainer.save_checkpoint(path)
+
+
+def trial(form: str, victim: int, at: int | None, everybody: bool, expected: Any, after: float | None = None) -> Found:
+    """One run that is killed, and what it leaves."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "run"
+        with suppress(RankFailedError):  # killed, as it should be
+            run_distributed(work, 2, form, str(folder), victim, at, everybody, after, timeout=60)
+        found = look(folder, expected) if folder.exists() else Found()
+        shutil.rmtree(folder, ignore_errors=True)
+        return found
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    rows, failures = [], []
+    chance = random.Random(0)
+    for form in ("single", "sharded"):
+        events, expected = uninterrupted(form)
+        for everybody in (False, True):
+            for victim in (0, 1):
+                moments: list[tuple[int | None, float | None]] = [(at, None) for at in range(len(events[victim]))]
+                moments += [(None, chance.uniform(0.0, 1.0)) for _ in range(5)]
+                kinds: Counter[str] = Counter()
+                left: Counter[str] = Counter()
+                for at, after in moments:
+                    found = trial(form, victim, at, everybody, expected, after)
+                    what = "at random" if at is None else events[victim][at].split()[0]
+                    kinds[what] += 1
+                    left["unfinished"] += bool(found.unfinished)
+                    failures += [f"{form}, rank {victim}, {what} {at}: {wrong}" for wrong in found.wrong]
+                who = "all ranks" if everybody else f"rank {victim}"
+                told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+                rows.append(
+                    f"| {form} | {who} (in front of what rank {victim} does) | {len(moments)}: {told} | {left['unfinished']} |"
+                )
+                print(rows[-1], *failures, sep="\n", flush=True)
+    text = (
+        "# Killed while checkpoints are written\n\nMade by `python tests/crash.py`: two ranks, a checkpoint behind each of three "
+        "steps, the best and the last kept. `kill -9` comes in front of each thing that a rank does to the folder, and at random "
+        "moments. Afterwards everything with a checkpoint's name must be whole, with the weights of its step, and the newest "
+        "that was awaited must be there.\n\n| form | killed | trials | with something unfinished left |\n|---|---|---|---|\n"
+        + "\n".join(rows)
+        + f"\n\nLost or wrong: {len(failures)}\n"
+    )
+    (ROOT / "docs" / "crash.md").write_text(text)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
