@@ -719,7 +719,7 @@ MUTANTS = [
         "a latent projection that all heads share dealt out",
         "support.py",
         "            owners = owners[owners > 0]\n",
-        "",
+        "            pass\n",
         "tests/test_infer.py",
     ),
     Mutant(

@@ -196,6 +196,39 @@ def test_experts_in_a_list_see_shards_unless_a_loss_reads_the_router():
     assert run_distributed(shards_kept, 2, Balanced)[0] == [False]
 
 
+def test_a_router_that_the_loss_reads_is_seen_in_the_data_flow():
+    assert "style: reduce" in infer_plan(zoo.Zoo("list_moe"), STEP, 2).plan.to_yaml()
+    assert "style: reduce" not in infer_plan(Balanced("list_moe"), STEP, 2).plan.to_yaml()
+
+
+class Sometimes(zoo.PreNorm):
+    """A convolution that no batch of the example takes."""
+
+    def __init__(self) -> None:
+        super().__init__(16, zoo.Attention(16, 4), zoo.FeedForward(16, 32))
+        self.mix = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 100:
+            x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        return super().forward(x)
+
+
+zoo.EXTRA["sometimes"] = Sometimes
+
+
+def fit_sometimes() -> None:
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    trainer.fit(zoo.Zoo("sometimes").double(), loader(4))
+
+
+def test_a_module_on_shards_that_the_example_does_not_run_is_refused():
+    with pytest.raises(
+        RankFailedError, match=r"net.h.0.mix is inside the sequence region, but the example does not run it"
+    ):
+        run_distributed(fit_sometimes, 2)
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------
 
 

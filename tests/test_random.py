@@ -53,6 +53,17 @@ def test_own_draws_differ_and_replicated_ones_do_not():
     assert len(flat.flatten().unique()) == flat.numel()  # nothing is drawn twice
 
 
+def test_no_two_blocks_draw_the_same():
+    """Also where nothing is drawn between them."""
+    torch.manual_seed(1)
+    streams, drawn = RankStreams(1), []
+    for _ in range(3):
+        streams.begin()
+        drawn.append(torch.rand(4))
+        streams.end()
+    assert len(torch.stack(drawn).unique()) == 12
+
+
 def test_the_seed_alone_decides():
     assert all(torch.equal(a, b) for a, b in zip(draws(1), draws(1), strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(draws(1), draws(1, seed=2), strict=True))
