@@ -157,7 +157,7 @@ class CheckpointConfig(FrozenModel):
     format: Literal["single", "sharded"] = "single"
     """``single``: one ordinary ``.ckpt`` that plain Lightning loads; ``sharded``: a folder, a part per rank."""
     async_save: bool = False
-    """Overlap the write with training."""
+    """Overlap the write with training. Not run yet."""
 
 
 class PlanSpec(FrozenModel):
@@ -234,7 +234,7 @@ class ParallelConfig(FrozenModel):
     process other samples, dealt out by ``strategy.dp_rank`` and ``dp_size``. Off, every rank reads for itself and
     checksums are compared."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """Form of the checkpoints: ``{format: single, async_save: false}``; others are not run yet."""
+    """Form of the checkpoints: ``single``, one file, or ``sharded``, a folder; ``async_save`` is not run yet."""
     process_group_backend: str | None = None
     """Backend of the process groups; none means the device's own (gloo on CPU, nccl on CUDA)."""
     timeout: Seconds = timedelta(seconds=1800)

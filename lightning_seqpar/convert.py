@@ -18,7 +18,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_seqpar.files import UNFINISHED, beside, missing, sync_folder
-from lightning_seqpar.folder import Opened, Part, SavingPlanner, begin_folder, finish_folder, split_parts, walk
+from lightning_seqpar.folder import (
+    Opened,
+    Part,
+    SavingPlanner,
+    begin_folder,
+    find_folder,
+    finish_folder,
+    split_parts,
+    walk,
+)
 
 Form = Literal["single", "sharded"]
 
@@ -71,7 +80,8 @@ class _Source:
     """
 
     def __init__(self, path: Path, *, trust: bool) -> None:
-        self.path, self.opened = path, Opened(path, weights_only=not trust) if path.is_dir() else None
+        self.path = path = find_folder(path)
+        self.opened = Opened(path, weights_only=not trust) if path.is_dir() else None
         self.told: dict[str, Any] = {}
         if self.opened is not None:
             self.tree: dict[str, Any] = self.opened.checkpoint

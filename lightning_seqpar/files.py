@@ -85,7 +85,7 @@ def missing(path: Path) -> ValueError:
     if beside(path, UNFINISHED).exists():
         hint = f"; {beside(path, UNFINISHED)} is one that was being written when its run ended, so go on from the one before"
     if beside(path, REPLACED).exists():
-        hint = f"; {beside(path, REPLACED)} is the one that it was to replace, and it is whole: rename it"
+        hint += f"; {beside(path, REPLACED)} is one that was being replaced, or a part of it"
     return ValueError(f"{path}: there is no such checkpoint{hint}")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
@@ -290,6 +291,19 @@ class _Reader(FileSystemReader):
         return self._index
 
 
+def find_folder(path: Path) -> Path:
+    """The folder, or what a run that was killed between two renames left of it whole: the new one, else the one before."""
+    if not path.exists():
+        for end, what in ((UNFINISHED, "the new one"), (REPLACED, "the one before")):
+            if (beside(path, end) / MARKER).is_file():
+                rank_zero_warn(
+                    f"lightning_seqpar: {path} was being replaced when its run ended; {what} is whole, and is read: "
+                    f"{beside(path, end)}"
+                )
+                return beside(path, end)
+    return path
+
+
 class Folder:
     """A sharded checkpoint, to be read by any number of ranks; each reads for itself.
 
@@ -306,7 +320,7 @@ class Folder:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = find_folder(Path(path))
         self._check_there()
         try:
             self.told: dict[str, Any] = json.loads((self.path / MARKER).read_text())

@@ -60,7 +60,7 @@ def refuse_unsupported(config: ParallelConfig) -> None:
             raise ValueError(f"{field}={value!r} does not run yet; use {field}={idle!r} ({what})")
     if config.checkpoint.async_save:
         raise ValueError(
-            "checkpoint={'async_save': True} does not run yet; use async_save=False (checkpoints are awaited)"
+            "checkpoint={'async_save': True} does not run yet; use checkpoint={'async_save': False} (writing is awaited)"
         )
 
 

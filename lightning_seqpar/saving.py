@@ -22,7 +22,7 @@ from lightning_seqpar.checkpoint import (
 )
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.files import WholeFileIO, local_path, on_first_rank
-from lightning_seqpar.folder import FolderTensors, Opened, remove_folder, write_folder
+from lightning_seqpar.folder import FolderTensors, Opened, find_folder, remove_folder, write_folder
 from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.random import pack_streams, unpack_streams
 from lightning_seqpar.stepping import SteppingStrategy, plain_optimizer
@@ -130,7 +130,7 @@ class SavingStrategy(SteppingStrategy):
     def _load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         self._opened = None
         place = local_path(checkpoint_path)
-        if place is not None and place.is_dir():
+        if place is not None and find_folder(place).is_dir():
             self._opened = Opened(place, weights_only=weights_only)
             return self._opened.checkpoint
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)

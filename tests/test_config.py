@@ -97,7 +97,7 @@ def test_keywords_and_config():
         ("data_parallel", "fsdp"),
         ("recompute", "full"),
         ("compile", True),
-        ("checkpoint", {"format": "sharded"}),
+        ("checkpoint", {"async_save": True}),
         ("fp8_groups", True),
         ("fsdp", {"reshard_after_forward": True}),
     ],

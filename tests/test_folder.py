@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.folder import MARKER, Folder, Opened
+from lightning_seqpar.folder import MARKER, Folder, Opened, find_folder
 from lightning_seqpar.parity import ParityRecorder, Trace
 from lightning_seqpar.testing import run_distributed
 
@@ -83,7 +83,7 @@ def run(
 
 def whole(path: str | Path) -> dict[str, Any]:
     """A checkpoint of either form, whole."""
-    if not Path(path).is_dir():
+    if not find_folder(Path(path)).is_dir():
         return dict(torch.load(path, weights_only=True))
     opened = Opened(path, weights_only=True)
     state = dict(opened.checkpoint)
@@ -205,10 +205,6 @@ def cut(name: str) -> Any:
     return damage
 
 
-def rename(end: str) -> Any:
-    return lambda folder: folder.rename(folder.with_name(folder.name + end))
-
-
 DAMAGE = {
     "a truncated part": (cut("__1_0.distcp"), r"__1_0.distcp: it holds \d+ bytes of \d+; the checkpoint is damaged"),
     "a missing part": (
@@ -223,12 +219,8 @@ DAMAGE = {
         r"written in format 2, and this version reads 1; use the version of lightning_seqpar that wrote it \(9.9\)",
     ),
     "killed while writing": (
-        rename(".unfinished"),
+        lambda folder: [(folder / MARKER).unlink(), folder.rename(folder.with_name(f"{folder.name}.unfinished"))],
         "there is no such checkpoint; .*unfinished is one that was being written when its run ended, so go on from the one",
-    ),
-    "killed while replacing": (
-        rename(".replaced"),
-        "a.ckpt.replaced is the one that it was to replace, and it is whole",
     ),
 }
 
@@ -241,6 +233,14 @@ def test_a_damaged_folder_is_refused(tmp_path, folder, what):
     with pytest.raises(ValueError, match=says):
         opened = Opened(tmp_path / "a.ckpt", weights_only=True)
         opened.take(opened.checkpoint["state_dict"], {}, 0)
+
+
+@pytest.mark.parametrize("end", [".unfinished", ".replaced"])
+def test_what_was_whole_between_two_renames_is_read(tmp_path, folder, end):
+    shutil.copytree(folder, tmp_path / f"a.ckpt{end}")
+    with pytest.warns(UserWarning, match=r"was being replaced when its run ended; the .* is whole, and is read"):
+        opened = Opened(tmp_path / "a.ckpt", weights_only=True)
+    assert opened.take(opened.checkpoint["state_dict"], {}, 0)
 
 
 class Evil:
