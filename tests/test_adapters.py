@@ -14,6 +14,7 @@ from test_families import HuggingFace, build
 from torch import Tensor, nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
+from lightning_seqpar.adapters import is_adapted
 from lightning_seqpar.parity import Trace, compare
 from lightning_seqpar.testing import run_distributed
 
@@ -83,6 +84,13 @@ def test_the_plan_names_the_half_that_meets_the_shards():
     assert styles["self_attn.q_proj.lora_A.default"] == "on shards"
     assert styles["self_attn.o_proj.base_layer"] == styles["self_attn.o_proj.lora_A.default"] == "row"
     assert styles["self_attn.o_proj.lora_B.default"] == "on shards"
+
+
+@pytest.mark.parametrize(("options", "plain"), [({}, True), ({"use_rslora": True}, True), ({"use_dora": True}, False)])
+def test_an_adapter_with_parameters_of_its_own_is_no_plain_one(options, plain):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], **options)
+    model = peft.get_peft_model(build("llama"), config)
+    assert is_adapted(model.base_model.model.model.layers[0].self_attn.q_proj) is plain
 
 
 def test_variants_are_not_taken_for_it():

@@ -21,15 +21,16 @@ from torch import Tensor, nn
 from lightning_seqpar import SeqParallelStrategy, weights_from
 from lightning_seqpar.deferred import DeferredInit
 from lightning_seqpar.parity import ParityRecorder, Trace, compare
+from lightning_seqpar.probe import default_dtype
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.weights import LateWeights
 
 
-def replayed(make: Any) -> dict[str, Tensor]:
-    """What a model made without memory is filled with."""
+def replayed(make: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """What a model made without memory is filled with; ``dtype`` is the default while it is made."""
     torch.manual_seed(3)
     recorder = DeferredInit()
-    with recorder, torch.device("meta"):
+    with default_dtype(dtype), recorder, torch.device("meta"):
         model = make()
     torch.manual_seed(99)
     refs = {name: recorder.ref(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
@@ -77,6 +78,25 @@ def test_a_replay_gives_the_numbers_of_the_real_thing(make):
     want = dict((*real.named_parameters(), *real.named_buffers()))
     assert found.keys() == want.keys()
     for name, tensor in want.items():
+        assert torch.equal(found[name], tensor.detach()), name
+
+
+class Plain(nn.Module):
+    """Numbers whose type nobody wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 6) / 3)
+        self.b = nn.Parameter(torch.full((4,), 0.1) * torch.rand(4))
+
+
+def test_a_replay_draws_in_the_type_that_was_the_default_then():
+    torch.manual_seed(3)
+    with default_dtype(torch.float64):
+        real = Plain()
+    found = replayed(Plain, torch.float64)
+    for name, tensor in real.named_parameters():
+        assert tensor.dtype == torch.float64
         assert torch.equal(found[name], tensor.detach()), name
 
 
