@@ -22,6 +22,20 @@ def human(count: float) -> str:
     raise AssertionError
 
 
+def _console(width: int | None) -> tuple[Any, Any]:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        raise ImportError("the table needs rich: pip install 'lightning-seqpar[cli]'") from None
+    return Console(file=io.StringIO(), width=width or _WIDTH, highlight=False, color_system=None), Table
+
+
+def _text(console: Any) -> str:
+    """What was printed, without blanks at the ends of lines."""
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
 def render_contents(contents: Contents, width: int | None = None) -> str:
     """What a checkpoint holds: the headline, and a table of its tensors.
 
@@ -32,13 +46,7 @@ def render_contents(contents: Contents, width: int | None = None) -> str:
     Raises:
         ImportError: without the extra ``cli``.
     """
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        raise ImportError("the table needs rich: pip install 'lightning-seqpar[cli]'") from None
-    out = io.StringIO()
-    console = Console(file=out, width=width or _WIDTH, highlight=False, color_system=None)
+    console, table_class = _console(width)
     told = contents.told
     sizes = [f"{axis} {size}" for axis, size in (told.get("topology") or {}).items() if size > 1]
     facts = [
@@ -57,7 +65,7 @@ def render_contents(contents: Contents, width: int | None = None) -> str:
     for name, (shape, dtype) in contents.tensors.items():
         tied = re.sub(r"\.\d+(?=\.)", ".*", contents.tied.get(name, ""))
         counts[re.sub(r"\.\d+(?=\.)", ".*", name), str(shape), dtype, f"tied to {tied}" if tied else ""] += 1
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = table_class(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", justify="right")
     for title in ("tensor", "shape", "type", ""):
         table.add_column(title, overflow="fold")
@@ -65,7 +73,7 @@ def render_contents(contents: Contents, width: int | None = None) -> str:
         table.add_row(f"{count} ×" if count > 1 else "", *row)
     console.print(table)
     console.print(f"\nbeside it: {', '.join(contents.other)}")
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    return _text(console)
 
 
 def render(described: Description, width: int | None = None) -> str:
@@ -78,15 +86,9 @@ def render(described: Description, width: int | None = None) -> str:
     Raises:
         ImportError: without the extra ``cli``.
     """
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        raise ImportError("the table needs rich: pip install 'lightning-seqpar[cli]'") from None
-    out = io.StringIO()
-    console = Console(file=out, width=width or _WIDTH, highlight=False, color_system=None)
+    console, table_class = _console(width)
     console.print(_headline(described))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = table_class(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", justify="right")
     for name in ("module", "style", "on a rank", "gradient", "decided by"):
         table.add_column(name, overflow="fold")
@@ -101,11 +103,11 @@ def render(described: Description, width: int | None = None) -> str:
         table.add_row(count, name, row.style, "\n".join(shapes), _sync(row), row.decided)
     console.print(table)
     console.print()
-    console.print(_totals(described, Table))
+    console.print(_totals(described, table_class))
     reasons = sorted({row.sync for row in described.rows if row.sync})
     for line in (*reasons, *described.notes):
         console.print(f"note: {line}")
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    return _text(console)
 
 
 def _headline(described: Description) -> str:
