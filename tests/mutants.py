@@ -723,6 +723,13 @@ MUTANTS = [
         "tests/test_infer.py",
     ),
     Mutant(
+        "half of a tied gradient lost",
+        "layers/vocab.py",
+        "        out = F.embedding(local, self.weight) * mine",
+        "        out = F.embedding(local, self.weight.detach()) * mine",
+        "tests/test_logits.py tests/test_styles.py",
+    ),
+    Mutant(
         "a tied weight untied where it gets its numbers",
         "weights.py",
         "                torch.utils.swap_tensors(parameter, room)\n",
