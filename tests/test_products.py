@@ -201,16 +201,28 @@ def test_a_router_that_the_loss_reads_is_seen_in_the_data_flow():
     assert "style: reduce" not in infer_plan(Balanced("list_moe"), STEP, 2).plan.to_yaml()
 
 
+class Mixer(nn.Module):
+    """Mixes positions by a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(200) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[1]
+        return torch.einsum("st,bth->bsh", self.weight[:size, :size], x)
+
+
 class Sometimes(zoo.PreNorm):
-    """A convolution that no batch of the example takes."""
+    """Mixes positions, in a branch that no batch of the example takes."""
 
     def __init__(self) -> None:
         super().__init__(16, zoo.Attention(16, 4), zoo.FeedForward(16, 32))
-        self.mix = nn.Conv1d(16, 16, 3, padding=1)
+        self.mix = Mixer()
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[1] > 100:
-            x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+            x = x + self.mix(x)
         return super().forward(x)
 
 
