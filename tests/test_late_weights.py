@@ -113,10 +113,11 @@ class Late(GPT):
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        torch.manual_seed(7)
+        if self.how != "unseeded":
+            torch.manual_seed(7)
         if self.how == "real":
             self.model = self.make()
-        elif self.how == "meta":
+        elif self.how in ("meta", "unseeded"):
             with torch.device("meta"):
                 self.model = self.make()
         else:
@@ -141,6 +142,18 @@ def test_a_model_of_meta_trains_like_the_one_made_for_real(world, tp):
     cases = [("Late", {"how": "meta"}), ("Late", {"how": "empty_init"})]
     for got in run_distributed(fit_late, world, cases, world, tp)[0]:
         compare(real, got).raise_if_failed()
+
+
+def fit_unseeded() -> Tensor:
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    module = Late("unseeded")
+    quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1).fit(module, models.loader(4))
+    return module.model.tokens.weight.detach().clone()
+
+
+def test_ranks_that_are_seeded_apart_draw_one_model():
+    one, other = run_distributed(fit_unseeded, 2)
+    assert torch.equal(one, other)
 
 
 class LateHF(HuggingFace):
