@@ -180,13 +180,19 @@ def split_parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 # ---- writing -----------------------------------------------------------------------------------------------------
 
 
+def _erase(folder: Path) -> None:
+    """The marker first: what is left of a folder is never taken for a whole one."""
+    (folder / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
 def remove_folder(path: Path) -> None:
-    """Take a checkpoint's name away before its parts: what is left of it is never taken for a whole one."""
+    """Take a checkpoint's name away, then its marker, then its parts."""
     going = beside(path, UNFINISHED)
     if going.exists():
-        shutil.rmtree(going)
+        _erase(going)
     path.rename(going)
-    shutil.rmtree(going)
+    _erase(going)
 
 
 def begin_folder(path: Path) -> None:
@@ -199,7 +205,7 @@ def begin_folder(path: Path) -> None:
     if path.is_file():
         raise FileExistsError(f"{path} is a file; a sharded checkpoint is a folder")
     if unfinished.exists():  # of a run that was killed
-        shutil.rmtree(unfinished)
+        _erase(unfinished)
     unfinished.mkdir(parents=True)
 
 
@@ -213,12 +219,12 @@ def finish_folder(path: Path, state: Any, told: Mapping[str, Any]) -> None:
     sync_folder(unfinished)
     if path.exists():
         if replaced.exists():
-            shutil.rmtree(replaced)
+            _erase(replaced)
         path.rename(replaced)
     unfinished.rename(path)
     sync_folder(path.parent)
     if replaced.exists():
-        shutil.rmtree(replaced)
+        _erase(replaced)
 
 
 def write_folder(path: Path, checkpoint: Mapping[str, Any], told: Mapping[str, Any], group: ProcessGroup) -> None:
