@@ -217,6 +217,8 @@ def finish_folder(path: Path, state: Any, told: Mapping[str, Any]) -> None:
         unfinished / MARKER, lambda file: file.write(json.dumps({"format": FORMAT, **told}, indent=1).encode())
     )
     sync_folder(unfinished)
+    if path.is_symlink():  # save_last="link" of an earlier run: what it leads to stays
+        path.unlink()
     if path.exists():
         if replaced.exists():
             _erase(replaced)

@@ -105,8 +105,10 @@ class SavingStrategy(SteppingStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file or a folder, on the first rank."""
         place = local_path(filepath)
-        if place is None or not place.is_dir() or place.is_symlink():
+        if place is None or not place.is_dir():
             super().remove_checkpoint(filepath)
+        elif self.is_global_zero and place.is_symlink():
+            place.unlink()
         elif self.is_global_zero:
             remove_folder(place)
 

@@ -118,6 +118,29 @@ def test_the_best_are_kept_and_the_last_is_found(tmp_path, form, link):
     assert set(only["state_dict"]) == set(models.GPT().state_dict())
 
 
+def save_over_a_link(form: str, folder: str) -> None:
+    trainer, place = trained(form), Path(folder)
+    trainer.save_checkpoint(place / "step.ckpt")
+    for name, target in (("last.ckpt", "step.ckpt"), ("gone.ckpt", "nowhere.ckpt"), ("old.ckpt", "step.ckpt")):
+        if dist.get_rank() == 0:
+            (place / name).symlink_to(target)
+        dist.barrier()
+    trainer.save_checkpoint(place / "last.ckpt")
+    trainer.save_checkpoint(place / "gone.ckpt")
+    if form == "sharded":
+        trainer.strategy.remove_checkpoint(place / "old.ckpt")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_link_leads_to_stays(tmp_path, form):
+    run_distributed(save_over_a_link, 2, form, str(tmp_path))
+    for name in ("step.ckpt", "last.ckpt", "gone.ckpt"):
+        assert not (tmp_path / name).is_symlink()
+        assert set(whole(tmp_path / name)["state_dict"]) == set(models.GPT().state_dict())
+    assert (tmp_path / "old.ckpt").is_symlink() is (form == "single")
+    assert not [file.name for file in tmp_path.iterdir() if file.suffix in (".unfinished", ".replaced")]
+
+
 def elsewhere(form: str) -> Any:
     trainer = trained(form)
     path = "memory://a.ckpt"

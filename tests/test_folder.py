@@ -314,3 +314,45 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_drew(tmp_path, form, at)
         assert trace.losses == all_of_it.losses[at:]
         assert same(trace.weights, all_of_it.weights)
         assert own == noise[at:]
+
+
+# ---- models that are restored in another way ----------------------------------------------------------------------
+
+
+class Meta(models.GPT):
+    """Made without memory in ``configure_model``."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.model, self.optimizer = None, "adamw"
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = models.ByteGPT(dim=16, n_head=4, n_layer=2, context=16, tied=True, vocab=31)
+
+
+def restored(kind: str, ckpt: str, path: str) -> None:
+    strategy = SeqParallelStrategy(tp=2, checkpoint={"format": "sharded"})
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=2, precision="32-true")
+    module = Meta() if kind == "meta" else models.GPT()
+    if kind == "sharded already":
+        trainer.fit(module, models.loader(4, count=8, length=9))
+    trainer.fit(module, models.loader(4, count=8, length=9), ckpt_path=ckpt)
+    trainer.save_checkpoint(path)
+
+
+def write_first(path: str) -> None:
+    strategy = SeqParallelStrategy(tp=4, checkpoint={"format": "sharded"})
+    trainer = quiet_trainer(devices=4, strategy=strategy, max_steps=2, precision="32-true")
+    trainer.fit(models.GPT(seed=5), models.loader(4, count=8, length=9))
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", ["meta", "sharded already"])
+def test_a_folder_fills_models_without_memory_and_models_of_shards(tmp_path, kind):
+    run_distributed(write_first, 4, str(tmp_path / "a.ckpt"))
+    run_distributed(restored, 2, kind, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"))
+    a, b = whole(tmp_path / "a.ckpt"), whole(tmp_path / "b.ckpt")
+    for part in ("state_dict", "optimizer_states"):
+        assert same(a[part], b[part]), part
