@@ -157,7 +157,16 @@ class CheckpointConfig(FrozenModel):
     format: Literal["single", "sharded"] = "single"
     """``single``: one ordinary ``.ckpt`` that plain Lightning loads; ``sharded``: a folder, a part per rank."""
     async_save: bool = False
-    """Overlap the write with training. Not run yet."""
+    """Write while training goes on, from a copy in the CPU's memory; ``sharded`` alone."""
+
+    @model_validator(mode="after")
+    def only_folders_are_written_meanwhile(self) -> CheckpointConfig:
+        if self.async_save and self.format != "sharded":
+            raise broken(
+                f"checkpoint.async_save=True with format={self.format!r}: one file is assembled by one rank while all wait; "
+                "use checkpoint={'format': 'sharded', 'async_save': True}"
+            )
+        return self
 
 
 class PlanSpec(FrozenModel):
@@ -234,7 +243,8 @@ class ParallelConfig(FrozenModel):
     process other samples, dealt out by ``strategy.dp_rank`` and ``dp_size``. Off, every rank reads for itself and
     checksums are compared."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """Form of the checkpoints: ``single``, one file, or ``sharded``, a folder; ``async_save`` is not run yet."""
+    """Form of the checkpoints: ``single``, one file, or ``sharded``, a folder;
+    ``async_save`` writes the folder while training goes on."""
     process_group_backend: str | None = None
     """Backend of the process groups; none means the device's own (gloo on CPU, nccl on CUDA)."""
     timeout: Seconds = timedelta(seconds=1800)

@@ -25,6 +25,7 @@ from lightning_seqpar.folder import (
     begin_folder,
     find_folder,
     finish_folder,
+    pack,
     split_parts,
     walk,
 )
@@ -261,5 +262,5 @@ def _to_folder(source: _Source, target: Path, progress: Callable[[int, int], Non
         shutil.rmtree(beside(target, UNFINISHED), ignore_errors=True)
         raise
     told = {"version": None, "topology": None, **source.told}
-    finish_folder(target, state, told)
+    finish_folder(target, pack(state), told)
     progress(total, total)

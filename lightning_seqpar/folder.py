@@ -6,16 +6,19 @@ stands beside them in one small file.
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import pickle
 import shutil
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -96,6 +99,15 @@ class Part:
     def chunks(self) -> list[ChunkStorageMetadata]:
         """Every chunk of this rank."""
         return [ChunkStorageMetadata(offsets, piece.shape) for offsets, (piece, _) in self._chunks.items()]
+
+    def frozen(self) -> Part:
+        """What this rank writes of it, copied to the CPU: training may go on meanwhile."""
+        out = copy.copy(self)
+        out._chunks = {
+            offsets: (piece.to("cpu", copy=True), True) for offsets, (piece, writes) in self._chunks.items() if writes
+        }
+        out.local = torch.empty(0, dtype=self.local.dtype)
+        return out
 
     def write_items(self, key: str) -> Iterator[WriteItem]:
         """What this rank saves."""
@@ -195,8 +207,17 @@ def remove_folder(path: Path) -> None:
     _erase(going)
 
 
-def begin_folder(path: Path) -> None:
+def _is_claim(path: Path) -> bool:
+    """An empty folder keeps the name of a checkpoint that is being written."""
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+
+
+def begin_folder(path: Path, *, claim: bool = False) -> None:
     """An empty folder beside the name; what a run that was killed left there goes.
+
+    Args:
+        path: the checkpoint's name.
+        claim: keep the name by an empty folder, for one that is finished later: who looks for a free name passes it by.
 
     Raises:
         OSError: if it can't be made.
@@ -207,19 +228,30 @@ def begin_folder(path: Path) -> None:
     if unfinished.exists():  # of a run that was killed
         _erase(unfinished)
     unfinished.mkdir(parents=True)
+    if claim and not path.exists() and not path.is_symlink():
+        path.mkdir()
 
 
-def finish_folder(path: Path, state: Any, told: Mapping[str, Any]) -> None:
+def pack(state: Any) -> bytes:
+    """What is no tensor of the ranks, as the file has it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def finish_folder(path: Path, state: bytes, told: Mapping[str, Any]) -> None:
     """What is no tensor, then the marker, then the name: each waits until the disk has what is before it."""
     unfinished, replaced = (beside(path, end) for end in (UNFINISHED, REPLACED))
-    write_synced(unfinished / STATE, lambda file: torch.save(state, file))
+    write_synced(unfinished / STATE, lambda file: file.write(state))
     write_synced(
         unfinished / MARKER, lambda file: file.write(json.dumps({"format": FORMAT, **told}, indent=1).encode())
     )
     sync_folder(unfinished)
     if path.is_symlink():  # save_last="link" of an earlier run: what it leads to stays
         path.unlink()
-    if path.exists():
+    if _is_claim(path):
+        path.rmdir()
+    elif path.exists():
         if replaced.exists():
             _erase(replaced)
         path.rename(replaced)
@@ -229,8 +261,14 @@ def finish_folder(path: Path, state: Any, told: Mapping[str, Any]) -> None:
         _erase(replaced)
 
 
-def write_folder(path: Path, checkpoint: Mapping[str, Any], told: Mapping[str, Any], group: ProcessGroup) -> None:
-    """Write a checkpoint whose tensors are parts; collective over ``group``.
+def write_folder(
+    path: Path,
+    checkpoint: Mapping[str, Any],
+    told: Mapping[str, Any],
+    group: ProcessGroup,
+    later: ProcessGroup | None = None,
+) -> Callable[[], None]:
+    """Begin a checkpoint whose tensors are parts; collective over ``group``.
 
     It is written beside its name, and renamed when it is whole.
 
@@ -239,23 +277,44 @@ def write_folder(path: Path, checkpoint: Mapping[str, Any], told: Mapping[str, A
         checkpoint: Lightning's, with a :class:`Part` for each tensor that the ranks write.
         told: what the marker says of the run.
         group: all ranks.
+        later: all ranks, for a write in a thread of its own: what it writes is copied to the CPU now.
+
+    Returns:
+        What writes it; collective over ``later``, or else over ``group``. It raises :class:`~.files.SaveError` on every rank.
 
     Raises:
         SaveError: on every rank.
     """
     state, parts = split_parts(checkpoint)
-    on_first_rank(lambda: begin_folder(path), group, f"the checkpoint {path} can't be begun")
+    packed: list[bytes] = []
+
+    def begin() -> None:
+        packed.append(pack(state))
+        begin_folder(path, claim=later is not None)
+
+    on_first_rank(begin, group, f"the checkpoint {path} can't be begun")
+    if later is None:
+        return lambda: _write(path, parts, packed, told, group)
+    frozen = {key: part.frozen() for key, part in parts.items()}
+    return lambda: _write(path, frozen, packed, told, later)
+
+
+def _write(
+    path: Path, parts: Mapping[str, Part], packed: Sequence[bytes], told: Mapping[str, Any], group: ProcessGroup
+) -> None:
     try:
         save(
-            parts,
+            dict(parts),
             storage_writer=FileSystemWriter(beside(path, UNFINISHED)),
             planner=SavingPlanner(),
             process_group=group,
         )
     except CheckpointException as error:
+        if dist.get_rank(group) == 0 and _is_claim(path):
+            path.rmdir()
         causes = "; ".join(f"rank {rank}: {told_of(cause[0])}" for rank, cause in error.failures.items())
         raise SaveError(f"the checkpoint {path} can't be written: {causes}") from None
-    on_first_rank(lambda: finish_folder(path, state, told), group, f"the checkpoint {path} can't be finished")
+    on_first_rank(lambda: finish_folder(path, packed[0], told), group, f"the checkpoint {path} can't be finished")
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------
@@ -301,7 +360,7 @@ class _Reader(FileSystemReader):
 
 def find_folder(path: Path) -> Path:
     """The folder, or what a run that was killed between two renames left of it whole: the new one, else the one before."""
-    if not path.exists():
+    if not path.exists() or _is_claim(path):
         for end, what in ((UNFINISHED, "the new one"), (REPLACED, "the one before")):
             if (beside(path, end) / MARKER).is_file():
                 rank_zero_warn(
@@ -351,7 +410,7 @@ class Folder:
     def _check_there(self) -> None:
         if (self.path / MARKER).is_file():
             return
-        if self.path.is_dir():
+        if self.path.is_dir() and not _is_claim(self.path):
             raise ValueError(
                 f"{self.path}: no {MARKER} in it, so it is not a sharded checkpoint of lightning_seqpar, or not a whole one"
             )

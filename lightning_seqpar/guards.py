@@ -58,10 +58,6 @@ def refuse_unsupported(config: ParallelConfig) -> None:
         value, idle = getattr(config, field), getattr(default, field)
         if value != idle and not (field == "virtual_pp" and value == 1):
             raise ValueError(f"{field}={value!r} does not run yet; use {field}={idle!r} ({what})")
-    if config.checkpoint.async_save:
-        raise ValueError(
-            "checkpoint={'async_save': True} does not run yet; use checkpoint={'async_save': False} (writing is awaited)"
-        )
 
 
 def refuse_notebook(processes: int) -> None:
@@ -357,3 +353,17 @@ def refuse_callbacks(callbacks: Sequence[Any], tp: int) -> None:
                     f"{type(callback).__name__} with tp={tp}: it copies the model before it is sharded; leave it out, or "
                     "average checkpoints afterwards"
                 )
+
+
+def refuse_links(callbacks: Sequence[Any]) -> None:
+    """A link to a checkpoint that is still being written would lead nowhere if the run ended now.
+
+    Raises:
+        ValueError: naming the callback.
+    """
+    for callback in callbacks:
+        if getattr(callback, "save_last", None) == "link":
+            raise ValueError(
+                f"{type(callback).__name__}(save_last='link') with checkpoint={{'async_save': True}}: the link would lead to a "
+                "checkpoint that is not whole yet; use save_last=True, or async_save: false"
+            )

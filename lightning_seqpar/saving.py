@@ -8,10 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from lightning_seqpar.background import Background
 from lightning_seqpar.checkpoint import (
     full_optimizer_state,
     full_state_dict,
@@ -23,6 +25,8 @@ from lightning_seqpar.checkpoint import (
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.files import WholeFileIO, local_path, on_first_rank
 from lightning_seqpar.folder import FolderTensors, Opened, find_folder, remove_folder, write_folder
+from lightning_seqpar.groups import ParallelGroups
+from lightning_seqpar.guards import refuse_links
 from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.random import pack_streams, unpack_streams
 from lightning_seqpar.stepping import SteppingStrategy, plain_optimizer
@@ -41,10 +45,27 @@ class SavingStrategy(SteppingStrategy):
         self._opened: Opened | None = None
         self._within_epoch = False
         self._streams: dict[str, Any] | None = None  # of this replica, to be taken over again when training starts
+        self._background = Background()
+        self._background_groups: tuple[ParallelGroups, ProcessGroup] | None = None
+        self._trains = False
 
     @property
     def _in_parts(self) -> bool:
         return self.config.checkpoint.format == "sharded"
+
+    def setup_environment(self) -> None:
+        """Connect the processes; the thread that writes checkpoints gets a group of its own."""
+        if self.config.checkpoint.async_save:
+            refuse_links(self._trainer.callbacks)  # type: ignore[attr-defined]
+        super().setup_environment()
+        made = self._background_groups
+        if self.config.checkpoint.async_save and (made is None or made[0] is not self.groups):
+            ranks = dist.get_process_group_ranks(self._world)
+            group = dist.new_group(
+                ranks, timeout=self.config.timeout, backend="gloo", use_local_synchronization=True, sort_ranks=False
+            )
+            assert isinstance(group, ProcessGroup)
+            self._background_groups = self.groups, group
 
     # ---- saving ------------------------------------------------------------------------------------------------
 
@@ -72,9 +93,12 @@ class SavingStrategy(SteppingStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the file on the first rank, or a part on each; collective.
 
+        With ``async_save`` it returns when the numbers are copied, and the last checkpoint is on the disk.
+
         Raises:
-            SaveError: on every rank, if it can't be written.
+            SaveError: on every rank, if it can't be written; or the one before, which was written meanwhile.
         """
+        self._background.wait()
         if "callbacks" in checkpoint:  # not of weights alone
             streams: list[Any] = [None] * self.dp_size
             dist.all_gather_object(streams, pack_streams(self.root_device), group=self.groups["dp"])
@@ -86,7 +110,13 @@ class SavingStrategy(SteppingStrategy):
                 raise ValueError(
                     f"{filepath}: checkpoint={{'format': 'sharded'}} writes to local or mounted folders; use format 'single' there"
                 )
-            write_folder(place, checkpoint, self._told_of_run(checkpoint), self._world)
+            meanwhile = self._trains and self._background_groups is not None
+            later = self._background_groups[1] if meanwhile and self._background_groups else None
+            write = write_folder(place, checkpoint, self._told_of_run(checkpoint), self._world, later)
+            if meanwhile:
+                self._background.start(write)
+            else:
+                write()
         else:
             on_first_rank(
                 lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options),
@@ -110,12 +140,13 @@ class SavingStrategy(SteppingStrategy):
         elif self.is_global_zero and place.is_symlink():
             place.unlink()
         elif self.is_global_zero:
-            remove_folder(place)
+            self._background.afterwards(lambda: remove_folder(place))
 
     # ---- restoring ---------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """The checkpoint; of a folder its tensors are read when they are restored, by each rank its part."""
+        self._background.wait()
         checkpoint = self._load(checkpoint_path, weights_only)
         streams = checkpoint.get(OWN, {}).get("streams", [])
         self._order_seed.value = checkpoint.get(OWN, {}).get("order_seed", self._order_seed.value)
@@ -164,12 +195,25 @@ class SavingStrategy(SteppingStrategy):
     def on_train_start(self) -> None:
         """In the middle of an epoch its loader had drawn its seed before the checkpoint was written."""
         super().on_train_start()
+        self._trains = True
         if self._streams is not None:
             unpack_streams(self._streams, self.root_device)
             self._streams = None
 
+    def on_train_end(self) -> None:
+        """The last checkpoint is on the disk when training ends."""
+        super().on_train_end()
+        self._trains = False
+        self._background.wait()
+
     def teardown(self) -> None:
-        """Nothing of a restored checkpoint is left for the next run."""
+        """Nothing of a restored checkpoint is left for the next run; one under way is ended."""
+        try:
+            self._background.wait()
+        except Exception as error:  # training ended by an error of its own, which is the one to tell
+            rank_zero_warn(f"lightning_seqpar: {error}")
+        self._background.close()
+        self._trains = False
         self._opened = self._streams = None
         super().teardown()
 

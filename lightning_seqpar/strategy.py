@@ -88,7 +88,8 @@ class SeqParallelStrategy(SavingStrategy):
         broadcast_batch: One rank of each replica reads the batches and sends them to the others: for iterable
             data sets that give each process other samples, dealt out by ``strategy.dp_rank`` and ``dp_size``.
             Off, every rank reads for itself and checksums are compared.
-        checkpoint: Form of the checkpoints: ``single``, one file, or ``sharded``, a folder; ``async_save`` is not run yet.
+        checkpoint: Form of the checkpoints: ``single``, one file, or ``sharded``, a folder; ``async_save`` writes the folder while
+            training goes on.
         process_group_backend: Backend of the process groups; none means the device's own (gloo on CPU, nccl on
             CUDA).
         timeout: How long a collective may wait for its peers, in seconds or as a timedelta.

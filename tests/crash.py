@@ -29,11 +29,10 @@ import torch
 import torch.distributed as dist
 from fit import quiet_trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from test_folder import same, whole
+from test_folder import FORMS, same, whole
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.convert import inspect_checkpoint
-from lightning_seqpar.folder import find_folder
+from lightning_seqpar.files import REPLACED, UNFINISHED, beside
 from lightning_seqpar.testing import RankFailedError, run_distributed
 
 STEPS = 3
@@ -79,14 +78,14 @@ class Killer:
 
 
 class Notes(Callback):
-    """Notes which steps' checkpoints were awaited."""
+    """Notes which steps' checkpoints were awaited; one that is written meanwhile is when the next one begins."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, file: Path, form: str) -> None:
+        self.file, self.behind = file, form == "async"
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if dist.get_rank() == 0:
-            self.file.write_text(str(trainer.global_step))
+            self.file.write_text(str(max(trainer.global_step - self.behind, 0)))
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.on_train_batch_start(trainer, module, None, 0)
@@ -108,10 +107,10 @@ def work(form: str, folder: str, victim: int, at: int | None, everybody: bool, a
     )
     trainer = quiet_trainer(
         devices=2,
-        strategy=SeqParallelStrategy(tp=2, checkpoint={"format": form}, self_check=False),
+        strategy=SeqParallelStrategy(tp=2, checkpoint=FORMS[form], self_check=False),
         max_steps=STEPS,
         enable_checkpointing=True,
-        callbacks=[saver, Notes(Path(f"{folder}.done"))],
+        callbacks=[saver, Notes(Path(f"{folder}.done"), form)],
     )
     trainer.fit(models.GPT(), models.loader(4, count=4 * STEPS))
     killer.on = False
@@ -130,33 +129,22 @@ class Found:
 def look(folder: Path, expected: dict[int, Any]) -> Found:
     """Whatever has a checkpoint's name must be whole and right; the rest must be refused."""
     found = Found()
-    for path in sorted(folder.glob("*")):
-        if path.suffix == ".ckpt":
-            try:
-                state = whole(path)
-            except Exception as error:
+    for name in sorted({path.name.split(".ckpt")[0] for path in folder.iterdir()}):
+        path = folder / f"{name}.ckpt"
+        remains = [beside(path, end) for end in (UNFINISHED, REPLACED) if beside(path, end).exists()]
+        found.unfinished += [remain.name for remain in remains]
+        there = path.is_file() or (path.is_dir() and any(path.iterdir()))
+        try:
+            state = whole(path)
+        except (ValueError, OSError) as error:
+            if there:
                 found.wrong.append(f"{path.name} has the name of a whole one: {error}")
-                continue
-            step = state["global_step"]
-            found.whole.append(step)
-            if not same(dict(state["state_dict"]), expected[step]):
-                found.wrong.append(f"{path.name}: other weights than those of step {step}")
-        else:
-            found.unfinished.append(path.name)
-            if path.suffix not in (".unfinished", ".replaced"):
-                found.wrong.append(f"{path.name}: nothing tells what it is")
-            name = path.with_suffix("")
-            if not name.exists() and find_folder(name) != name:
-                try:
-                    found.whole.append(whole(name)["global_step"])  # killed between two renames
-                except ValueError as error:
-                    found.wrong.append(f"{path.name} is taken for a whole one: {error}")
-            elif not name.exists():
-                try:
-                    inspect_checkpoint(name)
-                except ValueError as error:
-                    if path.name not in str(error):
-                        found.wrong.append(f"{path.name} is not reported: {error}")
+            elif not remains or any(remain.name not in str(error) for remain in remains):
+                found.wrong.append(f"{path.name}: what is left of it is not reported: {error}")
+            continue
+        found.whole.append(state["global_step"])
+        if not same(dict(state["state_dict"]), expected[state["global_step"]]):
+            found.wrong.append(f"{path.name}: other weights than those of step {state['global_step']}")
     done = Path(f"{folder}.done")
     awaited = int(done.read_text() or 0) if done.exists() else 0
     if awaited and max(found.whole, default=0) < awaited:
@@ -177,7 +165,7 @@ def uninterrupted(form: str) -> tuple[list[list[str]], dict[int, Any]]:
 
 
 def save_step(form: str, path: str, step: int) -> None:
-    strategy = SeqParallelStrategy(tp=2, checkpoint={"format": form}, self_check=False)
+    strategy = SeqParallelStrategy(tp=2, checkpoint=FORMS[form], self_check=False)
     trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=step)
     trainer.fit(models.GPT(), models.loader(4, count=4 * STEPS))
     trainer.save_checkpoint(path)
@@ -198,7 +186,7 @@ def main() -> int:
     torch.set_num_threads(1)
     rows, failures = [], []
     chance = random.Random(0)
-    for form in ("single", "sharded"):
+    for form in FORMS:
         events, expected = uninterrupted(form)
         for everybody in (False, True):
             for victim in (0, 1):

@@ -60,6 +60,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"fsdp": ["reshard"]}, "fsdp=['reshard']: write a mapping of options, such as {name: value}"),
     ({"checkpoint": "single"}, "'single' is no CheckpointConfig; write a mapping with some of its fields (format, async_save, ...)"),
     ({"checkpoint": {"format": "zip"}}, "format='zip': it must be 'single' or 'sharded'"),
+    ({"checkpoint": {"async_save": True}}, "checkpoint.async_save=True with format='single': one file is assembled by one rank while all wait; use"),
     ({"checkpoint": {"async": True}}, "'async' is not a field of CheckpointConfig; did you mean 'async_save'?"),
     ({"process_group_backend": ""}, "process_group_backend='': write a backend's name, such as 'gloo' or 'nccl', or leave it out"),
     ({"tpp": 2}, "'tpp' is not a field of ParallelConfig; did you mean 'tp', 'pp', 'virtual_pp'?"),

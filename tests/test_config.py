@@ -97,7 +97,6 @@ def test_keywords_and_config():
         ("data_parallel", "fsdp"),
         ("recompute", "full"),
         ("compile", True),
-        ("checkpoint", {"async_save": True}),
         ("fp8_groups", True),
         ("fsdp", {"reshard_after_forward": True}),
     ],

@@ -8,7 +8,7 @@ import pytest
 from lightning_seqpar.folder import MARKER
 
 
-@pytest.mark.parametrize("form", ["single", "sharded"])
+@pytest.mark.parametrize("form", crash.FORMS)
 def test_whatever_is_killed_leaves_the_one_before(form):
     events, expected = crash.uninterrupted(form)
     started = next(at for at, event in enumerate(events[0]) if event.startswith("open step=2"))  # the first is whole
@@ -19,7 +19,7 @@ def test_whatever_is_killed_leaves_the_one_before(form):
             found = crash.trial(form, 0, at, everybody, expected)
             assert not found.wrong, (kind, found.wrong)
             assert found.whole, kind
-    if form == "sharded":
+    if form != "single":
         order = [event for event in events[0] if "step=2.ckpt.unfinished" in event]
         marker = next(at for at, event in enumerate(order) if MARKER in event)
         assert all(".distcp" not in event and ".metadata" not in event for event in order[marker:])

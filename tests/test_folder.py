@@ -21,10 +21,16 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.files import WholeFileIO
 from lightning_seqpar.folder import MARKER, Folder, Opened, find_folder
 from lightning_seqpar.parity import ParityRecorder, Trace
 from lightning_seqpar.testing import run_distributed
 
+FORMS: dict[str, dict[str, Any]] = {
+    "single": {"format": "single"},
+    "sharded": {"format": "sharded"},
+    "async": {"format": "sharded", "async_save": True},
+}
 STEPS = 6  # two epochs of three; Lightning goes on from an epoch's end where the data began
 
 
@@ -65,7 +71,7 @@ def run(
 ) -> tuple[Trace, Any]:
     """Train in float64 from the start or from ``ckpt``; save behind the third step, or where nothing is trained at the end."""
     world = dist.get_world_size()
-    strategy = SeqParallelStrategy(tp=tp, checkpoint={"format": form})
+    strategy = SeqParallelStrategy(tp=tp, checkpoint=FORMS[form])
     recorder, counting = ParityRecorder(), Counting()
     callbacks: list[Callback] = [recorder, counting]
     if save is not None and ckpt is None:  # Lightning goes on from where a callback of it saves
@@ -84,7 +90,7 @@ def run(
 def whole(path: str | Path) -> dict[str, Any]:
     """A checkpoint of either form, whole."""
     if not find_folder(Path(path)).is_dir():
-        return dict(torch.load(path, weights_only=True))
+        return dict(WholeFileIO().load_checkpoint(path, weights_only=True))
     opened = Opened(path, weights_only=True)
     state = dict(opened.checkpoint)
     state["state_dict"] = opened.take(state["state_dict"], {}, 0)
@@ -98,7 +104,6 @@ def whole(path: str | Path) -> dict[str, Any]:
 
 
 PLACES = [(1, 1), (2, 2), (4, 4), (4, 2), (2, 1)]
-FORMS = ["single", "sharded"]
 SOURCES = [(world, tp, form) for world, tp in PLACES for form in FORMS]
 SLICE = [
     ((4, 2, "sharded"), (4, 4, "sharded"), "adamw"),
@@ -155,7 +160,7 @@ def kinds() -> dict[str, tuple[Any, Any]]:
 def train_kind(tp: int, form: str, folder: str, names: list[str], resume: str | None) -> None:
     for name in names:
         make, plan = kinds()[name]
-        strategy = SeqParallelStrategy(tp=tp, checkpoint={"format": form}, plan=plan)
+        strategy = SeqParallelStrategy(tp=tp, checkpoint=FORMS[form], plan=plan)
         world = dist.get_world_size()
         trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=2)
         ckpt = None if resume is None else f"{resume}/{name}.ckpt"
@@ -284,7 +289,7 @@ def drop(tp: int, form: str, folder: str, ckpt: str | None, at: int) -> tuple[Tr
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=at, save_top_k=-1)
     trainer = quiet_trainer(
         devices=dist.get_world_size(),
-        strategy=SeqParallelStrategy(tp=tp, checkpoint={"format": form}, plan="infer"),
+        strategy=SeqParallelStrategy(tp=tp, checkpoint=FORMS[form], plan="infer"),
         max_steps=6,
         enable_checkpointing=ckpt is None,
         callbacks=[recorder, *([saver] if ckpt is None else [])],

@@ -13,9 +13,9 @@ import lightning_seqpar
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 LINE = [
-    "config", "adapters", "topology", "groups", "collectives", "measure", "random", "linearity", "parts", "region",
-    "layers", "layout", "plan", "trace", "probe", "dataflow", "support", "products", "blockplan", "infer", "hooks",
-    "blueprint", "parallelize", "losswatch", "grad_sync", "files", "folder", "convert", "checkpoint", "parity", "guards",
+    "config", "adapters", "topology", "groups", "collectives", "measure", "random", "linearity", "parts", "region", "layers",
+    "layout", "plan", "trace", "probe", "dataflow", "support", "products", "blockplan", "infer", "hooks", "blueprint",
+    "parallelize", "losswatch", "grad_sync", "files", "background", "folder", "convert", "checkpoint", "parity", "guards",
     "metrics", "sampler", "precision", "launcher", "agreement", "selfcheck", "proof", "broadcast", "summary", "describe",
     "deferred", "weights", "environment", "stepping", "saving", "strategy", "report", "targets", "testing", "cli", "__main__",
 ]  # fmt: skip
