@@ -11,7 +11,8 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,15 +22,24 @@ from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import OmegaConf
 
 from lightning_seqpar.config import ParallelConfig, nearest
-from lightning_seqpar.convert import check_free, convert_checkpoint, inspect_checkpoint
+from lightning_seqpar.convert import (
+    Form,
+    Source,
+    check_free,
+    contents_of,
+    inspect_checkpoint,
+    open_source,
+    write_checkpoint,
+)
 from lightning_seqpar.describe import OPTIMIZERS, describe
-from lightning_seqpar.report import human, render, render_contents
+from lightning_seqpar.huggingface import HuggingFaceSource, HuggingFaceTarget, inspect_folder, is_huggingface
+from lightning_seqpar.report import human, render, render_contents, render_tensors
 from lightning_seqpar.targets import load_target
 
 OWN = {
     "plan": "show what a configuration makes of a model: shards, bytes kept and sent",
     "inspect": "show what a checkpoint holds, and who wrote it",
-    "convert": "write a checkpoint in its other form: a folder in parts as one ordinary file, and back",
+    "convert": "write a checkpoint in another form: one ordinary file, a folder in parts, or Hugging Face's safetensors",
     "schema": "print the JSON schema of ParallelConfig, for editors",
 }
 """Subcommands beside Lightning's."""
@@ -202,12 +212,13 @@ def print_plan(args: Sequence[str]) -> None:
 def print_contents(args: Sequence[str]) -> None:
     """``seqpar inspect``."""
     parser = argparse.ArgumentParser(prog="seqpar inspect", description=OWN["inspect"])
-    parser.add_argument("path", help="a .ckpt file, or the folder of a sharded checkpoint")
+    parser.add_argument("path", help="a .ckpt file, the folder of a sharded checkpoint, or a Hugging Face folder")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
     parser.add_argument("--trust", action="store_true", help="read objects whose pickles may run code")
     given = parser.parse_args(list(args))
     try:
-        contents = inspect_checkpoint(given.path, trust=given.trust)
+        path = Path(given.path)
+        contents = inspect_folder(path) if is_huggingface(path) else inspect_checkpoint(path, trust=given.trust)
         text = json.dumps(contents.to_dict(), indent=2, default=str) if given.json else render_contents(contents)
     except (ValueError, ImportError) as error:
         parser.exit(2, f"error: {_cause(str(error))}\ntip: seqpar inspect --help\n")
@@ -217,32 +228,87 @@ def print_contents(args: Sequence[str]) -> None:
 def convert(args: Sequence[str]) -> None:
     """``seqpar convert``."""
     parser = argparse.ArgumentParser(prog="seqpar convert", description=OWN["convert"])
-    parser.add_argument("source", help="a .ckpt file, or the folder of a sharded checkpoint")
+    parser.add_argument("source", help="a .ckpt file, the folder of a sharded checkpoint, or a Hugging Face folder")
     parser.add_argument("target", help="where to write; it must not be there")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be written")
+    parser.add_argument(
+        "--to",
+        choices=("single", "sharded", "safetensors"),
+        help="what to write: one .ckpt file, a folder in parts, or Hugging Face's folder; the default is sharded for a file and "
+        "single for a folder",
+    )
+    parser.add_argument(
+        "--like", metavar="FOLDER", help="for safetensors: the Hugging Face folder that the model was made from"
+    )
+    parser.add_argument(
+        "--prefix",
+        metavar="NAME",
+        help="the attribute of your LightningModule that holds the Hugging Face model, such as model for self.model",
+    )
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (5GB)")
+    parser.add_argument("--dry-run", action="store_true", help="list names and shapes of what would be written")
     parser.add_argument("--trust", action="store_true", help="read objects whose pickles may run code")
     given = parser.parse_args(list(args))
+    target = Path(given.target)
     try:
-        check_free(Path(given.target))
-        contents = inspect_checkpoint(given.source, trust=given.trust)
-        form = "one file" if contents.form == "sharded" else "a folder in parts"
-        size = contents.model_bytes + contents.optimizer_bytes
-        if given.dry_run:
-            print(f"{render_contents(contents)}\n\nwould write {form}, {human(size)}: {given.target}")  # noqa: T201
-            return
-        require_cli()
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
-        with Progress("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn()) as bar:
-            task = bar.add_task(f"{form}: {given.target}", total=size)
-            convert_checkpoint(
-                given.source,
-                given.target,
-                trust=given.trust,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
+        check_free(target)
+        source = _source_of(given)
+        form: Form = given.to or ("sharded" if source.form == "single" else "single")
+        if form == "safetensors":
+            _to_safetensors(source, target, given)
+        elif form == source.form:
+            raise ValueError(f"--to {form}: {given.source} has that form already; copy it")
+        else:
+            contents = contents_of(source)
+            size = contents.model_bytes + contents.optimizer_bytes
+            what = "one file" if form == "single" else "a folder in parts"
+            if given.dry_run:
+                print(f"{render_contents(contents)}\n\nwould write {what}, {human(size)}: {target}")  # noqa: T201
+                return
+            with _progress(f"{what}: {target}", size) as progress:
+                write_checkpoint(source, target, form, progress)
     except (ValueError, OSError, ImportError) as error:
         parser.exit(2, f"error: {_cause(str(error))}\ntip: seqpar convert --help\n")
+
+
+def _source_of(given: argparse.Namespace) -> Source:
+    path = Path(given.source)
+    if not is_huggingface(path):
+        return open_source(path, trust=given.trust)
+    if given.prefix is None:
+        raise ValueError(
+            f"{path} is a Hugging Face folder: say which attribute of your LightningModule holds the model, such as --prefix model "
+            "for self.model (--prefix '' where the module is the model)"
+        )
+    return HuggingFaceSource(path, given.prefix)
+
+
+def _to_safetensors(source: Source, target: Path, given: argparse.Namespace) -> None:
+    if given.like is None:
+        raise ValueError(
+            "--to safetensors needs --like FOLDER: the Hugging Face folder that the model was made from; its config.json says what "
+            "the tensors are called, and it is copied with the tokenizer"
+        )
+    made = HuggingFaceTarget(source, Path(given.like), given.prefix)
+    told = f"safetensors in Hugging Face's layout, {human(made.nbytes)}: {target}"
+    left = f"left out, as no part of the model: {', '.join(made.left_out)}" if made.left_out else ""
+    if given.dry_run:
+        print(f"{render_tensors(made.tensors)}\n\nwould write {told}")  # noqa: T201
+    else:
+        with _progress(f"safetensors: {target}", made.nbytes) as progress:
+            made.write(target, given.max_shard_size, progress)
+    if left:
+        print(left)  # noqa: T201
+
+
+@contextmanager
+def _progress(what: str, size: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes."""
+    require_cli()
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    with Progress("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task(what, total=size)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -30,7 +30,7 @@ from lightning_seqpar.folder import (
     walk,
 )
 
-Form = Literal["single", "sharded"]
+Form = Literal["single", "sharded", "safetensors"]
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Contents:
 
     Attributes:
         path: where it is.
-        form: ``single`` (one file) or ``sharded`` (a folder).
+        form: ``single`` (one file), ``sharded`` (a folder) or ``safetensors`` (Hugging Face's folder).
         model_bytes: of the model's tensors, tied ones once.
         optimizer_bytes: of the optimizers' tensors.
         told: who wrote it: version, topology, epoch, global_step; what is known.
@@ -73,36 +73,78 @@ class Contents:
         }  # fmt: skip
 
 
-class _Source:
-    """A checkpoint of either form, whose tensors are read when they are asked for.
+class Source:
+    """A checkpoint whose tensors are read when they are asked for.
+
+    Attributes:
+        path: where it is.
+        form: its form.
+        tree: the checkpoint, with tensors that :meth:`read` reads.
+        told: who wrote it; what is known.
+    """
+
+    path: Path
+    form: Form
+    tree: dict[str, Any]
+    told: dict[str, Any]
+
+    def read(self, value: Tensor) -> Tensor:
+        """One of the tree's tensors."""
+        return value
+
+    def fill(self, value: Tensor, target: Tensor) -> None:
+        """Copy one of the tree's tensors into memory that is there."""
+        target.copy_(self.read(value))
+
+
+class _File(Source):
+    """One ``.ckpt``: its pages are read as they are touched."""
+
+    form: Form = "single"
+
+    def __init__(self, path: Path, *, trust: bool) -> None:
+        if not path.exists():
+            raise missing(path)
+        self.path, self.tree = path, _load_file(path, trust=trust)
+        self.told = {key: self.tree[key] for key in ("epoch", "global_step") if key in self.tree}
+
+
+class _Folder(Source):
+    """A folder in parts."""
+
+    form: Form = "sharded"
+
+    def __init__(self, path: Path, *, trust: bool) -> None:
+        self.opened = Opened(path, weights_only=not trust)
+        self.path, self.tree = path, self.opened.checkpoint
+        self.told = {key: value for key, value in self.opened.folder.told.items() if key != "format"}
+
+    def read(self, value: Tensor) -> Tensor:
+        if self.opened.key_of(value) is None:
+            return value
+        target = torch.empty(value.shape, dtype=value.dtype)
+        self.fill(value, target)
+        return target
+
+    def fill(self, value: Tensor, target: Tensor) -> None:
+        if (key := self.opened.key_of(value)) is not None:
+            self.opened.folder.read({key: Part(target, None, 0, writes=False)})
+        else:
+            target.copy_(value)
+
+
+def open_source(path: str | Path, *, trust: bool = False) -> Source:
+    """A checkpoint of either form.
+
+    Args:
+        path: a file, or a folder of the sharded form.
+        trust: read objects that are no tensors or plain data, whose pickles may run code.
 
     Raises:
         ValueError: if it is missing, damaged or unfinished.
     """
-
-    def __init__(self, path: Path, *, trust: bool) -> None:
-        self.path = path = find_folder(path)
-        self.opened = Opened(path, weights_only=not trust) if path.is_dir() else None
-        self.told: dict[str, Any] = {}
-        if self.opened is not None:
-            self.tree: dict[str, Any] = self.opened.checkpoint
-            self.told = {key: value for key, value in self.opened.folder.told.items() if key != "format"}
-            return
-        if not path.exists():
-            raise missing(path)
-        self.tree = _load_file(path, trust=trust)
-        self.told = {key: self.tree[key] for key in ("epoch", "global_step") if key in self.tree}
-
-    @property
-    def form(self) -> Form:
-        return "single" if self.opened is None else "sharded"
-
-    def fill(self, value: Tensor, target: Tensor) -> None:
-        """Copy one of the tree's tensors into memory that is there."""
-        if self.opened is not None and (key := self.opened.key_of(value)) is not None:
-            self.opened.folder.read({key: Part(target, None, 0, writes=False)})
-        else:
-            target.copy_(value)
+    place = find_folder(Path(path))
+    return _Folder(place, trust=trust) if place.is_dir() else _File(place, trust=trust)
 
 
 def _load_file(path: Path, *, trust: bool) -> dict[str, Any]:
@@ -117,7 +159,7 @@ def _load_file(path: Path, *, trust: bool) -> dict[str, Any]:
     return found
 
 
-def _identity(tensor: Tensor) -> Any:
+def identity(tensor: Tensor) -> Any:
     """What tied tensors share: one object where a folder holds the numbers, else the place in memory."""
     if tensor.is_meta:
         return id(tensor)
@@ -134,7 +176,11 @@ def inspect_checkpoint(path: str | Path, *, trust: bool = False) -> Contents:
     Raises:
         ValueError: if it is missing, damaged or unfinished.
     """
-    source = _Source(Path(path), trust=trust)
+    return contents_of(open_source(path, trust=trust))
+
+
+def contents_of(source: Source) -> Contents:
+    """What a checkpoint holds; its tensors are not read."""
     found = Contents(source.path, source.form, source.told)
     first: dict[Any, str] = {}
 
@@ -148,7 +194,7 @@ def inspect_checkpoint(path: str | Path, *, trust: bool = False) -> Contents:
                 found.optimizer_bytes += size
                 return leaf
             found.tensors[name] = told
-            one = _identity(leaf)
+            one = identity(leaf)
             if one in first:
                 found.tied[name] = first[one]
             else:
@@ -161,37 +207,24 @@ def inspect_checkpoint(path: str | Path, *, trust: bool = False) -> Contents:
     return found
 
 
-def convert_checkpoint(
-    source: str | Path,
-    target: str | Path,
-    *,
-    trust: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Form:
-    """Write a checkpoint in the other form: a folder as one file, a file as a folder.
+def write_checkpoint(
+    source: Source, target: Path, form: Form, progress: Callable[[int, int], None] = lambda done, total: None
+) -> None:
+    """Write a checkpoint in a form of ours.
 
     Tensors go over one by one: no more than the largest is held.
 
     Args:
         source: what is read.
         target: what is written; it must not be there.
-        trust: read objects whose pickles may run code.
+        form: ``single`` or ``sharded``.
         progress: called with the bytes that are written and those that will be.
 
-    Returns:
-        The form that was written.
-
     Raises:
-        ValueError: if the source can't be read, or the target is there.
+        ValueError: if the target is there.
     """
-    target = Path(target)
     check_free(target)
-    found = _Source(Path(source), trust=trust)
-    if found.form == "sharded":
-        _to_file(found, target, progress)
-        return "single"
-    _to_folder(found, target, progress)
-    return "sharded"
+    (_to_file if form == "single" else _to_folder)(source, target, progress)
 
 
 def check_free(target: Path) -> None:
@@ -204,7 +237,7 @@ def check_free(target: Path) -> None:
         raise ValueError(f"{target}: it is there already; remove it, or write elsewhere")
 
 
-def _to_file(source: _Source, target: Path, progress: Callable[[int, int], None]) -> None:
+def _to_file(source: Source, target: Path, progress: Callable[[int, int], None]) -> None:
     """First the file with holes for its numbers, then the numbers, into the mapped file."""
     unfinished = beside(target, UNFINISHED)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -238,12 +271,30 @@ def _to_file(source: _Source, target: Path, progress: Callable[[int, int], None]
     sync_folder(target.parent)
 
 
-def _to_folder(source: _Source, target: Path, progress: Callable[[int, int], None]) -> None:
+class _Late(Part):
+    """A whole tensor that is read when it is written."""
+
+    def __init__(self, meta: Tensor, read: Callable[[], Tensor]) -> None:
+        super().__init__(meta, None, 0, writes=True)
+        self._read = read
+
+    def piece(self, offsets: torch.Size | None) -> Tensor:
+        return self._read()
+
+
+def _to_folder(source: Source, target: Path, progress: Callable[[int, int], None]) -> None:
     parts: dict[Any, Part] = {}
+    done = 0
+
+    def read(leaf: Tensor) -> Tensor:
+        nonlocal done
+        done += leaf.numel() * leaf.element_size()
+        progress(done, total)
+        return source.read(leaf)
 
     def part(key: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and key.partition("/")[0] in ("state_dict", "optimizer_states"):
-            return parts.setdefault(_identity(leaf), Part(leaf, None, 0, writes=True))
+            return parts.setdefault(identity(leaf), _Late(leaf, lambda: read(leaf)))
         return leaf
 
     state, found = split_parts(walk(source.tree, part))

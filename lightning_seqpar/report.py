@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_seqpar.convert import Contents
@@ -49,8 +50,9 @@ def render_contents(contents: Contents, width: int | None = None) -> str:
     console, table_class = _console(width)
     told = contents.told
     sizes = [f"{axis} {size}" for axis, size in (told.get("topology") or {}).items() if size > 1]
+    form = {"safetensors": "safetensors in Hugging Face's layout"}.get(contents.form, contents.form)
     facts = [
-        f"{contents.form}, whole",
+        f"{form}, whole",
         *([f"written by {' × '.join(sizes)}"] if sizes else []),
         *(
             f"{name.replace('_', ' ')} {told[name]}"
@@ -61,9 +63,29 @@ def render_contents(contents: Contents, width: int | None = None) -> str:
     console.print(f"{contents.path}: {', '.join(facts)}", soft_wrap=True)
     optimizer = f"; optimizer {human(contents.optimizer_bytes)}" if contents.optimizer_bytes else "; no optimizer"
     console.print(f"{contents.parameters:,} numbers, {human(contents.model_bytes)}{optimizer}\n")
+    _add_tensors(console, table_class, contents.tensors, contents.tied)
+    console.print(f"\nbeside it: {', '.join(contents.other)}")
+    return _text(console)
+
+
+def render_tensors(tensors: Mapping[str, tuple[list[int], str]], width: int | None = None) -> str:
+    """A table of tensors, given by name with shape and type.
+
+    Raises:
+        ImportError: without the extra ``cli``.
+    """
+    console, table_class = _console(width)
+    _add_tensors(console, table_class, tensors, {})
+    return _text(console)
+
+
+def _add_tensors(
+    console: Any, table_class: Any, tensors: Mapping[str, tuple[list[int], str]], ties: Mapping[str, str]
+) -> None:
+    """A table of tensors, of which those that differ in an index alone are one row."""
     counts: Counter[tuple[str, str, str, str]] = Counter()
-    for name, (shape, dtype) in contents.tensors.items():
-        tied = re.sub(r"\.\d+(?=\.)", ".*", contents.tied.get(name, ""))
+    for name, (shape, dtype) in tensors.items():
+        tied = re.sub(r"\.\d+(?=\.)", ".*", ties.get(name, ""))
         counts[re.sub(r"\.\d+(?=\.)", ".*", name), str(shape), dtype, f"tied to {tied}" if tied else ""] += 1
     table = table_class(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", justify="right")
@@ -72,8 +94,6 @@ def render_contents(contents: Contents, width: int | None = None) -> str:
     for row, count in counts.items():
         table.add_row(f"{count} ×" if count > 1 else "", *row)
     console.print(table)
-    console.print(f"\nbeside it: {', '.join(contents.other)}")
-    return _text(console)
 
 
 def render(described: Description, width: int | None = None) -> str:

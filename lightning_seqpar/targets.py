@@ -57,7 +57,7 @@ def load_target(target: str, dtype: torch.dtype | None = None) -> Found:
     if target.endswith((".yaml", ".yml")):
         found = _from_yaml(path)
     elif path.is_dir() or path.name == "config.json":
-        found = Found(_from_folder(path if path.is_dir() else path.parent, dtype))
+        found = Found(model_from_folder(path if path.is_dir() else path.parent, dtype))
     elif ":" in target:
         found = Found(_from_factory(target))
     else:
@@ -94,7 +94,13 @@ def _from_factory(target: str) -> nn.Module:
         raise ValueError(f"target={target!r}: it must be callable without arguments ({error})") from None
 
 
-def _from_folder(folder: Path, dtype: torch.dtype | None) -> nn.Module:
+def model_from_folder(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model of a Hugging Face folder's ``config.json``, without memory.
+
+    Raises:
+        ValueError: without a config that is one.
+        ImportError: without the extra ``hf``.
+    """
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"target={str(folder)!r} holds no config.json; give {_FORMS}")

@@ -183,6 +183,22 @@ class WeightFiles:
                     f"{names[one][0]} has {list(tensors[one].shape)}; it belongs to another configuration"
                 )
 
+    def contents(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each tensor, by its name in the files."""
+        return {key: (self._shapes[key], self._dtype(key)) for key in self._files}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """In which the files hold the module's tensor ``name``."""
+        key, parts = self._key(name), self._parts(name)
+        return self._dtype(key if key is not None or parts is None else parts[2][0][1])
+
+    def _dtype(self, key: str | None) -> torch.dtype:
+        assert key is not None
+        with self._open(self._files[key]) as opened:
+            if not self._shapes[key]:
+                return opened.get_tensor(key).dtype  # type: ignore[no-any-return]
+            return opened.get_slice(key)[:0].dtype  # type: ignore[no-any-return]
+
     def read(self, name: str, shard: Shard | None = None, rank: int = 0) -> Tensor:
         """The module's tensor ``name``, or of it what ``rank`` holds: nothing else is read, unless it is made of several."""
         key = self._key(name)

@@ -12,7 +12,7 @@ from test_checkpoint import same, train
 from test_folder import run, whole
 
 from lightning_seqpar.cli import main
-from lightning_seqpar.convert import convert_checkpoint, inspect_checkpoint
+from lightning_seqpar.convert import inspect_checkpoint, open_source, write_checkpoint
 from lightning_seqpar.testing import run_distributed
 
 
@@ -26,8 +26,8 @@ def saved(tmp_path_factory):
 
 
 def test_there_and_back_is_bitwise_the_same(tmp_path, saved):
-    assert convert_checkpoint(saved / "parts.ckpt", tmp_path / "one.ckpt") == "single"
-    assert convert_checkpoint(tmp_path / "one.ckpt", tmp_path / "parts.ckpt") == "sharded"
+    write_checkpoint(open_source(saved / "parts.ckpt"), tmp_path / "one.ckpt", "single")
+    write_checkpoint(open_source(tmp_path / "one.ckpt"), tmp_path / "parts.ckpt", "sharded")
     first, file, back = (whole(p) for p in (saved / "parts.ckpt", tmp_path / "one.ckpt", tmp_path / "parts.ckpt"))
     assert list(first) == list(file) == list(back)
     for part in first:
@@ -38,7 +38,7 @@ def test_there_and_back_is_bitwise_the_same(tmp_path, saved):
 
 
 def test_a_converted_file_is_an_ordinary_one(tmp_path, saved):
-    convert_checkpoint(saved / "parts.ckpt", tmp_path / "one.ckpt")
+    write_checkpoint(open_source(saved / "parts.ckpt"), tmp_path / "one.ckpt", "single")
     module = models.GPT.load_from_checkpoint(tmp_path / "one.ckpt")
     found = whole(saved / "parts.ckpt")["state_dict"]
     assert all(torch.equal(value, found[name].float()) for name, value in module.state_dict().items())
@@ -46,7 +46,7 @@ def test_a_converted_file_is_an_ordinary_one(tmp_path, saved):
 
 
 def test_a_plain_file_in_parts_is_restored_at_any_tp(tmp_path, saved):
-    convert_checkpoint(saved / "plain" / "step=3.ckpt", tmp_path / "parts.ckpt")
+    write_checkpoint(open_source(saved / "plain" / "step=3.ckpt"), tmp_path / "parts.ckpt", "sharded")
     whole_run = train("GPT", 1, None, steps=6, ckpt=str(saved / "plain" / "step=3.ckpt"))
     ours = run_distributed(train, 2, "GPT", 2, None, 6, str(tmp_path / "parts.ckpt"))[0]
     assert ours.losses == pytest.approx(whole_run.losses, rel=1e-5)

@@ -17,7 +17,8 @@ LINE = [
     "layout", "plan", "trace", "probe", "dataflow", "support", "products", "blockplan", "infer", "hooks", "blueprint",
     "parallelize", "losswatch", "grad_sync", "files", "background", "folder", "convert", "checkpoint", "parity", "guards",
     "metrics", "sampler", "precision", "launcher", "agreement", "selfcheck", "proof", "broadcast", "summary", "describe",
-    "deferred", "weights", "environment", "stepping", "saving", "strategy", "report", "targets", "testing", "cli", "__main__",
+    "deferred", "weights", "environment", "stepping", "saving", "strategy", "report", "targets", "huggingface", "testing",
+    "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -1,0 +1,352 @@
+"""Checkpoints ↔ safetensors in Hugging Face's layout: what ``save_pretrained`` writes and ``from_pretrained`` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor
+
+from lightning_seqpar.config import nearest
+from lightning_seqpar.convert import Contents, Form, Source, identity
+from lightning_seqpar.files import UNFINISHED, beside, sync_folder, write_synced
+from lightning_seqpar.folder import MARKER, begin_folder
+from lightning_seqpar.targets import model_from_folder
+from lightning_seqpar.weights import WeightFiles
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json", ".ckpt")
+
+
+def is_huggingface(path: Path) -> bool:
+    """Whether a folder holds a model as ``save_pretrained`` writes it."""
+    return path.is_dir() and not (path / MARKER).exists() and any((path / name).is_file() for name in WEIGHTS)
+
+
+def _prefix(given: str | None) -> str:
+    return f"{given.rstrip('.')}." if given else ""
+
+
+# ---- from safetensors ----------------------------------------------------------------------------------------------
+
+
+class HuggingFaceSource(Source):
+    """A folder of ``save_pretrained``'s as a checkpoint of weights, whose tensors are read when they are asked for.
+
+    Args:
+        path: the folder.
+        prefix: under which attribute of the LightningModule the model stands (``model`` for ``self.model``).
+
+    Raises:
+        ValueError: for a folder that holds no such model, or another one than its config says.
+    """
+
+    form: Form = "safetensors"
+
+    def __init__(self, path: Path, prefix: str | None) -> None:
+        model: Any = model_from_folder(path)
+        self.path, self.told = path, {}
+        try:
+            self._files = WeightFiles(path, model)
+            self._files.check()
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix("weights_from: ")) from None
+        self._names: dict[int, str] = {}
+        found: dict[int, Tensor] = {}
+        state = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            if id(value) not in found and self._files.has(name):
+                found[id(value)] = torch.empty(value.shape, dtype=self._files.dtype(name), device="meta")
+                self._names[id(found[id(value)])] = name
+            if id(value) in found:
+                state[_prefix(prefix) + name] = found[id(value)]
+        self.tree = {
+            "epoch": 0,
+            "global_step": 0,
+            "pytorch-lightning_version": lightning.__version__,
+            "state_dict": state,
+        }
+
+    def read(self, value: Tensor) -> Tensor:
+        """One of the tree's tensors."""
+        name = self._names.get(id(value))
+        return value if name is None else self._files.read(name)
+
+
+def inspect_folder(path: Path) -> Contents:
+    """The tensors of a folder of ``save_pretrained``'s, by the names in its files.
+
+    Raises:
+        ValueError: if a file is missing or damaged.
+        ImportError: without the extra ``hf``.
+    """
+    try:
+        files = WeightFiles(path, torch.nn.Module())
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("weights_from: ")) from None
+    found = Contents(path, "safetensors")
+    for name, (shape, dtype) in files.contents().items():
+        found.tensors[name] = list(shape), str(dtype).removeprefix("torch.")
+        found.model_bytes += torch.Size(shape).numel() * dtype.itemsize
+    found.other = sorted(file.name for file in path.iterdir() if not file.name.endswith(".safetensors"))
+    return found
+
+
+# ---- to safetensors ------------------------------------------------------------------------------------------------
+
+
+class HuggingFaceTarget:
+    """A checkpoint's model in Hugging Face's layout.
+
+    Args:
+        source: the checkpoint.
+        like: the folder that the model was made from: its ``config.json`` says what the tensors are called, and it is copied
+            with what stands beside it (tokenizer, generation config).
+        prefix: under which attribute of the LightningModule the model stands; none finds it.
+
+    Attributes:
+        tensors: shape and type of each tensor that is written, by its name in the files.
+        left_out: names of the checkpoint's that are no part of the model.
+
+    Raises:
+        ValueError: if the checkpoint does not hold this model.
+    """
+
+    def __init__(self, source: Source, like: Path, prefix: str | None = None) -> None:
+        self._source, self._like = source, like
+        if source.form == "safetensors":
+            raise ValueError(f"{source.path}: it is in Hugging Face's layout already")
+        self._model: Any = model_from_folder(like)
+        self._state: dict[str, Tensor] = {
+            name: value for name, value in source.tree["state_dict"].items() if isinstance(value, Tensor)
+        }
+        own: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
+        ignored = set(getattr(self._model, "_keys_to_ignore_on_save", None) or ())
+        own = {name: value for name, value in own.items() if name not in ignored}
+        self._names = self._find_names(own, prefix)
+        self._check(own)
+        self._metas = {
+            name: (torch.empty(value.shape, dtype=value.dtype, device="meta"), group)  # no view of a larger one
+            for group in self._grouped([name for name in self._without_ties() if name not in ignored])
+            for name, value in self._converted(group, meta=True).items()
+        }
+        self.tensors = {
+            name: (list(value.shape), str(value.dtype).removeprefix("torch."))
+            for name, (value, _) in self._metas.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is written."""
+        return sum(_nbytes(value) for value, _ in self._metas.values())
+
+    def _find_names(self, own: Mapping[str, Tensor], prefix: str | None) -> dict[str, str]:
+        """The checkpoint's name of each of the model's; one of a tied pair will do."""
+        tied: dict[int, list[str]] = defaultdict(list)
+        for name, value in own.items():
+            tied[id(value)].append(name)
+
+        def under(start: str) -> dict[str, str]:
+            found = {}
+            for names in tied.values():
+                there = [start + name for name in names if start + name in self._state]
+                found.update({name: start + name if start + name in there else there[0] for name in names if there})
+            return found
+
+        if prefix is not None:
+            starts = [_prefix(prefix)]
+        else:
+            ends = {name.rpartition(".")[2] for name in self._state}
+            last = [name for name in own if name.rpartition(".")[2] in ends]
+            starts = sorted({
+                key.removesuffix(name) for name in last[:50] for key in self._state
+                if key == name or key.endswith(f".{name}")
+            })  # fmt: skip
+        whole = [start for start in starts if len(under(start)) == len(own)]
+        if len(whole) > 1:
+            raise ValueError(
+                f"{self._source.path}: it holds this model {len(whole)} times, under "
+                f"{' and '.join(repr(start.rstrip('.')) for start in whole)}; say which by --prefix"
+            )
+        if not whole:
+            best = max(starts, key=lambda start: len(under(start)), default="")
+            missing = [name for name in own if name not in under(best)]
+            hint = (
+                "adapters are in it: merge them into the model first (merge_and_unload), and save that"
+                if any("lora_" in name or ".base_layer." in name for name in self._state)
+                else f"the checkpoint has {nearest(best + missing[0], list(self._state))}. Give --like the folder of the model "
+                "that was trained, and --prefix the attribute of the LightningModule that holds it"
+            )
+            raise ValueError(
+                f"{self._source.path}: it does not hold the model of {self._like / 'config.json'} "
+                f"({type(self._model).__name__}): {len(missing)} of its {len(own)} tensors are missing, as {best + missing[0]}; "
+                f"{hint}"
+            )
+        self._start = whole[0]
+        return under(self._start)
+
+    def _check(self, own: Mapping[str, Tensor]) -> None:
+        """The shapes are the model's, and nothing under its prefix is not."""
+        for name, value in own.items():
+            found = self._state[self._names[name]]
+            if found.shape != value.shape:
+                raise ValueError(
+                    f"{self._names[name]}: the checkpoint {self._source.path} holds {list(found.shape)}, and the model of "
+                    f"{self._like / 'config.json'} has {list(value.shape)}; change that config to what was trained"
+                )
+        known = {self._start + name for name in self._model.state_dict()}
+        if self._start and (more := [n for n in self._state if n.startswith(self._start) and n not in known]):
+            raise ValueError(
+                f"{more[0]}: the checkpoint {self._source.path} holds {len(more)} tensors that the model of "
+                f"{self._like / 'config.json'} ({type(self._model).__name__}) has not; give --like the folder of the model that "
+                "was trained"
+            )
+        self.left_out = [name for name in self._state if name not in known]
+
+    def _without_ties(self) -> list[str]:
+        """The names that the library writes: of tied tensors one, whose numbers must be those of the others."""
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+        own = self._model.state_dict(keep_vars=True)
+        kept: dict[str, Tensor] = remove_tied_weights_from_state_dict(dict(self._model.state_dict()), self._model)
+        first = {id(own[name]): name for name in kept}
+        for name in set(own) - set(kept):
+            one, other = (self._state[self._names[key]] for key in (first[id(own[name])], name))
+            if identity(one) != identity(other) and not torch.equal(self._source.read(one), self._source.read(other)):
+                raise ValueError(
+                    f"{self._source.path}: {self._names[name]} and {self._names[first[id(own[name])]]} differ, and "
+                    f"{self._like / 'config.json'} ties them; set tie_word_embeddings to false there if they were trained apart"
+                )
+        return list(kept)
+
+    def _grouped(self, names: list[str]) -> list[list[str]]:
+        """The model's tensors in groups of which the library makes those of the files (experts, say)."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange, WeightConverter, apply_converters, dot_natural_key
+
+        found: list[Any] = get_model_conversion_mapping(self._model, add_legacy=False)
+        mapping = [one for one in found if not isinstance(one, PrefixChange)]  # which says how a file was read
+        self._model._weight_conversions = mapping or None
+        if not mapping:
+            return [[name] for name in names]
+        converters: list[Any] = [one.reverse_transform() for one in mapping[::-1] if isinstance(one, WeightConverter)]
+        groups: dict[str, list[str]] = defaultdict(list)
+        for name in sorted(names, key=dot_natural_key):
+            groups[apply_converters(name, converters)[0]].append(name)
+        return list(groups.values())
+
+    def _converted(self, group: list[str], *, meta: bool) -> dict[str, Tensor]:
+        """The tensors of the files that are made of a group."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        values = {name: self._state[self._names[name]] for name in group}
+        tensors = {
+            name: torch.empty(value.shape, dtype=value.dtype, device="meta") if meta else self._source.read(value)
+            for name, value in values.items()
+        }
+        if self._model._weight_conversions is None:
+            return tensors
+        out: dict[str, Tensor] = revert_weight_conversion(self._model, tensors)
+        return out
+
+    # ---- writing ---------------------------------------------------------------------------------------------
+
+    def write(self, target: Path, max_shard_size: str, progress: Callable[[int, int], None]) -> None:
+        """Write the folder beside its name, shard by shard, of each tensor by tensor, and rename it.
+
+        Raises:
+            ValueError: for a size that can't be read.
+        """
+        from huggingface_hub import split_torch_state_dict_into_shards
+
+        metas = {name: value for name, (value, _) in self._metas.items()}
+        try:
+            split = split_torch_state_dict_into_shards(
+                metas, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+            )
+        except ValueError as error:
+            raise ValueError(f"--max-shard-size {max_shard_size}: {error}; write 5GB or 500MB") from None
+        begin_folder(target)
+        folder = beside(target, UNFINISHED)
+        try:
+            self._write_shards(folder, split.filename_to_tensors, progress)
+            if split.is_sharded:
+                parameters = sum(value.numel() for value in metas.values())
+                told = {"total_parameters": parameters, **split.metadata}
+                _write_json(folder / WEIGHTS[1], {"metadata": told, "weight_map": split.tensor_to_filename})
+            self._copy_others(folder)
+            sync_folder(folder)
+        except Exception:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        folder.rename(target)
+        sync_folder(target.parent)
+
+    def _write_shards(self, folder: Path, files: Mapping[str, list[str]], progress: Callable[[int, int], None]) -> None:
+        done = 0
+        for file, names in files.items():
+            with _scratch(folder / f"{file}.scratch", {name: self._metas[name][0] for name in names}) as room:
+                waiting = dict.fromkeys(names)
+                while waiting:
+                    for name, value in self._converted(self._metas[next(iter(waiting))][1], meta=False).items():
+                        if name in waiting:
+                            room[name].copy_(value)
+                            del waiting[name]
+                            done += _nbytes(value)
+                            progress(done, self.nbytes)
+                _save(room, folder / file)
+
+    def _copy_others(self, folder: Path) -> None:
+        """What stands beside the weights; the config tells the type that is written."""
+        for file in sorted(self._like.iterdir()):
+            if file.is_file() and not file.name.endswith(_NOT_COPIED) and not file.name.startswith("."):
+                shutil.copyfile(file, folder / file.name)
+        config = json.loads((self._like / "config.json").read_text())
+        kinds: Counter[str] = Counter()
+        for value, _ in self._metas.values():
+            if value.is_floating_point():
+                kinds[str(value.dtype).removeprefix("torch.")] += value.numel()
+        if kinds:
+            config.pop("torch_dtype", None)
+            config["dtype"] = kinds.most_common(1)[0][0]
+        config.setdefault("architectures", [type(self._model).__name__])
+        _write_json(folder / "config.json", config)
+
+
+def _nbytes(value: Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    write_synced(path, lambda file: file.write((json.dumps(value, indent=2, sort_keys=True) + "\n").encode()))
+
+
+@contextmanager
+def _scratch(path: Path, metas: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Room for tensors in a file, so that a shard of any size is written of little memory."""
+    places, at = {}, 0
+    for name, meta in metas.items():
+        places[name] = at
+        at += -(-_nbytes(meta) // 64) * 64
+    store = torch.from_file(str(path), shared=True, size=max(at, 1), dtype=torch.uint8)
+    yield {
+        name: store[start : start + _nbytes(metas[name])].view(metas[name].dtype).view(metas[name].shape)
+        for name, start in places.items()
+    }
+    path.unlink()
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
