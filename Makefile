@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DATA ?=
 ARGS ?=
 
-.PHONY: help install demo test parity check lint format types mutants convergence clean
+.PHONY: help install demo test parity matrix crash check lint format types mutants convergence clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ test: $(STAMP)  ## the test suite, two at a time
 parity: $(STAMP)  ## every Hugging Face family at every topology, against one process
 	$(BIN)/python -m pytest tests/test_families.py tests/test_hf_uses.py tests/test_zoo.py tests/test_adapters.py tests/test_describe.py tests/test_late_weights.py -m "matrix or not matrix" --numprocesses 2 --dist loadgroup --parity-table docs/parity.md $(ARGS)
 
+matrix: $(STAMP)  ## checkpoints from every topology and form to every other
+	$(BIN)/python -m pytest tests/test_any_to_any.py -m matrix --numprocesses 2 --dist loadgroup --durations 3 $(ARGS)
+
 lint: $(STAMP)  ## formatter and linter
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -46,6 +49,9 @@ check: lint types test  ## everything that must be green
 
 mutants: $(STAMP)  ## break the source on purpose; show which test sees it
 	$(BIN)/python tests/mutants.py $(ARGS)
+
+crash: $(STAMP)  ## kill ranks while they write checkpoints; look at what is left
+	$(BIN)/python tests/crash.py
 
 convergence: $(STAMP)  ## 300 steps of the demo model in every form, drawn over each other
 	$(BIN)/python benchmarks/convergence.py $(ARGS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import re
 import sys
 import traceback
@@ -288,14 +289,14 @@ def _to_safetensors(source: Source, target: Path, given: argparse.Namespace) -> 
             "--to safetensors needs --like FOLDER: the Hugging Face folder that the model was made from; its config.json says what "
             "the tensors are called, and it is copied with the tokenizer"
         )
-    made = HuggingFaceTarget(source, Path(given.like), given.prefix)
+    made = HuggingFaceTarget(source, Path(given.like), given.prefix, given.max_shard_size)
     told = f"safetensors in Hugging Face's layout, {human(made.nbytes)}: {target}"
     left = f"left out, as no part of the model: {', '.join(made.left_out)}" if made.left_out else ""
     if given.dry_run:
         print(f"{render_tensors(made.tensors)}\n\nwould write {told}")  # noqa: T201
     else:
         with _progress(f"safetensors: {target}", made.nbytes) as progress:
-            made.write(target, given.max_shard_size, progress)
+            made.write(target, progress)
     if left:
         print(left)  # noqa: T201
 
@@ -313,6 +314,15 @@ def _progress(what: str, size: int) -> Iterator[Callable[[int, int], None]]:
 
 def main(args: Sequence[str] | None = None) -> None:
     """The command line; ``args`` default to the process's own."""
+    try:
+        _run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads our output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _run(args: Sequence[str] | None) -> None:
     given = list(sys.argv[1:] if args is None else args)
     if given[:1] == ["schema"]:
         parser = argparse.ArgumentParser(prog="seqpar schema", description=OWN["schema"])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_seqpar.config import nearest
-from lightning_seqpar.convert import Contents, Form, Source, identity
+from lightning_seqpar.convert import Contents, Form, Source, check_free, identity
 from lightning_seqpar.files import UNFINISHED, beside, sync_folder, write_synced
 from lightning_seqpar.folder import MARKER, begin_folder
 from lightning_seqpar.targets import model_from_folder
@@ -111,19 +111,27 @@ class HuggingFaceTarget:
         like: the folder that the model was made from: its ``config.json`` says what the tensors are called, and it is copied
             with what stands beside it (tokenizer, generation config).
         prefix: under which attribute of the LightningModule the model stands; none finds it.
+        max_shard_size: of a file, as ``save_pretrained`` has it.
 
     Attributes:
         tensors: shape and type of each tensor that is written, by its name in the files.
         left_out: names of the checkpoint's that are no part of the model.
 
     Raises:
-        ValueError: if the checkpoint does not hold this model.
+        ValueError: if the checkpoint does not hold this model, or the size can't be read.
+        ImportError: without the extra ``hf``.
     """
 
-    def __init__(self, source: Source, like: Path, prefix: str | None = None) -> None:
+    def __init__(
+        self, source: Source, like: Path, prefix: str | None = None, max_shard_size: str | int = "5GB"
+    ) -> None:
         self._source, self._like = source, like
         if source.form == "safetensors":
             raise ValueError(f"{source.path}: it is in Hugging Face's layout already")
+        if not (like / "config.json").is_file():
+            raise ValueError(
+                f"--like {like}: no config.json is in it; give the Hugging Face folder that the model was made from"
+            )
         self._model: Any = model_from_folder(like)
         self._state: dict[str, Tensor] = {
             name: value for name, value in source.tree["state_dict"].items() if isinstance(value, Tensor)
@@ -142,6 +150,21 @@ class HuggingFaceTarget:
             name: (list(value.shape), str(value.dtype).removeprefix("torch."))
             for name, (value, _) in self._metas.items()
         }
+        self._split = self._shards(max_shard_size)
+
+    def _shards(self, max_shard_size: str | int) -> Any:
+        from huggingface_hub import split_torch_state_dict_into_shards
+
+        try:
+            return split_torch_state_dict_into_shards(
+                {name: value for name, (value, _) in self._metas.items()},
+                filename_pattern="model{suffix}.safetensors",
+                max_shard_size=max_shard_size,
+            )
+        except ValueError:
+            raise ValueError(
+                f"--max-shard-size {max_shard_size}: write a number of bytes, such as 5GB or 500MB"
+            ) from None
 
     @property
     def nbytes(self) -> int:
@@ -259,27 +282,24 @@ class HuggingFaceTarget:
 
     # ---- writing ---------------------------------------------------------------------------------------------
 
-    def write(self, target: Path, max_shard_size: str, progress: Callable[[int, int], None]) -> None:
+    def write(self, target: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Write the folder beside its name, shard by shard, of each tensor by tensor, and rename it.
 
-        Raises:
-            ValueError: for a size that can't be read.
-        """
-        from huggingface_hub import split_torch_state_dict_into_shards
+        Args:
+            target: the folder; it must not be there.
+            progress: called with the bytes that are written and those that will be.
 
-        metas = {name: value for name, (value, _) in self._metas.items()}
-        try:
-            split = split_torch_state_dict_into_shards(
-                metas, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-            )
-        except ValueError as error:
-            raise ValueError(f"--max-shard-size {max_shard_size}: {error}; write 5GB or 500MB") from None
+        Raises:
+            ValueError: if the target is there.
+        """
+        check_free(target)
         begin_folder(target)
+        split = self._split
         folder = beside(target, UNFINISHED)
         try:
             self._write_shards(folder, split.filename_to_tensors, progress)
             if split.is_sharded:
-                parameters = sum(value.numel() for value in metas.values())
+                parameters = sum(value.numel() for value, _ in self._metas.values())
                 told = {"total_parameters": parameters, **split.metadata}
                 _write_json(folder / WEIGHTS[1], {"metadata": told, "weight_map": split.tensor_to_filename})
             self._copy_others(folder)

@@ -103,40 +103,6 @@ def whole(path: str | Path) -> dict[str, Any]:
     return state
 
 
-PLACES = [(1, 1), (2, 2), (4, 4), (4, 2), (2, 1)]
-SOURCES = [(world, tp, form) for world, tp in PLACES for form in FORMS]
-SLICE = [
-    ((4, 2, "sharded"), (4, 4, "sharded"), "adamw"),
-    ((4, 4, "sharded"), (2, 1, "single"), "adamw"),
-    ((2, 2, "sharded"), (4, 2, "sharded"), "sgd"),
-    ((1, 1, "single"), (4, 4, "sharded"), "adamw"),
-    ((4, 2, "single"), (2, 2, "sharded"), "sgd"),
-]
-
-
-def start(world: int, *args: Any) -> tuple[Trace, Any]:
-    return run_distributed(run, world, *args)[0]
-
-
-@pytest.mark.parametrize(("source", "target", "optimizer"), SLICE)
-def test_any_to_any(tmp_path, source, target, optimizer):
-    """Bitwise after a round trip; and training goes on as if nothing had happened."""
-    (world, tp, form), (other, its_tp, its_form) = source, target
-    uninterrupted, seen = start(1, 1, "single", STEPS, None, None, optimizer)
-    start(world, tp, form, 3, None, str(tmp_path / "a.ckpt"), optimizer)
-    start(other, its_tp, its_form, 3, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"), optimizer)
-    a, b = whole(tmp_path / "a.ckpt"), whole(tmp_path / "b.ckpt")
-    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
-        assert same(a[part], b[part]), part
-    assert same(a["callbacks"]["Counting"], b["callbacks"]["Counting"])
-    assert list(a["state_dict"]) == list(b["state_dict"])
-    resumed, counted = start(other, its_tp, its_form, STEPS, str(tmp_path / "a.ckpt"), None, optimizer)
-    assert resumed.losses == pytest.approx(uninterrupted.losses[3:], rel=1e-9)
-    for name, weight in uninterrupted.weights.items():
-        torch.testing.assert_close(resumed.weights[name], weight, rtol=0, atol=1e-9)
-    assert torch.equal(seen, counted)
-
-
 # ---- what is hard to put together --------------------------------------------------------------------------------
 
 

@@ -1,0 +1,269 @@
+"""Checkpoints to safetensors in Hugging Face's layout and back, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_families
+import torch
+import transformers
+import write_families
+from fit import quiet_trainer
+from models import loader
+from safetensors.torch import load_file
+from test_late_weights import memory
+
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.cli import main
+from lightning_seqpar.convert import open_source, write_checkpoint
+from lightning_seqpar.huggingface import HuggingFaceSource, HuggingFaceTarget
+from lightning_seqpar.testing import run_distributed
+
+SIZE = "40KB"  # so that tiny models make several files
+
+
+def files(folder: Path) -> dict[str, Any]:
+    """Every tensor with the name of its file."""
+    return {
+        name: (value, file.name) for file in folder.glob("*.safetensors") for name, value in load_file(file).items()
+    }
+
+
+def written(family: str, place: Path, **settings: Any) -> Any:
+    """A module's checkpoint, and what its library makes of its model."""
+    module = test_families.HuggingFace(family, **settings)
+    module.model.save_pretrained(place / "like", max_shard_size=SIZE)
+    (place / "like" / "tokenizer.json").write_text('{"of": "the user"}')
+    torch.save({"state_dict": module.state_dict(), "epoch": 1, "global_step": 2}, place / "a.ckpt")
+    return module
+
+
+def ties(state: dict[str, Any]) -> list[list[str]]:
+    at: dict[int, list[str]] = {}
+    for name, value in state.items():
+        at.setdefault(value.data_ptr(), []).append(name)
+    return list(at.values())
+
+
+@pytest.mark.parametrize("family", list(write_families.FAMILIES))
+def test_the_layout_is_the_librarys_own(tmp_path, family):
+    """Names, tensors, files, index and config as ``save_pretrained`` writes them; and back, bitwise."""
+    module = written(family, tmp_path)
+    like, out = tmp_path / "like", tmp_path / "out"
+    HuggingFaceTarget(open_source(tmp_path / "a.ckpt"), like, max_shard_size=SIZE).write(out)
+    expected, got = files(like), files(out)
+    assert set(got) == set(expected)
+    for name, (value, _) in expected.items():
+        assert torch.equal(got[name][0], value), name
+    if family not in ("mixtral", "qwen3_moe"):  # the library keeps the experts of a layer in one file
+        assert {name: file for name, (_, file) in got.items()} == {name: file for name, (_, file) in expected.items()}
+        assert sorted(f.name for f in out.iterdir()) == sorted(f.name for f in like.iterdir())
+        for name in ("config.json", "model.safetensors.index.json"):
+            assert json.loads((out / name).read_text()) == json.loads((like / name).read_text())
+    assert (out / "tokenizer.json").read_text() == '{"of": "the user"}'
+    loaded = type(module.model).from_pretrained(out).state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in module.model.state_dict().items())
+
+    back = HuggingFaceSource(out, "model")
+    write_checkpoint(back, tmp_path / "b.ckpt", "single")
+    write_checkpoint(back, tmp_path / "parts", "sharded")
+    write_checkpoint(open_source(tmp_path / "parts"), tmp_path / "c.ckpt", "single")
+    whole = module.state_dict()
+    for name in ("b.ckpt", "c.ckpt"):
+        state = torch.load(tmp_path / name)["state_dict"]
+        assert list(state) == list(whole)
+        assert all(torch.equal(state[key], value) for key, value in whole.items())
+        assert ties(state) == ties(whole)
+
+
+FEW = ["llama", "mixtral", "t5"]
+
+
+def train(folder: str, names: list[str]) -> None:
+    for name in names:
+        strategy = SeqParallelStrategy(tp=2, checkpoint={"format": "sharded"})
+        trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=2)
+        module = test_families.HuggingFace(name)
+        trainer.fit(module, loader(4, count=16, length=9))
+        trainer.save_checkpoint(f"{folder}/{name}.ckpt")
+
+
+def test_what_was_trained_in_parts_is_loaded_by_the_library(tmp_path, capsys):
+    """And goes on from there: the library's folder as a checkpoint of ours."""
+    run_distributed(train, 2, str(tmp_path), FEW)
+    for name in FEW:
+        source, out = str(tmp_path / f"{name}.ckpt"), str(tmp_path / f"{name}-out")
+        test_families.build(name).save_pretrained(tmp_path / name)
+        main(["convert", source, out, "--to", "safetensors", "--like", str(tmp_path / name)])
+        main(["convert", source, f"{source}.one"])
+        module = test_families.HuggingFace(name)
+        module.load_state_dict(torch.load(f"{source}.one", weights_only=True)["state_dict"])
+        model = type(module.model).from_pretrained(out, attn_implementation="sdpa")
+        assert all(torch.equal(value, model.state_dict()[key]) for key, value in module.model.state_dict().items())
+        ids = torch.arange(12)[None]
+        more = {"decoder_input_ids": ids} if name == "t5" else {}
+        assert torch.equal(model(ids, **more).logits, module.model.eval()(ids, **more).logits)
+    capsys.readouterr()
+    main(["convert", f"{tmp_path}/t5-out", str(tmp_path / "t5-parts"), "--prefix", "model", "--to", "sharded"])
+    run_distributed(go_on, 2, str(tmp_path / "t5-parts"))
+    main(["inspect", f"{tmp_path}/mixtral-out"])
+    assert "8 ×  model.layers.*.block_sparse_moe.experts.*.w1.weight" in capsys.readouterr().out
+
+
+def go_on(path: str) -> None:
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    module = test_families.HuggingFace("t5")
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer.validate(module, loader(4, count=4, length=9), ckpt_path=path, verbose=False)
+    record = trainer.strategy.lightning_module_state_dict()
+    if trainer.is_global_zero:
+        assert not all(torch.equal(value, record[name]) for name, value in before.items())
+
+
+def test_a_dry_run_lists_and_writes_nothing(tmp_path, capsys):
+    written("mixtral", tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    args = ["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "out"), "--to", "safetensors", "--dry-run"]
+    main([*args, "--like", str(tmp_path / "like")])
+    told = capsys.readouterr().out
+    assert "8 ×  model.layers.*.block_sparse_moe.experts.*.w1.weight  [48, 32]  float32" in told
+    assert "would write safetensors in Hugging Face's layout, 177.38 KiB" in told
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# ---- what goes wrong ----------------------------------------------------------------------------------------------
+
+
+def change(**more: Any) -> Any:
+    def changed(place: Path) -> None:
+        state = torch.load(place / "a.ckpt")
+        for name, value in more.items():
+            state["state_dict"][name.replace("__", ".")] = value
+        torch.save(state, place / "a.ckpt")
+
+    return changed
+
+
+def twice(place: Path) -> None:
+    state = torch.load(place / "a.ckpt")
+    state["state_dict"].update({f"teacher.{k}": v for k, v in [*state["state_dict"].items()]})
+    torch.save(state, place / "a.ckpt")
+
+
+WRONG = {
+    "another shape": (
+        change(model__lm_head__weight=torch.zeros(40, 32)),
+        r"model.lm_head.weight: the checkpoint .* holds \[40, 32\], and the model of .*config.json has \[31, 32\]",
+    ),
+    "more than the model": (
+        change(model__model__extra=torch.zeros(1)),
+        "model.model.extra: the checkpoint .* holds 1 tensors that the model of .* has not",
+    ),
+    "a teacher and a student": (twice, "it holds this model 2 times, under 'model' and 'teacher.model'; say which by --prefix"),
+    "adapters": (
+        lambda place: torch.save({"state_dict": {"model.q_proj.lora_A.weight": torch.zeros(1)}}, place / "a.ckpt"),
+        "adapters are in it: merge them into the model first",
+    ),
+    "another model": (
+        lambda place: torch.save({"state_dict": {"encoder.weight": torch.zeros(1)}}, place / "a.ckpt"),
+        "it does not hold the model of .*: 21 of its 21 tensors are missing, as model.embed_tokens.weight",
+    ),
+    "no folder": (lambda place: (place / "like/config.json").unlink(), "--like .*: no config.json is in it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_not_this_model_is_refused(tmp_path, what):
+    written("llama", tmp_path)
+    damage, says = WRONG[what]
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=says):
+        HuggingFaceTarget(open_source(tmp_path / "a.ckpt"), tmp_path / "like")
+
+
+def test_weights_that_were_trained_apart_are_not_written_as_one(tmp_path):
+    """A tied config writes one of two tensors; that is right where both are the same."""
+    written("t5", tmp_path)
+    tied = torch.load(tmp_path / "a.ckpt")
+    tied["state_dict"]["model.encoder.embed_tokens.weight"] = tied["state_dict"]["model.shared.weight"].clone()
+    torch.save(tied, tmp_path / "a.ckpt")
+    HuggingFaceTarget(open_source(tmp_path / "a.ckpt"), tmp_path / "like").write(tmp_path / "out")
+    tied["state_dict"]["model.encoder.embed_tokens.weight"] += 1
+    torch.save(tied, tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"differ, and .* ties them; set tie_word_embeddings to false there"):
+        HuggingFaceTarget(open_source(tmp_path / "a.ckpt"), tmp_path / "like")
+
+
+def test_a_teacher_or_a_student_is_chosen_by_its_prefix(tmp_path):
+    module = written("llama", tmp_path)
+    twice(tmp_path)
+    made = HuggingFaceTarget(open_source(tmp_path / "a.ckpt"), tmp_path / "like", "teacher.model")
+    assert len(made.left_out) == len(module.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["a.ckpt", "out", "--to", "safetensors"], "error: --to safetensors needs --like FOLDER"),
+        (["a.ckpt", "out", "--to", "single"], "error: --to single: a.ckpt has that form already; copy it"),
+        (["like", "out"], "error: like is a Hugging Face folder: say which attribute of your LightningModule holds the model"),
+        (
+            ["like", "out", "--prefix", "model", "--to", "safetensors", "--like", "like"],
+            "error: like: it is in Hugging Face's layout",
+        ),
+        (
+            ["a.ckpt", "out", "--to", "safetensors", "--like", "like", "--max-shard-size", "big"],
+            "error: --max-shard-size big: write a number of bytes, such as 5GB or 500MB",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input_is_told(tmp_path, monkeypatch, capsys, args, says):
+    monkeypatch.chdir(tmp_path)
+    written("llama", tmp_path)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["convert", *args])
+    assert capsys.readouterr().err.startswith(says)
+    assert not Path("out").exists()
+
+
+def test_a_file_that_is_cut_is_told(tmp_path):
+    written("llama", tmp_path)
+    file = next((tmp_path / "like").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"model-\d+-of-\d+.safetensors' can't be read"):
+        HuggingFaceSource(tmp_path / "like", "model")
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+
+def test_no_more_than_a_tensor_is_held(tmp_path):
+    """64 MiB of 2 MiB tensors, through every form."""
+    config = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, vocab_size=1024
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "like", max_shard_size="20MB")
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    del model
+    assert total > 20 * largest
+    source = HuggingFaceSource(tmp_path / "like", "model")
+    start = memory("RssAnon")
+    peaks: list[int] = []
+
+    def note(done: int, total: int) -> None:
+        peaks.append(memory("RssAnon") - start)
+
+    write_checkpoint(source, tmp_path / "a.ckpt", "single", note)
+    write_checkpoint(open_source(tmp_path / "a.ckpt"), tmp_path / "parts", "sharded", note)
+    write_checkpoint(open_source(tmp_path / "parts"), tmp_path / "b.ckpt", "single", note)
+    target = HuggingFaceTarget(open_source(tmp_path / "parts"), tmp_path / "like", max_shard_size="20MB")
+    target.write(tmp_path / "out", note)
+    assert max(peaks) < 4 * largest, [round(peak / largest, 1) for peak in peaks]
+    expected, got = files(tmp_path / "like"), files(tmp_path / "out")
+    assert all(torch.equal(value, got[name][0]) for name, (value, _) in expected.items())
