@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -104,19 +105,22 @@ def optimizer_parts(optimizer: Optimizer, layout: ModelLayout | None, groups: Pa
 
 
 class _Turn:
-    """Deals out what several ranks hold alike: each writes some of it."""
+    """Deals out what several ranks hold alike: the one writes it that has the fewest bytes yet."""
 
     def __init__(self, groups: ParallelGroups) -> None:
-        self._groups, self._next = groups, 0
+        self._groups = groups
+        self._loads = torch.zeros(groups.size("dp"), groups.size("tp"), dtype=torch.float64)
 
     def part(self, value: Tensor, layout: ParamLayout | None) -> Part:
-        """The next tensor's part."""
-        dp, tp, rank = self._groups.size("dp"), self._groups.size("tp"), self._groups.rank("tp")
-        whole = layout is None or layout.shard is None
-        own = self._groups.rank("dp") + dp * rank if whole else self._groups.rank("dp")
-        writes = self._next % (dp * tp if whole else dp) == own
-        self._next += 1
-        return Part(value, layout, rank, writes=writes)
+        """The next tensor's part; every rank must ask for the same tensors in the same order."""
+        dp, tp = self._groups.rank("dp"), self._groups.rank("tp")
+        if layout is None or layout.shard is None:  # all ranks hold it
+            writer = divmod(int(self._loads.argmin()), self._loads.shape[1])
+            self._loads[writer] += value.numel() * value.element_size()
+            return Part(value, layout, tp, writes=writer == (dp, tp))
+        row = int(self._loads.sum(1).argmin())  # every tensor-parallel rank of one replica
+        self._loads[row] += math.prod(layout.global_shape) * value.element_size() / self._loads.shape[1]
+        return Part(value, layout, tp, writes=row == dp)
 
 
 def load_full_state_dict(
@@ -194,5 +198,8 @@ def load_full_optimizer_state(
     for (index, key), value in taken.items():
         found = layouts[index, key]
         is_whole = found is not None and isinstance(value, Tensor) and value.ndim > 0 and value is flat[index, key]
-        local[index][key] = found.take(value, rank) if found is not None and is_whole else value
+        if found is not None and is_whole:
+            value = found.take(value, rank)
+        # In memory of its own: the optimizer keeps it, and what was read may lie in a file.
+        local[index][key] = value.clone() if isinstance(value, Tensor) and value is flat[index, key] else value
     optimizer.load_state_dict({**state, "state": local})

@@ -266,6 +266,18 @@ class TopologyStrategy(ParallelStrategy):
 
     # ---- data --------------------------------------------------------------------------------------------------
 
+    def _place_of_loader(self, sampler: object) -> int:
+        """Which of the training loaders a sampler is of: two of equal length are not to be shuffled alike."""
+        combined = self._trainer.fit_loop._combined_loader
+        for place, loader in enumerate(combined.flattened if combined is not None else ()):
+            one = loader.loader if isinstance(loader, BroadcastLoader) else loader
+            batches = getattr(one, "batch_sampler", None)
+            if any(
+                part is sampler for part in (getattr(one, "sampler", None), batches, getattr(batches, "sampler", None))
+            ):
+                return place
+        return 0
+
     def process_dataloader(self, dataloader: object) -> object:
         """Deal the samples out over the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
         if isinstance(dataloader, BroadcastLoader):
@@ -273,7 +285,11 @@ class TopologyStrategy(ParallelStrategy):
         if isinstance(dataloader, DataLoader):
             if self._user_sampler_flag:
                 dataloader = inject_sampler(
-                    dataloader, self.groups, self._order_seed, predicting=self._trainer.predicting
+                    dataloader,
+                    self.groups,
+                    self._order_seed,
+                    predicting=self._trainer.predicting,
+                    place=self._place_of_loader,
                 )
             replica_workers(dataloader, self.dp_rank)
         axes = self.groups.replica_axes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import torch
@@ -18,6 +19,9 @@ UNFINISHED = ".unfinished"
 """What is added to a checkpoint's name until it is whole."""
 REPLACED = ".replaced"
 """What is added to the name of a folder that is being replaced by a new one of its name."""
+
+
+T = TypeVar("T")
 
 
 class SaveError(RuntimeError):
@@ -71,6 +75,28 @@ def on_first_rank(work: Callable[[], Any], group: ProcessGroup, what: str) -> No
         raise SaveError(told[0])
 
 
+def on_every_rank(work: Callable[[], T], group: ProcessGroup, what: str) -> T:
+    """Do ``work`` on every rank; if it fails on one, it fails on all; collective.
+
+    Raises:
+        Exception: its own, where it raised.
+        ValueError: elsewhere, beginning with ``what`` and naming the rank.
+    """
+    failed: Exception | None = None
+    try:
+        done = work()
+    except Exception as error:  # the others wait for an answer
+        failed = error
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, None if failed is None else told_of(failed), group=group)
+    if failed is not None:
+        raise failed
+    for rank, one in enumerate(told):
+        if one is not None:
+            raise ValueError(f"{what}: rank {dist.get_process_group_ranks(group)[rank]}: {one}")
+    return done
+
+
 def told_of(error: BaseException) -> str:
     """An error in words: that of the system (a full disk) where it lies behind another one."""
     at: BaseException | None = error
@@ -106,7 +132,7 @@ class WholeFileIO(TorchCheckpointIO):
         sync_folder(place.parent)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file.
+        """Read a file; of a local one the tensors' pages come when they are touched, so that a rank reads its parts alone.
 
         Raises:
             ValueError: if it is missing or damaged.
@@ -115,8 +141,12 @@ class WholeFileIO(TorchCheckpointIO):
         if place is not None and not place.exists():
             raise missing(place)
         kwargs = {} if map_location is None else {"map_location": map_location}
+        found: dict[str, Any]
         try:
-            found: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only, **kwargs)
+            if place is not None and zipfile.is_zipfile(place):
+                found = torch.load(place, mmap=True, weights_only=weights_only, map_location=map_location or "cpu")
+            else:
+                found = super().load_checkpoint(path, weights_only=weights_only, **kwargs)
         except pickle.UnpicklingError:
             raise  # its own words tell of weights_only
         except (EOFError, RuntimeError) as error:

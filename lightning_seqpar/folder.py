@@ -440,7 +440,7 @@ class Folder:
         """Fill the parts from the files.
 
         Raises:
-            ValueError: for a tensor that is not there, or has another shape.
+            ValueError: for a tensor that is not there, or has another shape, and if the disk fails.
         """
         for key, part in parts.items():
             found = self.index.state_dict_metadata.get(key)
@@ -454,7 +454,11 @@ class Folder:
         if parts:
             with warnings.catch_warnings():  # that it reads for itself, which is what it is told to do
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                load(dict(parts), storage_reader=_Reader(self.path, self.index), planner=_Loading(), no_dist=True)
+                try:
+                    load(dict(parts), storage_reader=_Reader(self.path, self.index), planner=_Loading(), no_dist=True)
+                except CheckpointException as error:
+                    told = "; ".join(told_of(cause[0]) for cause in error.failures.values())
+                    raise ValueError(f"{self.path}: a part can't be read: {told}") from None
 
 
 class Opened:

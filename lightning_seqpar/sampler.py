@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from functools import partial
 from typing import Any
 
@@ -45,13 +45,13 @@ class OrderSeed:
     def __init__(self) -> None:
         self.value: int | None = None
 
-    def of_epoch(self, epoch: int) -> int:
-        """The number of one epoch."""
+    def of_epoch(self, epoch: int, place: int = 0) -> int:
+        """The number of one epoch; of several training loaders each has its own."""
         if self.value is None:
             told = os.environ.get("PL_GLOBAL_SEED")
             drawn = int(torch.empty((), dtype=torch.int64).random_(2**31)) if told is None else int(told)
             self.value = drawn
-        return (self.value + epoch) % 2**32
+        return (self.value + epoch + 1_000_003 * place) % 2**32
 
 
 class ReplicaSampler(Sampler[Any]):
@@ -68,10 +68,19 @@ class ReplicaSampler(Sampler[Any]):
         seed: of the order with several replicas.
         repeat: fill the last round up from the beginning, as torch's ``DistributedSampler`` does, so that all replicas
             read equally many; without it no sample comes twice.
+        place: the loader's place among several, asked when an epoch starts.
     """
 
-    def __init__(self, order: Any, groups: ParallelGroups, seed: OrderSeed, *, repeat: bool = True) -> None:
-        self.order, self.groups, self.seed, self.repeat = order, groups, seed, repeat
+    def __init__(
+        self,
+        order: Any,
+        groups: ParallelGroups,
+        seed: OrderSeed,
+        *,
+        repeat: bool = True,
+        place: Callable[[Any], int] = lambda sampler: 0,
+    ) -> None:
+        self.order, self.groups, self.seed, self.repeat, self.place = order, groups, seed, repeat, place
         self.num_replicas, self.rank = groups.size("dp"), groups.rank("dp")
         self._agreed: list[Any] | None = None
 
@@ -91,7 +100,7 @@ class ReplicaSampler(Sampler[Any]):
             share_streams(self.groups["tp"], source, torch.device("cpu"))
             self._share_generator(source)
             return
-        number = self.seed.of_epoch(epoch)
+        number = self.seed.of_epoch(epoch, self.place(self))
         with kept_streams(torch.device("cpu")):
             random.seed(number)
             np.random.seed(number)
@@ -129,7 +138,12 @@ class ReplicaSampler(Sampler[Any]):
 
 
 def inject_sampler(
-    dataloader: DataLoader[Any], groups: ParallelGroups, seed: OrderSeed, *, predicting: bool = False
+    dataloader: DataLoader[Any],
+    groups: ParallelGroups,
+    seed: OrderSeed,
+    *,
+    predicting: bool = False,
+    place: Callable[[Any], int] = lambda sampler: 0,
 ) -> DataLoader[Any]:
     """A copy of the loader whose order is dealt out over the replicas; the loader itself where nothing is to be dealt.
 
@@ -157,7 +171,7 @@ def inject_sampler(
             f"the sampler {type(order).__name__} has no length, so it can't be dealt out over dp={groups.size('dp')} "
             "replicas; give it __len__, or set Trainer(use_distributed_sampler=False) and deal by strategy.dp_rank"
         )
-    dealt: Any = ReplicaSampler(order, groups, seed, repeat=not predicting)
+    dealt: Any = ReplicaSampler(order, groups, seed, repeat=not predicting, place=place)
     made = copy.copy(dataloader)
     # A DataLoader guards these attributes, but a fresh copy has not been iterated.
     if batches is None or deals_samples:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
@@ -23,14 +23,15 @@ from lightning_seqpar.checkpoint import (
     optimizer_parts,
 )
 from lightning_seqpar.config import VERSION, ParallelConfig
-from lightning_seqpar.files import WholeFileIO, local_path, on_first_rank
-from lightning_seqpar.folder import FolderTensors, Opened, find_folder, remove_folder, write_folder
+from lightning_seqpar.files import WholeFileIO, local_path, on_every_rank, on_first_rank
+from lightning_seqpar.folder import FolderTensors, Opened, find_folder, remove_folder, walk, write_folder
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.guards import refuse_links
 from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.random import pack_streams, unpack_streams
 from lightning_seqpar.stepping import SteppingStrategy, plain_optimizer
 
+T = TypeVar("T")
 OWN = "lightning_seqpar"
 """Key of what a checkpoint holds of us; plain Lightning passes it over."""
 
@@ -43,6 +44,7 @@ class SavingStrategy(SteppingStrategy):
         super().__init__(config, **plugins)
         self._late_state: Mapping[str, Tensor] | None = None
         self._opened: Opened | None = None
+        self._read_from: Any = None
         self._within_epoch = False
         self._streams: dict[str, Any] | None = None  # of this replica, to be taken over again when training starts
         self._background = Background()
@@ -147,7 +149,7 @@ class SavingStrategy(SteppingStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """The checkpoint; of a folder its tensors are read when they are restored, by each rank its part."""
         self._background.wait()
-        checkpoint = self._load(checkpoint_path, weights_only)
+        checkpoint = self._reading(lambda: self._load(checkpoint_path, weights_only), checkpoint_path)
         streams = checkpoint.get(OWN, {}).get("streams", [])
         self._order_seed.value = checkpoint.get(OWN, {}).get("order_seed", self._order_seed.value)
         self._streams = streams[self.dp_rank] if len(streams) == self.dp_size else None
@@ -160,16 +162,27 @@ class SavingStrategy(SteppingStrategy):
         self._within_epoch = not progress.get("is_last_batch", True)
         return checkpoint
 
+    def _reading(self, read: Callable[[], T], path: Any) -> T:
+        """What one rank can't read, none can; collective."""
+        self._read_from = path
+        return on_every_rank(read, self._world, f"the checkpoint {path} can't be restored")
+
     def _load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         self._opened = None
         place = local_path(checkpoint_path)
         if place is not None and find_folder(place).is_dir():
             self._opened = Opened(place, weights_only=weights_only)
             return self._opened.checkpoint
-        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        found = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        # Callbacks and schedulers keep what they are given: in memory of its own, as it may lie in a file.
+        own = {key: value for key, value in found.items() if key not in ("state_dict", "optimizer_states")}
+        return {**found, **walk(own, lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the whole model's weights; a model that is cut already takes its parts."""
+        """Load the whole model's weights; a model that is cut already takes its parts; collective."""
+        self._reading(lambda: self._load_model(checkpoint, strict), self._read_from)
+
+    def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         record, state, opened = record_of(self._module), checkpoint["state_dict"], self._opened
         if record is not None:
             load_full_state_dict(record, state, strict=strict, opened=opened)
@@ -186,7 +199,7 @@ class SavingStrategy(SteppingStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load whole moments, of which each rank takes its parts; random numbers go on where they were."""
-        self._load_optimizers(checkpoint)
+        self._reading(lambda: self._load_optimizers(checkpoint), self._read_from)
         if self._streams is not None:  # now, before the loader of the next epoch draws its seed
             unpack_streams(self._streams, self.root_device)
         if not self._within_epoch:
@@ -219,9 +232,6 @@ class SavingStrategy(SteppingStrategy):
 
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         record, opened = record_of(self._module), self._opened
-        if record is None and opened is None:
-            super().load_optimizer_state_dict(checkpoint)
-            return
         layout = None if record is None else record.layout
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):

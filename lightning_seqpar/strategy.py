@@ -27,6 +27,7 @@ from torch import Tensor
 from lightning_seqpar.agreement import check_agreement, told_of_model
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec, nearest
 from lightning_seqpar.deferred import DeferredInit
+from lightning_seqpar.files import on_every_rank
 from lightning_seqpar.grad_sync import GradSync
 from lightning_seqpar.guards import (
     check_ddp_options,
@@ -184,7 +185,7 @@ class SeqParallelStrategy(SavingStrategy):
         share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)
         record = self._parallelize(module)
         if late is not None:
-            late.fill_parameters(record)
+            on_every_rank(lambda: late.fill_parameters(record), self._world, "the model's weights can't be read")
         self.model_to_device()
         if record is not None:
             record.reset_calls()

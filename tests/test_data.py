@@ -120,6 +120,32 @@ def test_an_unshuffled_loader_stays_unshuffled():
     assert [sorted(a + b) for a, b in zip(ranks[0]["train"], ranks[2]["train"], strict=True)] == single["train"]
 
 
+class Both(Reader):
+    """Two training loaders at once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.pairs = [*getattr(self, "pairs", []), (batch["a"][0].tolist(), batch["b"][0].tolist())]
+        return super().training_step(batch["a"], batch_idx)
+
+
+def read_both(tp: int, batch: int) -> list[Any]:
+    L.seed_everything(3, verbose=False)
+    trainer = quiet_trainer(devices=dist.get_world_size(), strategy=SeqParallelStrategy(tp=tp), max_epochs=2)
+    module = Both()
+    trainer.fit(module, {name: make_loader("shuffled", 12, batch) for name in ("a", "b")})
+    return module.pairs
+
+
+def test_two_shuffled_loaders_have_orders_of_their_own():
+    ranks = run_distributed(read_both, 4, 2, 2)
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    for which in (0, 1):
+        for epoch in (slice(3), slice(3, 6)):
+            assert sorted(at for rank in (0, 2) for pair in ranks[rank][epoch] for at in pair[which]) == list(range(12))
+    assert [pair[0] for pair in ranks[0]] != [pair[1] for pair in ranks[0]]
+
+
 @pytest.mark.parametrize("kind", ["shuffled", "generator", "batch-shuffled", "user-sampler", "batch-sampler"])
 def test_one_replica_reads_what_one_process_reads(kind):
     single = read(kind, 1, 4, 11)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fit import quiet_trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from test_folder import whole
 
 from lightning_seqpar import SeqParallelStrategy
@@ -77,12 +79,17 @@ def test_a_failure_is_one_of_every_rank_and_the_one_before_stays(tmp_path, form)
         assert one[2].endswith("good.ckpt can't be written: rank 1: [Errno 27] File too large")
 
 
+class Evil:
+    def __reduce__(self) -> Any:
+        return (print, ("code of a stranger",))
+
+
 def restore_nothing(folder: str, form: str) -> list[str]:
     told = []
-    for name in ("missing.ckpt", "cut.ckpt"):
+    for name in ("missing.ckpt", "cut.ckpt", "evil.ckpt"):
         try:
             trained(form, f"{folder}/{name}", max_steps=4)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, pickle.UnpicklingError) as error:
             told.append(f"{type(error).__name__}: {error}")
     return told
 
@@ -91,10 +98,96 @@ def test_a_missing_or_damaged_file_is_told_on_every_rank(tmp_path):
     torch.save({"state_dict": {"a": torch.zeros(100)}}, tmp_path / "cut.ckpt")
     (tmp_path / "cut.ckpt").write_bytes((tmp_path / "cut.ckpt").read_bytes()[:500])
     (tmp_path / f"missing.ckpt{UNFINISHED}").write_text("")
-    for missing, cut in run_distributed(restore_nothing, 2, str(tmp_path), "single"):
+    torch.save({"state_dict": {}, "callbacks": Evil()}, tmp_path / "evil.ckpt")
+    for missing, cut, evil in run_distributed(restore_nothing, 2, str(tmp_path), "single"):
         assert missing.startswith(f"ValueError: {tmp_path}/missing.ckpt: there is no such checkpoint; ")
         assert "is one that was being written when its run ended" in missing
         assert cut.startswith(f"ValueError: {tmp_path}/cut.ckpt: it can't be read (")
+        assert evil.startswith("UnpicklingError: Weights only load failed")
+
+
+def restore_apart(form: str, folder: str) -> list[str]:
+    trained(form).save_checkpoint(f"{folder}/a.ckpt")
+    if form == "sharded":
+        shutil.copytree(f"{folder}/a.ckpt", f"{folder}/{dist.get_rank()}.ckpt", dirs_exist_ok=True)
+    dist.barrier()
+    told = []
+    for name in ("nowhere.ckpt", "late.ckpt"):
+        mine = f"{folder}/{name}" if dist.get_rank() == 1 else f"{folder}/a.ckpt"
+        if name == "late.ckpt":
+            if form == "single":
+                continue
+            mine = f"{folder}/{dist.get_rank()}.ckpt"
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            trained(form, mine, max_steps=4, callbacks=[Spoils()] if name == "late.ckpt" else [])
+        told.append(str(caught.value))
+        dist.barrier()
+    return told
+
+
+class Spoils(Callback):
+    """A disk that goes while one rank reads."""
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        if dist.get_rank() == 1:
+            strategy = trainer.strategy
+            load, strategy._load_model = strategy._load_model, None
+
+            def spoiled(checkpoint: Any, strict: bool) -> None:
+                for file in strategy._opened.folder.path.glob("*.distcp"):
+                    file.unlink()
+                load(checkpoint, strict)
+
+            strategy._load_model = spoiled
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_one_rank_cannot_read_none_restores(tmp_path, form):
+    one, other = run_distributed(restore_apart, 2, form, str(tmp_path))
+    assert one[0].startswith(f"the checkpoint {tmp_path}/a.ckpt can't be restored: rank 1: ")
+    assert one[0].endswith("nowhere.ckpt: there is no such checkpoint")
+    assert other[0].startswith(f"{tmp_path}/nowhere.ckpt: there is no such checkpoint")
+    if form == "sharded":
+        assert one[1].startswith(f"the checkpoint {tmp_path}/0.ckpt can't be restored: rank 1: ")
+        assert "No such file or directory" in one[1]
+
+
+class Loose(models.GPT):
+    def __init__(self, *, strict: bool) -> None:
+        super().__init__()
+        self.strict_loading = strict
+        self.extra = torch.nn.Parameter(torch.ones(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + 0 * self.extra.sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+def restore_other_keys(form: str, folder: str) -> list[str]:
+    told = []
+    trained(form).save_checkpoint(f"{folder}/a.ckpt")
+    for strict in (True, False):
+        for cut_already in (False, True):
+            module = Loose(strict=strict)
+            strategy = SeqParallelStrategy(tp=2, checkpoint={"format": form})
+            trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=1)
+            if cut_already:
+                trainer.fit(module, models.loader(4, count=8))
+            try:
+                trainer.validate(module, models.loader(4, count=4), ckpt_path=f"{folder}/a.ckpt", verbose=False)
+                told.append("loaded")
+            except (RuntimeError, ValueError) as error:
+                told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_missing_keys_are_told_or_left_as_they_are(tmp_path, form):
+    for told in run_distributed(restore_other_keys, 2, form, str(tmp_path)):
+        assert all('Missing key(s) in state_dict: "extra"' in one for one in told[:2])
+        assert told[2:] == ["loaded", "loaded"]
 
 
 def keep_some(form: str, folder: str, link: Any) -> list[str]:
@@ -149,7 +242,8 @@ def elsewhere(form: str) -> Any:
             trainer.save_checkpoint(path)
         return None
     trainer.save_checkpoint(path)
-    return trainer.strategy.load_checkpoint(path)["global_step"] if trainer.is_global_zero else None
+    strategy = trainer.strategy
+    return strategy._load(path, None)["global_step"] if trainer.is_global_zero else None  # memory of the first rank
 
 
 def test_other_file_systems_take_a_single_file():
