@@ -316,7 +316,8 @@ class HuggingFaceTarget:
             with _scratch(folder / f"{file}.scratch", {name: self._metas[name][0] for name in names}) as room:
                 waiting = dict.fromkeys(names)
                 while waiting:
-                    for name, value in self._converted(self._metas[next(iter(waiting))][1], meta=False).items():
+                    group = self._metas[next(iter(waiting))][1]
+                    for name, value in self._converted(group, meta=False).items():
                         if name in waiting:
                             room[name].copy_(value)
                             del waiting[name]

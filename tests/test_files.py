@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import resource
@@ -150,6 +151,23 @@ def test_what_one_rank_cannot_read_none_restores(tmp_path, form):
     if form == "sharded":
         assert one[1].startswith(f"the checkpoint {tmp_path}/0.ckpt can't be restored: rank 1: ")
         assert "No such file or directory" in one[1]
+
+
+def restored_from(path: str) -> tuple[bool, bool]:
+    trainer = trained("single", max_steps=1)
+    trainer.save_checkpoint(path)
+    before = path in Path("/proc/self/maps").read_text()
+    after = trained("single", path, max_steps=2)
+    gc.collect()
+    assert after.global_step == 2
+    return before, path in Path("/proc/self/maps").read_text()
+
+
+def test_nothing_lives_in_the_file_that_was_restored(tmp_path):
+    """Its pages are read where they are needed, and then copied: the file may go."""
+    for before, after in run_distributed(restored_from, 2, str(tmp_path / "a.ckpt")):
+        assert not before
+        assert not after
 
 
 class Loose(models.GPT):
