@@ -47,6 +47,13 @@ def save_where_it_cannot(form: str, folder: str) -> list[str]:
         told.append(str(caught.value))
 
     attempt("file/a.ckpt")
+    if dist.get_rank() == 0:
+        (place / "locked").mkdir(mode=0o555)
+    user = os.geteuid()
+    if user == 0:  # whom nothing is forbidden
+        os.seteuid(65534)
+    attempt("locked/a.ckpt")
+    os.seteuid(user)
     attempt("folder.ckpt" if form == "single" else "file")
     trainer.save_checkpoint(place / "good.ckpt")
     before = whole(place / "good.ckpt")
@@ -72,6 +79,7 @@ def test_a_failure_is_one_of_every_rank_and_the_one_before_stays(tmp_path, form)
     assert one == other
     assert "file/a.ckpt" in one[0]
     assert "Not a directory" in one[0] or "File exists" in one[0]
+    assert "Permission denied" in one.pop(1)
     if form == "single":
         assert "folder.ckpt is a folder (a sharded checkpoint?), and a file is to be written there" in one[1]
         assert one[2].endswith("good.ckpt can't be written: [Errno 27] File too large")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Peak:
 
 def saved(form: str, folder: str) -> tuple[float, float]:
     """By how much saving and restoring make this rank grow, in MiB."""
+    ctypes.CDLL(None).mallopt(-3, 2**20)  # what is freed goes back to the system, and is counted when it is taken again
     strategy = SeqParallelStrategy(tp=2, checkpoint=FORMS[form], self_check=False)
     devices = dist.get_world_size()
     trainer = quiet_trainer(devices=devices, strategy=strategy, max_steps=1, precision="32-true")
@@ -69,7 +71,7 @@ def test_no_rank_but_the_writer_of_one_file_holds_more_than_its_part(tmp_path, f
     for rank, (save, restore) in enumerate(found):
         print(f"{form}, {world} ranks, rank {rank}: {save:.1f} MiB to save, {restore:.1f} to restore")
         if form == "single":
-            assert save < (3.2 * whole if rank == 0 else largest)
+            assert save < (3 * whole + 2 * largest if rank == 0 else largest)  # all of it, and the parts of one
         else:
             assert save < largest + (3.1 * whole / world if form == "async" else 0)
         assert restore < 1.6 * whole  # its part of the moments, which are new, and of the weights once more
