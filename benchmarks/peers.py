@@ -1,0 +1,172 @@
+"""One model, and the ways to train it that people choose between: ours, and what they would pick instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from lightning_seqpar import SeqParallelStrategy
+
+HEAD = 64  # features of a head
+
+
+class Norm(nn.Module):
+    """RMSNorm as model code writes it."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (part(x).view(b, s, -1, HEAD).transpose(1, 2) for part in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        hidden = 128 * round(8 * dim / 3 / 128)
+        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.attn_norm, self.attn = Norm(dim), Attention(dim)
+        self.mlp_norm, self.mlp = Norm(dim), Mlp(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, dim: int, layers: int, vocab: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.norm, self.head = Norm(dim), nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Module(L.LightningModule):
+    """The module that every way trains; its own lines do not change."""
+
+    def __init__(self, dim: int, layers: int, vocab: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Decoder(dim, layers, vocab)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.model(batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class DTensorModule(Module):
+    """The same with a hand-written plan of torch's: what ``ModelParallelStrategy`` asks its users for."""
+
+    sp = True
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["tensor_parallel"]
+        whole, parts = Replicate(), Shard(1)
+        if self.sp:
+            outer = {
+                "tokens": RowwiseParallel(input_layouts=whole, output_layouts=parts),
+                "norm": SequenceParallel(),
+                "head": ColwiseParallel(input_layouts=parts, output_layouts=Shard(-1), use_local_output=False),
+            }
+            inner = {
+                "attn_norm": SequenceParallel(),
+                "attn": PrepareModuleInput(input_layouts=(parts,), desired_input_layouts=(whole,)),
+                **{f"attn.{name}": ColwiseParallel() for name in "qkv"},
+                "attn.o": RowwiseParallel(output_layouts=parts),
+                "mlp_norm": SequenceParallel(),
+                "mlp": PrepareModuleInput(input_layouts=(parts,), desired_input_layouts=(whole,)),
+                "mlp.gate": ColwiseParallel(),
+                "mlp.up": ColwiseParallel(),
+                "mlp.down": RowwiseParallel(output_layouts=parts),
+            }
+        else:
+            outer = {
+                "tokens": RowwiseParallel(input_layouts=whole),
+                "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+            }
+            inner = {
+                **{f"attn.{name}": ColwiseParallel() for name in "qkv"},
+                "attn.o": RowwiseParallel(),
+                "mlp.gate": ColwiseParallel(),
+                "mlp.up": ColwiseParallel(),
+                "mlp.down": RowwiseParallel(),
+            }
+        parallelize_module(self.model, mesh, outer)
+        for layer in self.model.layers:
+            parallelize_module(layer, mesh, inner)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.model(batch[:, :-1])
+        with loss_parallel():
+            return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with loss_parallel():
+            super().backward(loss, *args, **kwargs)
+
+
+class DTensorNoSP(DTensorModule):
+    sp = False
+
+
+def make(way: str, dim: int, layers: int, vocab: int) -> tuple[L.LightningModule, Any]:
+    """A module and the strategy of one way."""
+    tp = dist.get_world_size() if dist.is_initialized() else 1
+    args = (dim, layers, vocab)
+    vocab_rule = [{"pattern": "model.{tokens,head}", "style": "vocab"}]
+    if way == "dtensor":
+        return DTensorModule(*args), ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=tp)
+    if way == "dtensor, no sp":
+        return DTensorNoSP(*args), ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=tp)
+    if way == "ddp":
+        return Module(*args), DDPStrategy()
+    if way == "plain":
+        return Module(*args), "auto"
+    options = {"ours": {}, "ours, gathered kept": {"regather": False}, "ours, no sp": {"sp": False}}[way]
+    return Module(*args), SeqParallelStrategy(tp=tp, plan={"base": "infer", "rules": vocab_rule}, **options)
