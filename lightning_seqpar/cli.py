@@ -307,7 +307,7 @@ def _progress(what: str, size: int) -> Iterator[Callable[[int, int], None]]:
     require_cli()
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-    with Progress("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn()) as bar:
+    with Progress("{task.description}", BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=size)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
