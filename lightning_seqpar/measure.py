@@ -22,6 +22,11 @@ def _tensors(value: Any) -> Iterable[Tensor]:
             yield from _tensors(item)
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it, where it is one of torch's distributed tensors."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 class SavedBytes:
     """Counts the bytes that autograd keeps for the backward, each storage once, parameters not at all.
 
@@ -30,12 +35,12 @@ class SavedBytes:
 
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
         # By the storage's own address: on the meta device no storage has a memory's.
-        self._excluded = {tensor.untyped_storage()._cdata for tensor in exclude}
+        self._excluded = {_local(tensor).untyped_storage()._cdata for tensor in exclude}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        storage = _local(tensor).untyped_storage()
         if storage._cdata not in self._excluded:
             # The storage is held so that its address can't be given out twice.
             self._storages[storage._cdata] = storage
@@ -80,6 +85,10 @@ class Traffic(TorchDispatchMode):
                 given = args[1] if name.startswith(("all_gather", "reduce_scatter", "alltoall")) else args[0]
                 self.calls[name] += 1
                 self.bytes[name] += sum(tensor.nbytes for tensor in _tensors(given))
+        elif func.namespace == "_c10d_functional" and "wait" not in func.name():  # as torch's DTensor calls them
+            name = func.name().split("::")[-1].removesuffix("_into_tensor").removesuffix("_tensor")
+            self.calls[name] += 1
+            self.bytes[name] += sum(tensor.nbytes for tensor in _tensors(args[0]))
         return func(*args, **(kwargs or {}))
 
     @property
