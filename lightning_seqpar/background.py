@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -17,13 +18,15 @@ class Background:
     """
 
     def __init__(self) -> None:
+        self.path: Path | None = None  # of what is being written
         self._thread: ThreadPoolExecutor | None = None
         self._saving: Future[None] | None = None
         self._waiting: list[Future[None]] = []
 
-    def start(self, write: Callable[[], None]) -> None:
+    def start(self, path: Path, write: Callable[[], None]) -> None:
         """Write a checkpoint; the one before must have been awaited."""
         assert self._saving is None
+        self.path = path
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lightning_seqpar-save")
         self._saving = self._thread.submit(_warned, write)
 
@@ -42,7 +45,7 @@ class Background:
             SaveError: on every rank, if the checkpoint could not be written.
         """
         under_way = [*([self._saving] if self._saving else []), *self._waiting]
-        self._saving, self._waiting = None, []
+        self.path, self._saving, self._waiting = None, None, []
         for future in under_way:
             future.result()
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_seqpar.folder import Opened, Part
+from lightning_seqpar.folder import Opened, Part, own_memory
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallelize import ShardedModel, refuse_copies
@@ -83,7 +83,8 @@ def model_parts(model: nn.Module, record: ShardedModel | None, groups: ParallelG
     found: dict[int, Part] = {}  # tied weights are one part
     for name, value in local.items():
         if isinstance(value, Tensor) and id(value) not in found:
-            found[id(value)] = turn.part(value, None if record is None else _layout_of(record, name, value))
+            layout = None if record is None else _layout_of(record, name, value)
+            found[id(value)] = turn.part(value, layout, alike=isinstance(value, nn.Parameter))
     return {name: found.get(id(value), value) for name, value in local.items()}
 
 
@@ -111,14 +112,20 @@ class _Turn:
         self._groups = groups
         self._loads = torch.zeros(groups.size("dp"), groups.size("tp"), dtype=torch.float64)
 
-    def part(self, value: Tensor, layout: ParamLayout | None) -> Part:
-        """The next tensor's part; every rank must ask for the same tensors in the same order."""
+    def part(self, value: Tensor, layout: ParamLayout | None, *, alike: bool = True) -> Part:
+        """The next tensor's part; every rank must ask for the same tensors in the same order.
+
+        Args:
+            value: what this rank holds.
+            layout: how the whole is dealt out.
+            alike: whether replicas hold the same; of what they count for themselves (buffers) the first one's is saved.
+        """
         dp, tp = self._groups.rank("dp"), self._groups.rank("tp")
         if layout is None or layout.shard is None:  # all ranks hold it
-            writer = divmod(int(self._loads.argmin()), self._loads.shape[1])
+            writer = divmod(int(self._loads.argmin()), self._loads.shape[1]) if alike else (0, 0)
             self._loads[writer] += value.numel() * value.element_size()
             return Part(value, layout, tp, writes=writer == (dp, tp))
-        row = int(self._loads.sum(1).argmin())  # every tensor-parallel rank of one replica
+        row = int(self._loads.sum(1).argmin()) if alike else 0  # every tensor-parallel rank of one replica
         self._loads[row] += math.prod(layout.global_shape) * value.element_size() / self._loads.shape[1]
         return Part(value, layout, tp, writes=row == dp)
 
@@ -201,5 +208,5 @@ def load_full_optimizer_state(
         if found is not None and is_whole:
             value = found.take(value, rank)
         # In memory of its own: the optimizer keeps it, and what was read may lie in a file.
-        local[index][key] = value.clone() if isinstance(value, Tensor) and value is flat[index, key] else value
+        local[index][key] = own_memory(value) if value is flat[index, key] else value
     optimizer.load_state_dict({**state, "state": local})

@@ -63,6 +63,7 @@ class TopologyStrategy(ParallelStrategy):
         self._groups: ParallelGroups | None = None
         self._user_sampler_flag: bool | None = None
         self._order_seed = OrderSeed()
+        self._loaders = 0  # dealt out for the loop that is being prepared
 
     # ---- what this rank is -------------------------------------------------------------------------------------
 
@@ -251,6 +252,8 @@ class TopologyStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank of the world."""
+        if name is not None and name.endswith("_dataloader()"):  # Lightning is about to hand a loop's loaders here
+            self._loaders = 0
         if not _distributed_is_initialized() or self._groups is None:
             return
         devices = [self.root_device.index] if self.root_device.type == "cuda" else None
@@ -266,18 +269,6 @@ class TopologyStrategy(ParallelStrategy):
 
     # ---- data --------------------------------------------------------------------------------------------------
 
-    def _place_of_loader(self, sampler: object) -> int:
-        """Which of the training loaders a sampler is of: two of equal length are not to be shuffled alike."""
-        combined = self._trainer.fit_loop._combined_loader
-        for place, loader in enumerate(combined.flattened if combined is not None else ()):
-            one = loader.loader if isinstance(loader, BroadcastLoader) else loader
-            batches = getattr(one, "batch_sampler", None)
-            if any(
-                part is sampler for part in (getattr(one, "sampler", None), batches, getattr(batches, "sampler", None))
-            ):
-                return place
-        return 0
-
     def process_dataloader(self, dataloader: object) -> object:
         """Deal the samples out over the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
         if isinstance(dataloader, BroadcastLoader):
@@ -289,8 +280,10 @@ class TopologyStrategy(ParallelStrategy):
                     self.groups,
                     self._order_seed,
                     predicting=self._trainer.predicting,
-                    place=self._place_of_loader,
+                    place=self._loaders,
+                    epoch=self._trainer.fit_loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
                 )
+                self._loaders += 1
             replica_workers(dataloader, self.dp_rank)
         axes = self.groups.replica_axes
         if self.config.broadcast_batch and self.groups.size(axes) > 1:

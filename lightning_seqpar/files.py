@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,10 @@ REPLACED = ".replaced"
 T = TypeVar("T")
 
 
+MARKER = "seqpar.json"
+"""Written last into a folder; one without it is not whole."""
+
+
 class SaveError(RuntimeError):
     """A checkpoint could not be written; what stood under its name before is still there."""
 
@@ -31,6 +36,15 @@ class SaveError(RuntimeError):
 def beside(path: Path, end: str) -> Path:
     """A name next to ``path``."""
     return path.with_name(path.name + end)
+
+
+def clear_away(path: Path) -> None:
+    """Remove what is there; of a folder the marker first, so that what is left of it is never taken for a whole one."""
+    if path.is_dir() and not path.is_symlink():
+        (path / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def local_path(path: Any) -> Path | None:
@@ -127,6 +141,8 @@ class WholeFileIO(TorchCheckpointIO):
         if place.is_dir() and not place.is_symlink():
             raise IsADirectoryError(f"{place} is a folder (a sharded checkpoint?), and a file is to be written there")
         place.parent.mkdir(parents=True, exist_ok=True)
+        if beside(place, UNFINISHED).is_dir():  # of a run that was killed, which wrote in parts
+            clear_away(beside(place, UNFINISHED))
         write_synced(beside(place, UNFINISHED), lambda file: torch.save(checkpoint, file))
         beside(place, UNFINISHED).replace(place)
         sync_folder(place.parent)

@@ -10,7 +10,6 @@ import copy
 import io
 import json
 import pickle
-import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -40,10 +38,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import _get_layout
 
 from lightning_seqpar.files import (
+    MARKER,
     REPLACED,
     UNFINISHED,
     SaveError,
     beside,
+    clear_away,
     missing,
     on_first_rank,
     sync_folder,
@@ -54,8 +54,6 @@ from lightning_seqpar.layout import ParamLayout
 
 STATE = "state.pt"
 """The checkpoint, with meta tensors for what the ranks wrote."""
-MARKER = "seqpar.json"
-"""Written last; a folder without it is not whole."""
 FORMAT = 1
 
 K = TypeVar("K")
@@ -173,6 +171,22 @@ def walk(tree: Any, visit: Callable[[str, Any], Any], key: str = "") -> Any:
     return visit(key[:-1], tree)
 
 
+def own_memory(tree: Any) -> Any:
+    """``tree`` with copies of its tensors: what was read may lie in a file."""
+
+    def copied(_: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        made = leaf.detach().clone()
+        return (
+            nn.Parameter(made, leaf.requires_grad)
+            if isinstance(leaf, nn.Parameter)
+            else made.requires_grad_(leaf.requires_grad)
+        )
+
+    return walk(tree, copied)
+
+
 def split_parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Part]]:
     """The checkpoint with meta tensors for its parts, and the parts by their place in it."""
     parts: dict[str, Part] = {}
@@ -192,32 +206,16 @@ def split_parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 # ---- writing -----------------------------------------------------------------------------------------------------
 
 
-def _erase(folder: Path) -> None:
-    """The marker first: what is left of a folder is never taken for a whole one."""
-    (folder / MARKER).unlink(missing_ok=True)
-    shutil.rmtree(folder)
-
-
 def remove_folder(path: Path) -> None:
     """Take a checkpoint's name away, then its marker, then its parts."""
     going = beside(path, UNFINISHED)
-    if going.exists():
-        _erase(going)
+    clear_away(going)
     path.rename(going)
-    _erase(going)
+    clear_away(going)
 
 
-def _is_claim(path: Path) -> bool:
-    """An empty folder keeps the name of a checkpoint that is being written."""
-    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
-
-
-def begin_folder(path: Path, *, claim: bool = False) -> None:
+def begin_folder(path: Path) -> None:
     """An empty folder beside the name; what a run that was killed left there goes.
-
-    Args:
-        path: the checkpoint's name.
-        claim: keep the name by an empty folder, for one that is finished later: who looks for a free name passes it by.
 
     Raises:
         OSError: if it can't be made.
@@ -225,11 +223,8 @@ def begin_folder(path: Path, *, claim: bool = False) -> None:
     unfinished = beside(path, UNFINISHED)
     if path.is_file():
         raise FileExistsError(f"{path} is a file; a sharded checkpoint is a folder")
-    if unfinished.exists():  # of a run that was killed
-        _erase(unfinished)
+    clear_away(unfinished)  # of a run that was killed
     unfinished.mkdir(parents=True)
-    if claim and not path.exists() and not path.is_symlink():
-        path.mkdir()
 
 
 def pack(state: Any) -> bytes:
@@ -249,16 +244,12 @@ def finish_folder(path: Path, state: bytes, told: Mapping[str, Any]) -> None:
     sync_folder(unfinished)
     if path.is_symlink():  # save_last="link" of an earlier run: what it leads to stays
         path.unlink()
-    if _is_claim(path):
-        path.rmdir()
-    elif path.exists():
-        if replaced.exists():
-            _erase(replaced)
+    if path.exists():
+        clear_away(replaced)
         path.rename(replaced)
     unfinished.rename(path)
     sync_folder(path.parent)
-    if replaced.exists():
-        _erase(replaced)
+    clear_away(replaced)
 
 
 def write_folder(
@@ -290,7 +281,7 @@ def write_folder(
 
     def begin() -> None:
         packed.append(pack(state))
-        begin_folder(path, claim=later is not None)
+        begin_folder(path)
 
     on_first_rank(begin, group, f"the checkpoint {path} can't be begun")
     if later is None:
@@ -310,8 +301,6 @@ def _write(
             process_group=group,
         )
     except CheckpointException as error:
-        if dist.get_rank(group) == 0 and _is_claim(path):
-            path.rmdir()
         causes = "; ".join(f"rank {rank}: {told_of(cause[0])}" for rank, cause in error.failures.items())
         raise SaveError(f"the checkpoint {path} can't be written: {causes}") from None
     on_first_rank(lambda: finish_folder(path, packed[0], told), group, f"the checkpoint {path} can't be finished")
@@ -360,7 +349,7 @@ class _Reader(FileSystemReader):
 
 def find_folder(path: Path) -> Path:
     """The folder, or what a run that was killed between two renames left of it whole: the new one, else the one before."""
-    if not path.exists() or _is_claim(path):
+    if not path.exists():
         for end, what in ((UNFINISHED, "the new one"), (REPLACED, "the one before")):
             if (beside(path, end) / MARKER).is_file():
                 rank_zero_warn(
@@ -410,7 +399,7 @@ class Folder:
     def _check_there(self) -> None:
         if (self.path / MARKER).is_file():
             return
-        if self.path.is_dir() and not _is_claim(self.path):
+        if self.path.is_dir():
             raise ValueError(
                 f"{self.path}: no {MARKER} in it, so it is not a sharded checkpoint of lightning_seqpar, or not a whole one"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_seqpar.config import nearest
 from lightning_seqpar.convert import Contents, Form, Source, check_free, identity
-from lightning_seqpar.files import UNFINISHED, beside, sync_folder, write_synced
-from lightning_seqpar.folder import MARKER, begin_folder
+from lightning_seqpar.files import MARKER, UNFINISHED, beside, sync_folder, write_synced
+from lightning_seqpar.folder import begin_folder
 from lightning_seqpar.targets import model_from_folder
 from lightning_seqpar.weights import WeightFiles
 
@@ -59,15 +59,14 @@ class HuggingFaceSource(Source):
             self._files.check()
         except ValueError as error:
             raise ValueError(str(error).removeprefix("weights_from: ")) from None
-        self._names: dict[int, str] = {}
-        found: dict[int, Tensor] = {}
-        state = {}
-        for name, value in model.state_dict(keep_vars=True).items():
-            if id(value) not in found and self._files.has(name):
-                found[id(value)] = torch.empty(value.shape, dtype=self._files.dtype(name), device="meta")
-                self._names[id(found[id(value)])] = name
-            if id(value) in found:
-                state[_prefix(prefix) + name] = found[id(value)]
+        own = model.state_dict(keep_vars=True)
+        first = {id(value): name for name, value in reversed(own.items()) if self._files.has(name)}
+        found = {
+            one: torch.empty(own[name].shape, dtype=self._files.dtype(name), device="meta")
+            for one, name in first.items()
+        }
+        self._names = {id(found[one]): name for one, name in first.items()}
+        state = {_prefix(prefix) + name: found[id(value)] for name, value in own.items() if id(value) in found}
         self.tree = {
             "epoch": 0,
             "global_step": 0,
@@ -141,11 +140,18 @@ class HuggingFaceTarget:
         own = {name: value for name, value in own.items() if name not in ignored}
         self._names = self._find_names(own, prefix)
         self._check(own)
+        groups = self._grouped([name for name in self._without_ties() if name not in ignored])
         self._metas = {
             name: (torch.empty(value.shape, dtype=value.dtype, device="meta"), group)  # no view of a larger one
-            for group in self._grouped([name for name in self._without_ties() if name not in ignored])
+            for group in groups
             for name, value in self._converted(group, meta=True).items()
         }
+        at_once = self._converted([name for group in groups for name in group], meta=True)
+        if set(at_once) != set(self._metas):
+            raise ValueError(
+                f"{type(self._model).__name__}: its library names tensors by what other tensors there are, so they can't be "
+                "written one by one; use lightning_seqpar.unshard(model) and save_pretrained"
+            )
         self.tensors = {
             name: (list(value.shape), str(value.dtype).removeprefix("torch."))
             for name, (value, _) in self._metas.items()
@@ -327,17 +333,23 @@ class HuggingFaceTarget:
 
     def _copy_others(self, folder: Path) -> None:
         """What stands beside the weights; the config tells the type that is written."""
-        for file in sorted(self._like.iterdir()):
-            if file.is_file() and not file.name.endswith(_NOT_COPIED) and not file.name.startswith("."):
-                shutil.copyfile(file, folder / file.name)
+        for file in sorted(self._like.rglob("*")):
+            inner = file.relative_to(self._like)
+            if (
+                file.is_file()
+                and not file.name.endswith(_NOT_COPIED)
+                and not any(p.startswith(".") for p in inner.parts)
+            ):
+                (folder / inner).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, folder / inner)
         config = json.loads((self._like / "config.json").read_text())
-        kinds: Counter[str] = Counter()
-        for value, _ in self._metas.values():
-            if value.is_floating_point():
-                kinds[str(value.dtype).removeprefix("torch.")] += value.numel()
-        if kinds:
+        config.pop("quantization_config", None)  # what is written is not quantised
+        kinds = [self._state[self._names[name]].dtype for name, _ in self._model.named_parameters()]
+        if kind := next(
+            (kind for kind in kinds if kind.is_floating_point), None
+        ):  # as the library tells a model's type
             config.pop("torch_dtype", None)
-            config["dtype"] = kinds.most_common(1)[0][0]
+            config["dtype"] = str(kind).removeprefix("torch.")
         config.setdefault("architectures", [type(self._model).__name__])
         _write_json(folder / "config.json", config)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,7 @@ class OrderSeed:
         self.value: int | None = None
 
     def of_epoch(self, epoch: int, place: int = 0) -> int:
-        """The number of one epoch; of several training loaders each has its own."""
+        """The number of one epoch; of several loaders each has its own."""
         if self.value is None:
             told = os.environ.get("PL_GLOBAL_SEED")
             drawn = int(torch.empty((), dtype=torch.int64).random_(2**31)) if told is None else int(told)
@@ -68,7 +68,7 @@ class ReplicaSampler(Sampler[Any]):
         seed: of the order with several replicas.
         repeat: fill the last round up from the beginning, as torch's ``DistributedSampler`` does, so that all replicas
             read equally many; without it no sample comes twice.
-        place: the loader's place among several, asked when an epoch starts.
+        place: the loader's place among several.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ReplicaSampler(Sampler[Any]):
         seed: OrderSeed,
         *,
         repeat: bool = True,
-        place: Callable[[Any], int] = lambda sampler: 0,
+        place: int = 0,
     ) -> None:
         self.order, self.groups, self.seed, self.repeat, self.place = order, groups, seed, repeat, place
         self.num_replicas, self.rank = groups.size("dp"), groups.rank("dp")
@@ -100,7 +100,7 @@ class ReplicaSampler(Sampler[Any]):
             share_streams(self.groups["tp"], source, torch.device("cpu"))
             self._share_generator(source)
             return
-        number = self.seed.of_epoch(epoch, self.place(self))
+        number = self.seed.of_epoch(epoch, self.place)
         with kept_streams(torch.device("cpu")):
             random.seed(number)
             np.random.seed(number)
@@ -143,7 +143,8 @@ def inject_sampler(
     seed: OrderSeed,
     *,
     predicting: bool = False,
-    place: Callable[[Any], int] = lambda sampler: 0,
+    place: int = 0,
+    epoch: int = 0,
 ) -> DataLoader[Any]:
     """A copy of the loader whose order is dealt out over the replicas; the loader itself where nothing is to be dealt.
 
@@ -172,6 +173,8 @@ def inject_sampler(
             "replicas; give it __len__, or set Trainer(use_distributed_sampler=False) and deal by strategy.dp_rank"
         )
     dealt: Any = ReplicaSampler(order, groups, seed, repeat=not predicting, place=place)
+    if groups.size("dp") > 1:  # now: Lightning begins to iterate before the epoch is told, and workers read at once
+        dealt.set_epoch(epoch)
     made = copy.copy(dataloader)
     # A DataLoader guards these attributes, but a fresh copy has not been iterated.
     if batches is None or deals_samples:

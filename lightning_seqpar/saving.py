@@ -24,7 +24,7 @@ from lightning_seqpar.checkpoint import (
 )
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.files import WholeFileIO, local_path, on_every_rank, on_first_rank
-from lightning_seqpar.folder import FolderTensors, Opened, find_folder, remove_folder, walk, write_folder
+from lightning_seqpar.folder import FolderTensors, Opened, find_folder, own_memory, remove_folder, write_folder
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.guards import refuse_links
 from lightning_seqpar.parallelize import record_of
@@ -116,7 +116,7 @@ class SavingStrategy(SteppingStrategy):
             later = self._background_groups[1] if meanwhile and self._background_groups else None
             write = write_folder(place, checkpoint, self._told_of_run(checkpoint), self._world, later)
             if meanwhile:
-                self._background.start(write)
+                self._background.start(place, write)
             else:
                 write()
         else:
@@ -176,7 +176,7 @@ class SavingStrategy(SteppingStrategy):
         found = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         # Callbacks and schedulers keep what they are given: in memory of its own, as it may lie in a file.
         own = {key: value for key, value in found.items() if key not in ("state_dict", "optimizer_states")}
-        return {**found, **walk(own, lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)}
+        return {**found, **own_memory(own)}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the whole model's weights; a model that is cut already takes its parts; collective."""
@@ -209,9 +209,24 @@ class SavingStrategy(SteppingStrategy):
         """In the middle of an epoch its loader had drawn its seed before the checkpoint was written."""
         super().on_train_start()
         self._trains = True
+        if self.config.checkpoint.async_save:
+            for callback in self._trainer.checkpoint_callbacks:
+                self._tell_names(callback)
         if self._streams is not None:
             unpack_streams(self._streams, self.root_device)
             self._streams = None
+
+    def _tell_names(self, callback: Any) -> None:
+        """``ModelCheckpoint`` looks for a name that is free: one that is being written is not."""
+        found = getattr(callback, "file_exists", None)
+        looks = getattr(found, "asked", found)  # another strategy's was there before
+        if callable(looks):
+
+            def file_exists(filepath: Any, trainer: Any) -> bool:
+                return bool(looks(filepath, trainer)) or local_path(filepath) == self._background.path is not None
+
+            file_exists.asked = looks  # type: ignore[attr-defined]
+            callback.file_exists = file_exists
 
     def on_train_end(self) -> None:
         """The last checkpoint is on the disk when training ends."""

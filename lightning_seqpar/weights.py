@@ -176,12 +176,29 @@ class WeightFiles:
                 f"{nearest(missing[0], spare or list(self._files))}. The file must use the module's own names: "
                 "load the model whole once (from_pretrained) and save its state_dict() by safetensors.torch.save_model"
             )
+        self._check_ties(names)
         for one, key in found.items():
             if key is not None and self._shapes[key] != tuple(tensors[one].shape):
                 raise ValueError(
                     f"weights_from: {str(self.path)!r} holds {key} with shape {list(self._shapes[key])}, and the model's "
                     f"{names[one][0]} has {list(tensors[one].shape)}; it belongs to another configuration"
                 )
+
+    def _check_ties(self, names: Mapping[int, list[str]]) -> None:
+        """What the module ties must be one tensor in the files, or the same twice."""
+        for tied in names.values():
+            keys = list(dict.fromkeys(key for name in tied if (key := self._key(name)) is not None))
+            whole = [self._read_key(key) for key in keys] if len(keys) > 1 else []
+            for key, value in zip(keys[1:], whole[1:], strict=True):
+                if not torch.equal(whole[0], value):
+                    raise ValueError(
+                        f"weights_from: {str(self.path)!r} holds {keys[0]} and {key}, which differ, and the model ties them; set "
+                        "tie_word_embeddings to false in its config if they were trained apart"
+                    )
+
+    def _read_key(self, key: str) -> Tensor:
+        with self._open(self._files[key]) as opened:
+            return opened.get_tensor(key)  # type: ignore[no-any-return]
 
     def contents(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and type of each tensor, by its name in the files."""

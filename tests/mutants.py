@@ -929,9 +929,9 @@ MUTANTS = [
     ),
     Mutant(
         "a name that is being written is free",
-        "folder.py",
-        "        path.mkdir()\n",
-        "        pass\n",
+        "saving.py",
+        "                self._tell_names(callback)\n",
+        "                pass\n",
         "tests/test_async.py",
     ),
     Mutant(
@@ -957,10 +957,24 @@ MUTANTS = [
     ),
     Mutant(
         "loaders shuffled alike",
-        "environment.py",
-        "                return place\n",
-        "                return 0\n",
+        "sampler.py",
+        "1_000_003 * place",
+        "0 * place",
         "tests/test_data.py -k two_shuffled",
+    ),
+    Mutant(
+        "an order that is agreed on behind the first read",
+        "sampler.py",
+        "        dealt.set_epoch(epoch)\n",
+        "        pass\n",
+        "tests/test_data.py -k before",
+    ),
+    Mutant(
+        "buffers of several replicas in one folder",
+        "checkpoint.py",
+        "alike=isinstance(value, nn.Parameter)",
+        "alike=True",
+        "tests/test_folder.py -k buffers",
     ),
     Mutant(
         "weights that differ written as tied ones",

@@ -146,6 +146,35 @@ def test_two_shuffled_loaders_have_orders_of_their_own():
     assert [pair[0] for pair in ranks[0]] != [pair[1] for pair in ranks[0]]
 
 
+class RandomPairs(Sampler):
+    """A batch sampler of the user's, whose order is made when it is iterated."""
+
+    def __iter__(self):
+        return iter(torch.randperm(12).view(6, 2).tolist())
+
+    def __len__(self) -> int:
+        return 6
+
+
+def read_at_once(kind: str) -> list[list[int]]:
+    torch.manual_seed(dist.get_rank())  # as after a resume, or without a seed
+    data = torch.utils.data.TensorDataset(torch.arange(12), models.tokens(count=12).tensors[0])
+    own = {"batch_sampler": RandomPairs()} if kind == "batch sampler" else {"shuffle": True, "num_workers": 1}
+    module = Reader()
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=1), max_epochs=2)
+    trainer.fit(module, DataLoader(data, **own) if "batch_sampler" in own else DataLoader(data, 2, **own))
+    return module.read["train"]
+
+
+@pytest.mark.parametrize("kind", ["batch sampler", "workers"])
+def test_an_order_is_agreed_on_before_it_is_read(kind):
+    """Lightning begins to iterate before it tells the epoch."""
+    one, other = run_distributed(read_at_once, 2, kind)
+    for epoch in (slice(3), slice(3, 6)):
+        assert sorted(at for batch in (*one[epoch], *other[epoch]) for at in batch) == list(range(12))
+    assert one[:3] != one[3:]
+
+
 @pytest.mark.parametrize("kind", ["shuffled", "generator", "batch-shuffled", "user-sampler", "batch-sampler"])
 def test_one_replica_reads_what_one_process_reads(kind):
     single = read(kind, 1, 4, 11)

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from test_folder import whole
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.files import UNFINISHED, SaveError
+from lightning_seqpar.files import REPLACED, UNFINISHED, SaveError
 from lightning_seqpar.testing import run_distributed
 
 FORMS = ["single", "sharded"]
@@ -178,6 +178,34 @@ def test_nothing_lives_in_the_file_that_was_restored(tmp_path):
         assert not after
 
 
+class Shadow(Callback):
+    """Keeps averaged weights, as callbacks for that do."""
+
+    def __init__(self) -> None:
+        self.kept: Any = torch.nn.Parameter(torch.zeros(3))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept, "list": [torch.ones(2, requires_grad=True)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state["kept"]
+
+
+def keep_a_shadow(form: str, path: str) -> tuple[str, bool]:
+    first = Shadow()
+    with torch.no_grad():
+        first.kept += 2
+    trained(form, max_steps=1, callbacks=[first]).save_checkpoint(path)
+    second = Shadow()
+    trained(form, path, max_steps=2, callbacks=[second])
+    return type(second.kept).__name__, bool((second.kept == 2).all())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_callbacks_keep_comes_back_as_it_was(tmp_path, form):
+    assert run_distributed(keep_a_shadow, 2, form, str(tmp_path / "a.ckpt")) == [("Parameter", True)] * 2
+
+
 class Loose(models.GPT):
     def __init__(self, *, strict: bool) -> None:
         super().__init__()
@@ -235,6 +263,28 @@ def test_the_best_are_kept_and_the_last_is_found(tmp_path, form, link):
     only = whole(tmp_path / "weights" / "step=6.ckpt")
     assert "optimizer_states" not in only
     assert set(only["state_dict"]) == set(models.GPT().state_dict())
+
+
+def save_over_remains(form: str, folder: str) -> None:
+    trainer, place = trained(form), Path(folder)
+    for end in (UNFINISHED, REPLACED):
+        file, parts = place / f"file.ckpt{end}", place / f"parts.ckpt{end}"
+        if dist.get_rank() == 0:
+            file.write_text("")
+            parts.mkdir()
+            (parts / "__0_0.distcp").write_text("")
+    dist.barrier()
+    for name in ("file.ckpt", "parts.ckpt"):
+        for _ in range(2):
+            trainer.save_checkpoint(place / name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_another_form_left_is_cleared_away(tmp_path, form):
+    run_distributed(save_over_remains, 2, form, str(tmp_path))
+    for name in ("file.ckpt", "parts.ckpt"):
+        assert set(whole(tmp_path / name)["state_dict"]) == set(models.GPT().state_dict())
+        assert not (tmp_path / f"{name}{UNFINISHED}").exists()
 
 
 def save_over_a_link(form: str, folder: str) -> None:

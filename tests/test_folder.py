@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.files import WholeFileIO
-from lightning_seqpar.folder import MARKER, Folder, Opened, find_folder
+from lightning_seqpar.files import MARKER, WholeFileIO
+from lightning_seqpar.folder import Folder, Opened, find_folder
 from lightning_seqpar.parity import ParityRecorder, Trace
 from lightning_seqpar.testing import run_distributed
 
@@ -156,6 +156,36 @@ def test_tied_weights_are_written_once(tmp_path):
     state = opened.checkpoint["state_dict"]
     assert opened.key_of(state["model.head.weight"]) == opened.key_of(state["model.tokens.weight"])
     assert sum("model.head" in key or "model.tokens" in key for key in opened.folder.index.state_dict_metadata) == 1
+
+
+class Counted(models.GPT):
+    """Buffers that each replica counts for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("small", "large", "total"):
+            self.register_buffer(name, torch.zeros(1 if name == "small" else 4000))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for buffer in self.buffers():
+            buffer += batch[0].float().mean()
+        return super().training_step(batch, batch_idx)
+
+
+def count(form: str, path: str) -> None:
+    strategy = SeqParallelStrategy(tp=2, checkpoint=FORMS[form], ddp={"broadcast_buffers": False})
+    trainer = quiet_trainer(devices=4, strategy=strategy, max_steps=2)
+    trainer.fit(Counted(), models.loader(4, count=16))
+    trainer.save_checkpoint(path)
+
+
+def test_buffers_are_those_of_one_replica(tmp_path):
+    for form in ("single", "sharded"):
+        run_distributed(count, 4, form, str(tmp_path / form))
+    one, parts = whole(tmp_path / "single")["state_dict"], whole(tmp_path / "sharded")["state_dict"]
+    assert one["large"].unique().numel() == 1
+    assert same(dict(one), dict(parts))
+    assert torch.equal(parts["small"], parts["large"][:1])
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import transformers
 import write_families
 from fit import quiet_trainer
 from models import loader
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_late_weights import memory
 
 from lightning_seqpar import SeqParallelStrategy
@@ -88,6 +88,51 @@ def test_the_config_tells_the_type_that_is_written(tmp_path):
     loaded = type(module.model).from_pretrained(tmp_path / "out")
     assert loaded.dtype == torch.bfloat16
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in module.model.state_dict().items())
+
+
+def test_what_the_config_ties_and_the_files_hold_twice_must_be_equal(tmp_path):
+    module = test_families.HuggingFace("qwen2", tie_word_embeddings=True)
+    module.model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    assert "lm_head.weight" not in state
+    for name, value in (("the same", state["model.embed_tokens.weight"].clone()), ("another", torch.ones(31, 32))):
+        save_file({**state, "lm_head.weight": value}, file, metadata={"format": "pt"})
+        if name == "the same":
+            HuggingFaceSource(tmp_path, "model")
+        else:
+            with pytest.raises(ValueError, match="which differ, and the model ties them"):
+                HuggingFaceSource(tmp_path, "model")
+    save_file({"lm_head.weight": state.pop("model.embed_tokens.weight"), **state}, file, metadata={"format": "pt"})
+    write_checkpoint(HuggingFaceSource(tmp_path, "model"), tmp_path / "a.ckpt", "single")
+    found = torch.load(tmp_path / "a.ckpt")["state_dict"]
+    assert list(found) == list(module.state_dict())
+    assert all(torch.equal(value, found[key]) for key, value in module.state_dict().items())
+
+
+def test_what_stands_beside_the_weights_is_copied(tmp_path):
+    module = written("llama", tmp_path)
+    like = tmp_path / "like"
+    config = json.loads((like / "config.json").read_text())
+    (like / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    for name in ("templates/one.jinja", ".cache/hidden", "old/pytorch_model.bin"):
+        (like / name).parent.mkdir()
+        (like / name).write_text(name)
+    module.model.model.to(torch.bfloat16)
+    module.model.model.embed_tokens.to(torch.float32)
+    torch.save({"state_dict": module.state_dict()}, tmp_path / "a.ckpt")
+    HuggingFaceTarget(open_source(tmp_path / "a.ckpt"), like).write(tmp_path / "out")
+    found = sorted(str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*") if file.is_file())
+    assert found == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "templates/one.jinja",
+        "tokenizer.json",
+    ]
+    told = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert told["dtype"] == "float32"  # the first parameter's, as save_pretrained tells it
+    assert "quantization_config" not in told
 
 
 FEW = ["llama", "mixtral", "t5"]
