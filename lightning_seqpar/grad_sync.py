@@ -300,12 +300,20 @@ def check_reduced(parameters: Iterable[Tensor], groups: ParallelGroups) -> None:
         return
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in held]
     lows, highs = _spread(grads, groups, "dp")
+    unused = sum(p.grad is None for p in held)
+    hint = (
+        f". {unused} parameters got no gradient: if the loss does not read them, the reduction waits for them; set "
+        "ddp={'find_unused_parameters': True}, or freeze them"
+        if unused
+        else ""
+    )
     for grad, low, high in zip(grads, lows, highs, strict=True):
         if high - low > _tolerance(grad.dtype) * high:
             raise RuntimeError(
                 f"a gradient of shape {list(grad.shape)} that reaches the optimizer differs between the replicas (its norm is "
                 f"{low:.9g} on one and {high:.9g} on another): it came past the reduction over dp. Call self.manual_backward(loss) "
                 "instead of loss.backward() or torch.autograd.grad, and change gradients behind it alike on every replica"
+                f"{hint}"
             )
 
 

@@ -730,3 +730,23 @@ def test_predictions_made_of_parts_are_refused():
 def test_predictions_made_of_parts_are_refused_at_every_step():
     for told in run_distributed(predict_late, 2):
         assert told.startswith("what the predict step returns differs across the tensor-parallel ranks")
+
+
+class Dead(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dead = torch.nn.Parameter(torch.zeros(3))
+
+
+def train_dead() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=1), max_steps=2).fit(
+            Dead(), models.loader(4, count=16)
+        )
+    return str(caught.value)
+
+
+def test_a_parameter_that_the_loss_does_not_read_is_told_with_replicas():
+    for told in run_distributed(train_dead, 2):
+        assert "1 parameters got no gradient: if the loss does not read them" in told
+        assert "set ddp={'find_unused_parameters': True}" in told
