@@ -302,8 +302,8 @@ def check_reduced(parameters: Iterable[Tensor], groups: ParallelGroups) -> None:
     lows, highs = _spread(grads, groups, "dp")
     unused = sum(p.grad is None for p in held)
     hint = (
-        f". {unused} parameters got no gradient: if the loss does not read them, the reduction waits for them; set "
-        "ddp={'find_unused_parameters': True}, or freeze them"
+        f". {unused} parameter{'s' * (unused > 1)} got no gradient: what the loss does not read the reduction waits for; set "
+        "ddp={'find_unused_parameters': True}, or freeze it"
         if unused
         else ""
     )

@@ -748,5 +748,5 @@ def train_dead() -> str:
 
 def test_a_parameter_that_the_loss_does_not_read_is_told_with_replicas():
     for told in run_distributed(train_dead, 2):
-        assert "1 parameters got no gradient: if the loss does not read them" in told
+        assert "1 parameter got no gradient: what the loss does not read" in told
         assert "set ddp={'find_unused_parameters': True}" in told
