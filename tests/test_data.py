@@ -157,10 +157,10 @@ class RandomPairs(Sampler):
 
 
 def read_at_once(kind: str) -> list[list[int]]:
-    torch.manual_seed(dist.get_rank())  # as after a resume, or without a seed
     data = torch.utils.data.TensorDataset(torch.arange(12), models.tokens(count=12).tensors[0])
     own = {"batch_sampler": RandomPairs()} if kind == "batch sampler" else {"shuffle": True, "num_workers": 1}
     module = Reader()
+    torch.manual_seed(dist.get_rank())  # as after a resume, or without a seed
     trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=1), max_epochs=2)
     trainer.fit(module, DataLoader(data, **own) if "batch_sampler" in own else DataLoader(data, 2, **own))
     return module.read["train"]
