@@ -247,7 +247,7 @@ class HuggingFaceTarget:
         own = self._model.state_dict(keep_vars=True)
         kept: dict[str, Tensor] = remove_tied_weights_from_state_dict(dict(self._model.state_dict()), self._model)
         first = {id(own[name]): name for name in kept}
-        for name in set(own) - set(kept):
+        for name in set(self._names) - set(kept):
             one, other = (self._state[self._names[key]] for key in (first[id(own[name])], name))
             if identity(one) != identity(other) and not torch.equal(self._source.read(one), self._source.read(other)):
                 raise ValueError(
@@ -344,7 +344,8 @@ class HuggingFaceTarget:
                 shutil.copyfile(file, folder / inner)
         config = json.loads((self._like / "config.json").read_text())
         config.pop("quantization_config", None)  # what is written is not quantised
-        kinds = [self._state[self._names[name]].dtype for name, _ in self._model.named_parameters()]
+        names = [self._names[name] for name, _ in self._model.named_parameters() if name in self._names]
+        kinds = [self._state[name].dtype for name in names]
         if kind := next(
             (kind for kind in kinds if kind.is_floating_point), None
         ):  # as the library tells a model's type
