@@ -951,7 +951,7 @@ MUTANTS = [
     Mutant(
         "moments live in the file that was read",
         "checkpoint.py",
-        "value.clone() if isinstance(value, Tensor) and value is flat[index, key] else value",
+        "own_memory(value) if value is flat[index, key] else value",
         "value",
         "tests/test_files.py -k lives",
     ),
