@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -92,7 +93,7 @@ class Blueprint:
         plans: Sequence[ShardingPlan],
         groups: ParallelGroups,
         sp: bool,
-        regather: bool,
+        regather: bool | Literal["auto"],
     ) -> None:
         self.model, self.groups, self.sp = model, groups, sp
         self.size, self.rank = groups.size("tp"), groups.rank("tp")

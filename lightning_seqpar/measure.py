@@ -37,9 +37,10 @@ class SavedBytes:
         # By the storage's own address: on the meta device no storage has a memory's.
         self._excluded = {_local(tensor).untyped_storage()._cdata for tensor in exclude}
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor)
 
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Count a tensor as kept."""
         storage = _local(tensor).untyped_storage()
         if storage._cdata not in self._excluded:
             # The storage is held so that its address can't be given out twice.

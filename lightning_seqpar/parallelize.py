@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,7 @@ from lightning_seqpar.layers import (
     write_attribute,
 )
 from lightning_seqpar.layout import ModelLayout, ParamLayout
+from lightning_seqpar.lean import TRUSTED, is_norm, make_lean
 from lightning_seqpar.plan import (
     Argument,
     ColumnRule,
@@ -199,6 +200,8 @@ class _Swap(Blueprint):
         for match in self.sets:
             self._set(match)
         self._swap_vocabs()
+        for name in self._keepers():
+            make_lean(self.modules[name])
         choices = [(match.name, match.rule.style, match.source) for match in self.matches]
         record = ShardedModel(
             self.model,
@@ -233,6 +236,7 @@ class _Swap(Blueprint):
             if isinstance(m.rule, ReplaceRule) and name not in self.encoders
         }
         changed |= {name: ["num_embeddings", "out_features"] for name in self.vocabs}
+        changed |= {name: [] for name in self._keepers()}
         for match in self.sets:
             assert isinstance(match.rule, SetRule)
             changed.setdefault(match.name, []).extend(
@@ -240,6 +244,17 @@ class _Swap(Blueprint):
             )
         for name, attributes in changed.items():
             yield _restorer(self.modules[name], attributes)
+
+    def _keepers(self) -> list[str]:
+        """Norms and dropouts of the regions: what they keep for the backward can be less."""
+        exits = [name for stack in self.stacks for name in stack.exits]
+        return [
+            name
+            for name, module in self.modules.items()
+            if self.canonical[name] == name
+            and (is_norm(module) or type(module) is nn.Dropout)
+            and (any(stack.covers(name) for stack in self.stacks) or any(inside(name, out) for out in exits))
+        ]
 
     def _swap(self, name: str, rule: Rule) -> None:
         module = self.modules[name]
@@ -453,6 +468,8 @@ def _restorer(module: nn.Module, attributes: Iterable[str]) -> Callable[[], None
                 "full_name",
                 "global_heads",
                 "gathers_input",
+                "opens_stretch",
+                TRUSTED,
                 "leaves_partial",
                 "packs",
                 "transposed",
@@ -523,7 +540,7 @@ def parallelize(
     groups: ParallelGroups,
     *,
     sp: bool = True,
-    regather: bool = True,
+    regather: bool | Literal["auto"] = "auto",
 ) -> ShardedModel:
     """Shard ``model`` in place by ``plans`` over the axis ``tp``.
 

@@ -305,7 +305,7 @@ class Prover:
             self._groups,
             example,
             sp=self._config.sp,
-            regather=self._config.regather is not False,
+            regather=self._config.regather,
             device=self._device,
             dtype=dtype,
             prepare=lambda copied: attach_view(copied, self._trainer),

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,21 +27,39 @@ from lightning_seqpar.collectives import (
     scatter_to_sequence_parallel_region,
     shard_length,
 )
+from lightning_seqpar.lean import NormCall, norm_of
 from lightning_seqpar.linearity import REDUCTIONS, Leaks, Parts
 from lightning_seqpar.parts import LocalParts
 from lightning_seqpar.random import RankStreams
+from lightning_seqpar.stretch import Stretch
 
 _MANY = 4096  # calls that are remembered outside any step
+KEPT = 2**20
+"""Bytes of a gathered activation up to which ``regather="auto"`` keeps it: there a collective's time is its latency."""
+
+
+def remembered(x: Tensor) -> tuple[Tensor, NormCall | None]:
+    """What is kept for the backward in place of ``x``: the input of the norm that made it, and how; or itself."""
+    call = norm_of(x)
+    source = call.source() if call is not None else None
+    return (x.detach(), None) if source is None else (source.detach(), call)
 
 
 class GatheredInput:
-    """One gathered activation and the column linears that read it.
+    """One activation on its way to column linears, and those that read it.
 
-    They save its shard, and the backward gathers it again: once, for all of them.
+    They keep its shard (or what its norm makes it from), and the backward gathers it again: once, for all of them.
+
+    Args:
+        x: the shard; with ``length`` none the activation that is whole already.
+
+    Attributes:
+        kept: what they keep, while the module that reads it runs.
     """
 
-    def __init__(self, region: SequenceRegion, shard: Tensor, length: int) -> None:
-        self.shard = shard
+    def __init__(self, region: SequenceRegion, x: Tensor, length: int | None) -> None:
+        self.kept: Tensor | None
+        self.kept, self._call = remembered(x)
         self._region, self._length = region, length
         self._users = self._left = 0
         self._pending: PendingGather | None = None
@@ -52,9 +70,19 @@ class GatheredInput:
         self._users += 1
         self._left += 1
 
-    def start(self, shard: Tensor) -> None:
-        """Start to gather the (unpacked) shard, unless an earlier user did."""
-        if self._pending is None and self._whole is None:
+    @property
+    def is_lean(self) -> bool:
+        """Whether anything else than the whole activation is kept."""
+        return self._length is not None or self._call is not None
+
+    def start(self, kept: Tensor) -> None:
+        """Start to gather from what was kept (unpacked), unless an earlier user did."""
+        if self._pending is not None or self._whole is not None:
+            return
+        shard = kept if self._call is None else self._call.output(kept)
+        if self._length is None:
+            self._whole = shard
+        else:
             self._pending = PendingGather(shard, self._region.dim, self._region.group, self._length, async_op=True)
 
     def take(self) -> Tensor:
@@ -107,11 +135,18 @@ class SequenceRegion:
         sp: whether activations between blocks are sharded; if not, they stay whole and the region only
             stands for f and f̄.
         name: how messages call it.
-        regather: gather column inputs again in the backward instead of keeping the gathered copy.
+        regather: gather column inputs again in the backward instead of keeping the gathered copy; ``auto`` keeps
+            copies of up to :data:`KEPT` bytes.
     """
 
     def __init__(
-        self, group: ProcessGroup, dim: int = 1, *, sp: bool = True, name: str = "", regather: bool = True
+        self,
+        group: ProcessGroup,
+        dim: int = 1,
+        *,
+        sp: bool = True,
+        name: str = "",
+        regather: bool | Literal["auto"] = "auto",
     ) -> None:
         self.group, self.dim, self.sp, self.regather = group, dim, sp, regather
         self.name = name or "the model"
@@ -125,6 +160,8 @@ class SequenceRegion:
         self.leaks = Leaks()
         self.blocks: tuple[str, ...] = ()  # their names
         self._in_block = 0
+        self._stretch: Stretch | None = None
+        self._open_columns: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.regather)
@@ -292,6 +329,7 @@ class SequenceRegion:
         if aborted and self._in_block == 0:
             while self.streams.on:
                 self.streams.end()
+        self.drop_stretch()
 
     def begin_columns(self) -> None:
         """A column linear: its features are this rank's own, and so are the draws on them."""
@@ -367,6 +405,7 @@ class SequenceRegion:
         """A shard on its way to column linears: gathered (g), or copied (f) where the sequence is not sharded."""
         if not self.sp:
             copied = copy_to_tensor_parallel_region(x, self.group)
+            self._hand_on(copied, x, None)
             self._note(copied)
             return copied
         length = self.length_for(x, module)
@@ -375,11 +414,63 @@ class SequenceRegion:
             self._note(whole)
             return whole
         whole = gather_from_sequence_parallel_region(x, self.dim, self.group, length)
-        if self.regather and torch.is_grad_enabled():
-            handle = GatheredInput(self, x.detach(), length)
-            self._frame.gathered.append((weakref.ref(whole), handle))
+        if self.gathers_again(x):
+            self._hand_on(whole, x, length)
         self._note(whole)
         return whole
+
+    def gathers_again(self, x: Tensor) -> bool:
+        """Whether the backward gathers this shard again."""
+        if self.regather == "auto":
+            return x.nbytes * self.size > KEPT
+        return self.regather
+
+    def _hand_on(self, whole: Tensor, x: Tensor, length: int | None) -> None:
+        """Tell the columns that will read ``whole`` what to keep for it."""
+        if torch.is_grad_enabled():
+            handle = GatheredInput(self, x, length)
+            if handle.is_lean:
+                self._frame.gathered.append((weakref.ref(whole), handle))
+
+    # ---- the stretch between columns and their row -----------------------------------------------------------
+
+    def after_column(self, out: Tensor, column: Any) -> None:
+        """What a column linear made: what is computed from it up to the row can be computed again."""
+        if not column.opens_stretch or not out.requires_grad or not torch.is_grad_enabled():
+            return
+        if self._stretch is None:
+            self._stretch, self._open_columns = Stretch.open(), []
+        if self._stretch is not None:
+            self._stretch.add(out)
+            self._open_columns.append(column)
+
+    @contextmanager
+    def row_keeps(self) -> Iterator[None]:
+        """Around the product of a row linear, which keeps its input."""
+        stretch, self._stretch = self._stretch, None
+        if stretch is None:
+            yield
+            return
+        stretch.pause()
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            self._judge(stretch.close(done=done))
+
+    def drop_stretch(self) -> None:
+        """No row came."""
+        stretch, self._stretch = self._stretch, None
+        if stretch is not None:
+            stretch.pause()
+            self._judge(stretch.close(done=False))
+
+    def _judge(self, gained: bool) -> None:
+        """Columns behind which nothing is to be gained open no stretch again."""
+        for column in self._open_columns:
+            column.opens_stretch = column.opens_stretch and gained
+        self._open_columns = []
 
     def _fold(self, x: Tensor, positions: int, of: _Frame | _Fact | None = None) -> Tensor | None:
         """Tokens that were flattened, ``[b·s, h]`` → ``[b, s, h]`` (or ``[s, b, h]``); none if they were not."""
@@ -498,6 +589,8 @@ class SequenceRegion:
         frame = self._frame
         nodes = frame.scopes.pop() if frame.scopes else []
         if not frame.scopes:
+            for _, handle in frame.gathered:
+                handle.kept = None  # now the graph alone holds it
             frame.gathered, frame.stand_ins = [], []
         if out is not None and out.grad_fn is not None and nodes and self._passes_by(out.grad_fn, nodes):
             frame.unreduced.append((module, nodes))  # the row may stand behind the module, but in the block

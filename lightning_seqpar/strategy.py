@@ -228,8 +228,7 @@ class SeqParallelStrategy(SavingStrategy):
         told = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
         check_agreement({"the plan": told}, self._world, self.root_device)
         hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
-        regather = self.config.regather is not False
-        record = parallelize(module, plans, self.groups, sp=self.config.sp, regather=regather)
+        record = parallelize(module, plans, self.groups, sp=self.config.sp, regather=self.config.regather)
         record.made_by = made_by
         self._log_summary([_describe_plan(record, plans), *proved.lines])
         if seen := [name for name in hooked if record.is_inside(name)]:

@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from lightning_seqpar.collectives import PendingGather, PendingReduceScatter
 from lightning_seqpar.layers.kind import LinearKind, features
 from lightning_seqpar.layers.shard import Shard
-from lightning_seqpar.region import GatheredInput, SequenceRegion
+from lightning_seqpar.lean import NormCall
+from lightning_seqpar.region import GatheredInput, SequenceRegion, remembered
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -39,7 +40,7 @@ class ShardedLinear(torch.autograd.Function):
     ============  ======================  =========================
     tensor        given                   saved for backward
     ============  ======================  =========================
-    x             ``[b, s, h]``           its shard ``[b, s/tp, h]``, if it was gathered; else itself
+    x             ``[b, s, h]``           its shard ``[b, s/tp, h]`` (or that of its norm's input); or itself
     weight        ``[f/tp, h]``           itself
     y             ``[b, s, f/tp]``        —
     ============  ======================  =========================
@@ -53,7 +54,7 @@ class ShardedLinear(torch.autograd.Function):
         needs_x = weight.requires_grad
         if needs_x and gathered is not None:
             gathered.add_user()
-        keep = (gathered.shard if gathered is not None else x) if needs_x else None
+        keep = (gathered.kept if gathered is not None else x) if needs_x else None
         ctx.save_for_backward(keep, weight)
         ctx.gathered, ctx.x_dtype, ctx.bias_dtype = (
             gathered,
@@ -86,7 +87,7 @@ class GatherLinear(torch.autograd.Function):
     ============  ======================  =========================
     tensor        given                   saved for backward
     ============  ======================  =========================
-    x             ``[b, s/tp, h]``        itself
+    x             ``[b, s/tp, h]``        itself, or its norm's input
     weight        ``[f/tp, h]``           itself
     y             ``[b, s, f/tp]``        —
     ============  ======================  =========================
@@ -95,9 +96,18 @@ class GatherLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, group: Any, length: int) -> Tensor:
-        dtype = _autocast_dtype(x)
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        region: SequenceRegion,
+        length: int,
+        kept: tuple[Tensor, NormCall | None],
+    ) -> Tensor:
+        dtype, dim, group = _autocast_dtype(x), region.dim, region.group
+        keep, ctx.call = kept
+        ctx.save_for_backward(keep if weight.requires_grad else None, weight)
         ctx.dim, ctx.group, ctx.length, ctx.x_dtype = dim, group, length, x.dtype
         ctx.bias_dtype = bias.dtype if bias is not None else None
         with torch.autocast(x.device.type, enabled=False):
@@ -112,6 +122,7 @@ class GatherLinear(torch.autograd.Function):
         shard, weight = ctx.saved_tensors
         gathering = None
         if shard is not None:
+            shard = shard if ctx.call is None else ctx.call.output(shard)
             gathering = PendingGather(shard.to(grad.dtype), ctx.dim, ctx.group, ctx.length, async_op=True)
         scattering = None
         if ctx.needs_input_grad[0]:
@@ -199,6 +210,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     gathers_input: bool = False
+    opens_stretch: bool = True
 
     def _cut(self, rank: int) -> None:
         shrink(self.weight, self.shard, rank)
@@ -212,17 +224,23 @@ class ColumnParallelLinear(_ParallelLinear):
         if not self.gathers_input:
             x = region.behind(x)
             region.check_column_input(x, self.full_name)
-            return sharded_linear(x, self.matrix, self.bias, region)
+            return self._tell(sharded_linear(x, self.matrix, self.bias, region))
         region.open_gather(x, self.full_name)
         try:
-            if region.sp and region.regather:
+            if region.sp and region.gathers_again(x):
                 length = region.length_for(x, self.full_name)
-                return GatherLinear.apply(x, self.matrix, self.bias, region.dim, region.group, length)  # type: ignore[no-untyped-call, no-any-return]
-            return sharded_linear(region.gather(x, self.full_name), self.matrix, self.bias, region)
+                out: Tensor = GatherLinear.apply(x, self.matrix, self.bias, region, length, remembered(x))  # type: ignore[no-untyped-call]
+            else:
+                out = sharded_linear(region.gather(x, self.full_name), self.matrix, self.bias, region)
         finally:
             region.close_gather()
             region.finish(self.full_name)
             region.begin_columns()
+        return self._tell(out)
+
+    def _tell(self, out: Tensor) -> Tensor:
+        self.region.after_column(out, self)
+        return out
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -251,7 +269,8 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, f/tp]`` → ``[b, s/tp, h]``."""
         try:
-            partial: Tensor = ShardedLinear.apply(x, self.matrix, None, None)  # type: ignore[no-untyped-call]
+            with self.region.row_keeps():
+                partial: Tensor = ShardedLinear.apply(x, self.matrix, None, None)  # type: ignore[no-untyped-call]
         except BaseException:  # a recompute ends here, when the last tensor that it is for is kept
             self.region.abort_columns()
             raise

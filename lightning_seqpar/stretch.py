@@ -1,0 +1,290 @@
+"""The element-wise stretch between column linears and their row linear, computed again in the backward.
+
+What an activation function, a gate or a bias keeps there, and the row's own input, all come from what the columns made:
+that alone is kept. The graph stays as the user's code built it; only the values that its nodes saved are made anew,
+by the same functions on the same numbers, so that they are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from lightning_seqpar.lean import Autocast, apply_mask, dropout, drops
+from lightning_seqpar.measure import SavedBytes
+
+_ARITHMETIC = (
+    "add", "__add__", "__radd__", "sub", "subtract", "__sub__", "__rsub__", "rsub", "mul", "multiply", "__mul__", "__rmul__",
+    "div", "divide", "true_divide", "__truediv__", "__rtruediv__", "__div__", "__rdiv__", "pow", "__pow__", "__rpow__", "neg",
+    "negative", "__neg__", "square", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log", "log1p", "abs", "tanh", "sigmoid",
+    "erf", "sin", "cos", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "where", "addcmul", "lerp",
+)  # fmt: skip
+_ACTIVATIONS = (
+    "relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "hardswish", "hardsigmoid", "hardtanh",
+    "logsigmoid", "softplus", "softsign", "tanhshrink", "softshrink", "hardshrink", "threshold", "prelu", "glu",
+)  # fmt: skip
+_SHAPES = (
+    "view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "chunk", "split", "narrow", "unbind",
+    "select", "squeeze", "unsqueeze", "expand", "contiguous", "clone", "__getitem__", "t",
+    "to", "type_as", "float", "double", "half", "bfloat16",
+)  # fmt: skip
+REPLAYED = frozenset((*_ARITHMETIC, *_ACTIVATIONS, *_SHAPES))
+"""Functions that give each number (or each place) of their result from few of their arguments' and draw nothing."""
+
+
+class _Slot(NamedTuple):
+    """In recorded arguments: the value that stands there."""
+
+    at: int
+
+
+class _Step(NamedTuple):
+    """One recorded call."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: tuple[int, ...]  # slots of the result, or of its parts
+    autocast: Autocast
+
+
+class _Packed:
+    """What a graph node keeps in place of a tensor: the tensor, or where in the stretch it comes from."""
+
+    __slots__ = ("_offset", "_shape", "_slot", "_stretch", "_stride", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self._slot, self._stretch = -1, cast(Stretch | None, None)
+
+    def drop(self, stretch: Stretch, slot: int) -> None:
+        """The tensor lies on the memory of a value that can be made again."""
+        tensor, self.tensor = self.tensor, None
+        assert tensor is not None
+        self._shape, self._stride, self._offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self._stretch, self._slot = stretch, slot
+
+    def unpack(self) -> Tensor:
+        """The tensor."""
+        if self.tensor is not None:
+            return self.tensor
+        assert self._stretch is not None
+        made = self._stretch.value(self._slot, self)
+        return made.as_strided(self._shape, self._stride, self._offset)
+
+
+class Stretch(TorchFunctionMode):
+    """Records what is done to the outputs of column linears, until :meth:`close`.
+
+    Opened and closed around user code, on top of whatever modes and hooks are active then.
+    """
+
+    def __init__(self, outer: SavedBytes | None) -> None:
+        super().__init__()
+        self._outer = outer
+        self._slots: dict[int, int] = {}  # by the tensor's identity
+        self._tensors: list[Tensor | None] = []  # sources for good, the others until close
+        self._versions: list[int] = []
+        self._steps: list[_Step] = []
+        self._sources: list[int] = []
+        self._homes: dict[int, int] = {}  # storages of made values → slot
+        self._given: set[int] = set()  # storages of sources
+        self._packed: list[_Packed] = []  # until close: they hold the stretch
+        self._dropped: frozenset[int] = frozenset()
+        self._spoiled = False
+        self._values: dict[int, Tensor] = {}
+        self._waiting: set[int] = set()
+
+    @staticmethod
+    def open() -> Stretch | None:
+        """A stretch that records from now on; none where another's hooks decide what is kept (activation checkpointing)."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = getattr(top[0], "__self__", None) if top is not None else None
+        if top is not None and not isinstance(outer, SavedBytes):
+            return None
+        made = Stretch(outer)
+        made.__enter__()  # type: ignore[no-untyped-call]
+        torch._C._autograd._push_saved_tensors_default_hooks(made._pack, made._unpack)
+        return made
+
+    def add(self, out: Tensor) -> None:
+        """A column's output: it is kept."""
+        self._add_source(out)
+
+    def pause(self) -> None:
+        """The row begins: what it calls is no part of the stretch, what it keeps is."""
+        if _get_current_function_mode() is not self:
+            raise _out_of_order("a mode of torch functions")
+        self.__exit__(None, None, None)
+
+    def close(self, *, done: bool) -> bool:
+        """The row has kept its input (or, not ``done``, there was no row): whether anything is gained."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None or top[0] != self._pack:
+            raise _out_of_order("hooks for saved tensors")
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        gained = done and not self._spoiled and self._is_intact() and self._settle()
+        for packed in self._packed:
+            self._tell_outer(packed.tensor)
+        if not gained:
+            self._steps, self._sources = [], []
+        self._slots, self._homes, self._packed = {}, {}, []
+        needed = set(self._sources)
+        self._tensors = [tensor if at in needed else None for at, tensor in enumerate(self._tensors)]
+        return gained
+
+    # ---- recording -------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self._spoiled or name == "__get__":
+            return func(*args, **kwargs)
+        if name == "dropout" and (found := self._dropout(*args, **kwargs)) is not None:
+            return found
+        if (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")) or "out" in kwargs:
+            self._spoiled = any(id(given) in self._slots for given in (*args, *kwargs.values()))
+        elif kwargs.get("inplace"):
+            self._spoiled = True
+        out = func(*args, **kwargs)
+        if name in REPLAYED and not self._spoiled:
+            self._note(func, args, kwargs, out)
+        return out
+
+    def _dropout(self, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor | None:
+        if not training or inplace or not drops(x, p):
+            return None
+        out, mask = dropout(x, p)
+        self._note(apply_mask, (x, mask, p), {}, out)
+        return out
+
+    def _note(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if not any(id(tensor) in self._slots for tensor in given) or _is_nested((*args, *kwargs.values())):
+            return
+        parts = (out,) if isinstance(out, Tensor) else tuple(out) if isinstance(out, list | tuple) else ()
+        if not parts or not all(type(part) is Tensor for part in parts):
+            return
+        for tensor in given:
+            if id(tensor) not in self._slots:
+                self._add_source(tensor)
+        slots = tuple(self._slots[id(p)] if id(p) in self._slots else self._add(p) for p in parts)
+        for part, slot in zip(parts, slots, strict=True):
+            home = part.untyped_storage()._cdata
+            if home not in self._given:
+                self._homes.setdefault(home, slot)
+        told = tuple(_Slot(self._slots[id(value)]) if isinstance(value, Tensor) else value for value in args)
+        named = {k: _Slot(self._slots[id(v)]) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        self._steps.append(_Step(call, told, named, slots, Autocast(parts[0].device.type)))
+
+    def _add(self, tensor: Tensor) -> int:
+        self._slots[id(tensor)] = slot = len(self._tensors)
+        self._tensors.append(tensor)
+        self._versions.append(tensor._version)
+        return slot
+
+    def _add_source(self, tensor: Tensor) -> None:
+        self._sources.append(self._add(tensor))
+        home = tensor.untyped_storage()._cdata
+        if home not in self._homes:
+            self._given.add(home)
+
+    # ---- keeping ---------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> _Packed:
+        self._packed.append(_Packed(tensor))
+        return self._packed[-1]
+
+    @staticmethod
+    def _unpack(kept: _Packed) -> Tensor:
+        return kept.unpack()
+
+    def _tell_outer(self, tensor: Tensor | None) -> None:
+        if self._outer is not None and tensor is not None:
+            self._outer.keep(tensor)
+
+    def _is_intact(self) -> bool:
+        return all(t is None or t._version == v for t, v in zip(self._tensors, self._versions, strict=True))
+
+    def _settle(self) -> bool:
+        """Let go of what can be made again, if that is more than what must be kept for it."""
+        homes = [(packed, packed.tensor.untyped_storage()) for packed in self._packed if packed.tensor is not None]
+        dropped = [(packed, self._homes[home._cdata]) for packed, home in homes if home._cdata in self._homes]
+        kept = {home._cdata for _, home in homes if home._cdata not in self._homes}
+        needed = {slot for _, slot in dropped}
+        steps = []
+        for step in reversed(self._steps):
+            if needed & set(step.out):
+                steps.append(step)
+                needed |= {value.at for value in (*step.args, *step.kwargs.values()) if isinstance(value, _Slot)}
+        sources = [at for at in self._sources if at in needed]
+        held = [(at, tensor) for at in sources if (tensor := self._tensors[at]) is not None]
+        extra = {
+            tensor.untyped_storage()._cdata: tensor
+            for _, tensor in held
+            if not isinstance(tensor, Parameter) and tensor.untyped_storage()._cdata not in kept
+        }
+        gain = {home._cdata: home.nbytes() for _, home in homes if home._cdata in self._homes}
+        if sum(tensor.untyped_storage().nbytes() for tensor in extra.values()) >= sum(gain.values()):
+            return False
+        for tensor in extra.values():
+            self._tell_outer(tensor)
+        self._steps, self._sources = steps[::-1], sources
+        for at, tensor in held:
+            self._tensors[at] = tensor.detach()  # the graph must not hold itself
+        for packed, slot in dropped:
+            packed.drop(self, slot)
+        self._dropped = frozenset(id(packed) for packed, _ in dropped)
+        return True
+
+    # ---- making again ----------------------------------------------------------------------------------------
+
+    def value(self, slot: int, packed: _Packed) -> Tensor:
+        """The value of a slot; all are made at the first call and let go when every node has had its own."""
+        if not self._values:
+            self._values = self._replay()
+            self._waiting = set(self._dropped)
+        found = self._values[slot]
+        self._waiting.discard(id(packed))
+        if not self._waiting:
+            self._values = {}
+        return found
+
+    def _replay(self) -> dict[int, Tensor]:
+        values: dict[int, Tensor] = {}
+        for at in self._sources:
+            tensor = self._tensors[at]
+            assert tensor is not None
+            if tensor._version != self._versions[at]:
+                raise RuntimeError(
+                    "the output of a column-parallel linear (or what was combined with it) was changed in place after its "
+                    "row-parallel linear had read it, and the backward needs it; write the change as a new tensor"
+                )
+            values[at] = tensor
+        with torch.no_grad():
+            for step in self._steps:
+                args = [values[value.at] if isinstance(value, _Slot) else value for value in step.args]
+                kwargs = {k: values[v.at] if isinstance(v, _Slot) else v for k, v in step.kwargs.items()}
+                with step.autocast.again():
+                    out = step.call(*args, **kwargs)
+                values.update(zip(step.out, (out,) if isinstance(out, Tensor) else out, strict=True))
+        return values
+
+
+def _is_nested(values: Iterable[Any]) -> bool:
+    """Whether tensors stand inside an argument (a tuple of indices)."""
+    return any(isinstance(v, list | tuple) and any(isinstance(item, Tensor) for item in v) for v in values)
+
+
+def _out_of_order(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"between a column-parallel linear and its row-parallel linear your code enters (or leaves) {what}, and leaves (or "
+        "enters) it elsewhere; put the 'with' around both linears, or between them"
+    )

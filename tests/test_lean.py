@@ -1,0 +1,219 @@
+"""What the lean forms keep, and that their gradients are those of the plain forms to the last bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_seqpar.lean import TRUSTED, is_norm, make_lean, norm_of
+from lightning_seqpar.measure import SavedBytes
+from lightning_seqpar.stretch import Stretch
+
+
+class RMSNorm(nn.Module):
+    """As Hugging Face's model code writes it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32) if x.dtype == torch.bfloat16 else x
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+def run(module: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
+    leaf = x.clone().requires_grad_()
+    with SavedBytes(exclude=module.parameters()) as saved:
+        out = module(leaf * 1)
+    out.square().sum().backward()
+    return out.detach(), [leaf.grad, *(p.grad for p in module.parameters())], saved.total
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [RMSNorm, nn.LayerNorm, nn.RMSNorm])
+def test_a_lean_norm_is_the_norm_and_keeps_its_input(kind, dtype):
+    torch.manual_seed(0)
+    plain = kind(16).to(dtype)
+    lean = copy.deepcopy(plain)
+    make_lean(lean)
+    assert isinstance(lean, kind)
+    assert type(lean).__name__ == kind.__name__
+    assert is_norm(lean)
+    x = torch.randn(2, 8, 16, dtype=dtype)
+    one, other = run(plain, x), run(lean, x)
+    assert torch.equal(one[0], other[0])
+    for a, b in zip(one[1], other[1], strict=True):
+        assert torch.equal(a, b)
+    assert other[2] == x.numel() * x.element_size() <= one[2]
+
+
+def test_a_lean_norm_under_autocast_runs_again_under_autocast():
+    plain = RMSNorm(16)
+    lean = copy.deepcopy(plain)
+    make_lean(lean)
+    grads = []
+    for module in (plain, lean):
+        x = torch.ones(2, 8, 16, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.linear(module(x), torch.ones(16, 16)).sum()
+        loss.backward()
+        grads.append((x.grad, module.weight.grad))
+    assert torch.equal(grads[0][0], grads[1][0])
+    assert torch.equal(grads[0][1], grads[1][1])
+
+
+class Noisy(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn_like(x)
+
+
+class Counting(RMSNorm):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+@pytest.mark.parametrize("kind", [Noisy, Counting])
+def test_a_norm_that_is_no_function_of_its_input_stays_as_it_is(kind):
+    torch.manual_seed(0)
+    plain = kind(16)
+    lean = copy.deepcopy(plain)
+    make_lean(lean)
+    x = torch.randn(2, 8, 16)
+    lean(x.requires_grad_())  # the first input finds it out
+    assert lean.__dict__[TRUSTED] is False
+    assert norm_of(lean(x)) is None
+
+
+def test_a_hook_of_a_norms_parameter_fires_once():
+    norm, seen = RMSNorm(16), []
+    make_lean(norm)
+    norm.weight.register_hook(lambda grad: seen.append(grad) or grad * 2)
+    x = torch.randn(2, 8, 16)
+    norm(x).sum().backward()
+    assert len(seen) == 1
+    assert torch.equal(norm.weight.grad, seen[0] * 2)
+
+
+def test_an_output_that_was_changed_is_not_made_again():
+    norm = RMSNorm(16)
+    make_lean(norm)
+    out = norm(torch.randn(2, 8, 16))
+    assert norm_of(out) is not None
+    with torch.no_grad():
+        out.mul_(2)
+    assert norm_of(out) is None
+
+
+def test_what_is_no_norm():
+    assert not is_norm(nn.BatchNorm1d(4))
+    assert not is_norm(nn.GroupNorm(2, 4))
+    assert not is_norm(nn.Linear(2, 2))
+    assert not is_norm(nn.LayerNorm(4, elementwise_affine=False))
+    odd = nn.LayerNorm(4)
+    odd.forward = lambda x: x  # type: ignore[method-assign]
+    assert not is_norm(odd)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_lean_dropout_draws_and_scales_as_torchs(p, dtype):
+    plain, lean = nn.Dropout(p), nn.Dropout(p)
+    make_lean(lean)
+    x = torch.randn(4, 8, 16, dtype=dtype)
+    found = []
+    for module in (plain, lean):
+        torch.manual_seed(3)
+        found.append((*run(module, x), torch.get_rng_state()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1][0], found[1][1][0])
+    assert torch.equal(found[0][3], found[1][3])
+    assert found[1][2] == x.numel()  # the mask
+    lean.eval()
+    assert lean(x) is x
+
+
+# ---- the stretch between columns and their row -------------------------------------------------------------------
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def gelu_by_hand(gate: Tensor, up: Tensor) -> Tensor:
+    return 0.5 * gate * (1.0 + torch.tanh(0.79788456 * (gate + 0.044715 * torch.pow(gate, 3.0))))
+
+
+def fused(gate: Tensor, up: Tensor) -> Tensor:
+    one, other = gate.chunk(2, dim=-1)
+    return F.gelu(one, approximate="tanh") * other
+
+
+def dropped(gate: Tensor, up: Tensor) -> Tensor:
+    return F.dropout(F.relu(gate), 0.5, True)
+
+
+def scaled(gate: Tensor, up: Tensor) -> Tensor:
+    return (
+        ((0.5 * gate).sigmoid() * gate)
+        .to(torch.float32)
+        .type_as(gate)
+        .view(-1, gate.shape[-1])
+        .unflatten(0, gate.shape[:2])
+    )
+
+
+CASES = {"swiglu": 2, "gelu_by_hand": 1, "fused": 1, "dropped": 1, "scaled": 1}
+"""How many tensors of the column's width are kept, at most: the columns' outputs, and a mask of bytes."""
+
+
+def through(body, lean: bool, dtype: torch.dtype = torch.float64, **more):
+    """Two columns, a body, a row, in one process."""
+    torch.manual_seed(1)
+    x = torch.randn(2, 4, 8, dtype=dtype, requires_grad=True)
+    weights = [nn.Parameter(torch.randn(16, 8, dtype=dtype)) for _ in range(2)]
+    row = nn.Parameter(torch.randn(8, 8 if body is fused else 16, dtype=dtype))
+    with SavedBytes(exclude=[x, row, *weights]) as saved:
+        columns = [F.linear(x, weight) for weight in weights]
+        stretch = Stretch.open() if lean else None
+        if stretch is not None:
+            for column in columns:
+                stretch.add(column)
+        inner = body(*columns)
+        if stretch is not None:
+            stretch.pause()
+        out = F.linear(inner, row)
+        gained = stretch.close(done=True) if stretch is not None else None
+    (out.square().sum() + more.get("extra", lambda *_: 0)(inner)).backward()
+    return [p.grad for p in (x, row, *weights) if p.grad is not None], saved.total, gained
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("body", [swiglu, gelu_by_hand, fused, dropped, scaled], ids=lambda f: f.__name__)
+def test_a_stretch_keeps_what_the_columns_made(body, dtype):
+    plain, kept, _ = through(body, False, dtype)
+    lean, less, gained = through(body, True, dtype)
+    for a, b in zip(plain, lean, strict=True):
+        assert torch.equal(a, b)
+    width = 2 * 4 * 16 * torch.empty(0, dtype=dtype).element_size()
+    masks = 2 * 4 * 16 if body is dropped else 0
+    assert gained
+    assert less <= CASES[body.__name__] * width + masks < kept
+
+
+def test_what_else_reads_the_stretch_gets_its_gradient():
+    """An auxiliary loss on the activations: the graph is the user's."""
+    extra = {"extra": lambda inner: inner.abs().sum()}
+    plain, _, _ = through(swiglu, False, **extra)
+    lean, _, gained = through(swiglu, True, **extra)
+    assert gained
+    for a, b in zip(plain, lean, strict=True):
+        assert torch.equal(a, b)
