@@ -94,8 +94,9 @@ class Blueprint:
         groups: ParallelGroups,
         sp: bool,
         regather: bool | Literal["auto"],
+        loss_chunk: int | None = None,
     ) -> None:
-        self.model, self.groups, self.sp = model, groups, sp
+        self.model, self.groups, self.sp, self.loss_chunk = model, groups, sp, loss_chunk
         self.size, self.rank = groups.size("tp"), groups.rank("tp")
         self.modules = dict(model.named_modules(remove_duplicate=False))
         first: dict[int, str] = {}
@@ -275,6 +276,12 @@ class Blueprint:
             self._check_wide(name)
         for name in self.vocabs:
             self._check_vocab(name)
+        if self.loss_chunk is not None and not any(isinstance(self.modules[name], nn.Linear) for name in self.vocabs):
+            raise ValueError(
+                f"loss_chunk={self.loss_chunk}: no head of this plan is sharded by vocabulary, so its logits are made whole; "
+                "add a rule {pattern: HEAD, style: vocab} with the head's name (and its embedding's, if they are tied), or "
+                "leave loss_chunk out"
+            )
         for match in self.sets:
             self._check_set(match)
         if not self.linear.keys() - self.encoders and not self.raw:

@@ -200,7 +200,7 @@ class ParallelConfig(FrozenModel):
             the value, the rule and the fix.
     """
 
-    _OPTIONAL: ClassVar[tuple[str, ...]] = ("virtual_pp", "pp_split_rank")
+    _OPTIONAL: ClassVar[tuple[str, ...]] = ("virtual_pp", "pp_split_rank", "loss_chunk")
 
     tp: int = 1
     """Tensor-parallel size: over how many ranks each linear is split."""
@@ -232,6 +232,9 @@ class ParallelConfig(FrozenModel):
     """Activation recompute by the strategy. Not run yet; checkpointing inside your model works."""
     regather: Literal["auto"] | bool = "auto"
     """Gather a column linear's input again in the backward instead of keeping the gathered copy."""
+    loss_chunk: int | None = None
+    """Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary (a ``vocab`` rule);
+    the backward makes them once more. None makes all at once."""
     compile: bool = False
     """Compile the model. Not run yet."""
     self_check: bool = True
@@ -254,7 +257,7 @@ class ParallelConfig(FrozenModel):
     gloo_twins: bool = False
     """Make a gloo group beside each group of axes, for objects and for threads of their own."""
 
-    @field_validator("tp", "cp", "pp", "dp", "virtual_pp", "check_every", "pp_split_rank", mode="before")
+    @field_validator("tp", "cp", "pp", "dp", "virtual_pp", "check_every", "pp_split_rank", "loss_chunk", mode="before")
     @classmethod
     def numbers_are_whole(cls, value: Any, info: ValidationInfo) -> Any:
         if (info.field_name == "dp" and value == "auto") or (value is None and info.field_name in cls._OPTIONAL):
@@ -262,7 +265,8 @@ class ParallelConfig(FrozenModel):
         told = str(value).removeprefix("-").removesuffix(".0").isdecimal() and not isinstance(value, bool)
         if not told:
             also = " or 'auto'" if info.field_name == "dp" else " or null" if info.field_name in cls._OPTIONAL else ""
-            raise broken(f"{info.field_name}={value!r}: it counts ranks or steps; write a whole number{also}")
+            counted = "tokens" if info.field_name == "loss_chunk" else "ranks or steps"
+            raise broken(f"{info.field_name}={value!r}: it counts {counted}; write a whole number{also}")
         return int(float(value))
 
     @field_validator("tp", "cp", "pp", "dp", "virtual_pp")
@@ -278,6 +282,13 @@ class ParallelConfig(FrozenModel):
     def check_every_is_not_negative(cls, value: int) -> int:
         if value < 0:
             raise broken(f"check_every={value}: write 0 for the default schedule or a number of steps")
+        return value
+
+    @field_validator("loss_chunk")
+    @classmethod
+    def loss_chunk_is_positive(cls, value: int | None) -> int | None:
+        if value is not None and value < 1:
+            raise broken(f"loss_chunk={value}: write a number of tokens, such as 1024, or leave it out")
         return value
 
     @field_validator("order", mode="before")
@@ -414,6 +425,7 @@ class ParallelConfig(FrozenModel):
             properties[name]["minimum"] = 1
         properties["dp"]["anyOf"][1]["minimum"] = 1
         properties["check_every"]["minimum"] = 0
+        properties["loss_chunk"]["anyOf"][0]["minimum"] = 1
         properties["order"]["enum"] = ["-".join(axes) for axes in itertools.permutations(AXES)]
         properties["timeout"] = {
             "description": properties["timeout"]["description"],

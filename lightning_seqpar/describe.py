@@ -170,7 +170,9 @@ def describe(
         if config.tp > 1:
             plans = resolve_plans(config.plan, planned, lambda: _infer(model, step, config))
             silent = ParallelGroups.silent(topology)
-            record = parallelize(planned, plans, silent, sp=config.sp, regather=config.regather)
+            record = parallelize(
+                planned, plans, silent, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk
+            )
             for region in record.regions:
                 region.streams = OneStream(0)
         out = _totals(planned, record, plans, topology, config, optimizer)

@@ -305,7 +305,9 @@ class _Swap(Blueprint):
             if isinstance(module, nn.Embedding):
                 VocabParallelEmbedding.adopt(module, shard, self.groups["tp"], self.rank, cut=first)
             else:
-                VocabParallelHead.adopt(module, shard, self.groups["tp"], self.rank, cut=first)
+                VocabParallelHead.adopt(
+                    module, shard, self.groups["tp"], self.rank, cut=first, loss_chunk=self.loss_chunk
+                )
 
     def _set(self, match: Match) -> None:
         rule, module = match.rule, self.modules[match.name]
@@ -469,6 +471,7 @@ def _restorer(module: nn.Module, attributes: Iterable[str]) -> Callable[[], None
                 "global_heads",
                 "gathers_input",
                 "opens_stretch",
+                "loss_chunk",
                 TRUSTED,
                 "leaves_partial",
                 "packs",
@@ -541,6 +544,7 @@ def parallelize(
     *,
     sp: bool = True,
     regather: bool | Literal["auto"] = "auto",
+    loss_chunk: int | None = None,
 ) -> ShardedModel:
     """Shard ``model`` in place by ``plans`` over the axis ``tp``.
 
@@ -551,7 +555,7 @@ def parallelize(
     """
     if record_of(model) is not None:
         raise ValueError("the model is parallelised already; call unshard(model) first")
-    return _Swap(model, plans, groups, sp, regather).apply()
+    return _Swap(model, plans, groups, sp, regather, loss_chunk).apply()
 
 
 def whole_tensor(local: Tensor, layout: ParamLayout, groups: ParallelGroups) -> Tensor:

@@ -306,6 +306,7 @@ class Prover:
             example,
             sp=self._config.sp,
             regather=self._config.regather,
+            loss_chunk=self._config.loss_chunk,
             device=self._device,
             dtype=dtype,
             prepare=lambda copied: attach_view(copied, self._trainer),
@@ -342,7 +343,7 @@ def _fingerprint(module: LightningModule, config: ParallelConfig, tp: int) -> st
     """
     told: dict[str, Any] = {
         "versions": [VERSION, torch.__version__, sys.version],
-        "plan": config.model_dump(mode="json", include={"plan", "sp", "regather"}),
+        "plan": config.model_dump(mode="json", include={"plan", "sp", "regather", "loss_chunk"}),
         "tp": tp,
     }
     internal = set(vars(LightningModule())) | set(vars(torch.nn.Module()))

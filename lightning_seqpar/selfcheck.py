@@ -123,6 +123,7 @@ def self_check(
     *,
     sp: bool,
     regather: bool | Literal["auto"],
+    loss_chunk: int | None = None,
     device: torch.device,
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda model: None,
@@ -142,7 +143,7 @@ def self_check(
         copied = detached_copy(model, device, dtype)
         prepare(copied)
         try:
-            record = parallelize(copied, plans, groups, sp=sp, regather=regather)
+            record = parallelize(copied, plans, groups, sp=sp, regather=regather, loss_chunk=loss_chunk)
         except ValueError as error:
             raise PlanError from error
         record.is_copy = True

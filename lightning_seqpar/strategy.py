@@ -83,6 +83,8 @@ class SeqParallelStrategy(SavingStrategy):
         fsdp: Options passed on to ``fully_shard``. Not run yet.
         recompute: Activation recompute by the strategy. Not run yet; checkpointing inside your model works.
         regather: Gather a column linear's input again in the backward instead of keeping the gathered copy.
+        loss_chunk: Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary (a
+            ``vocab`` rule); the backward makes them once more. None makes all at once.
         compile: Compile the model. Not run yet.
         self_check: Prove the plan before training: a copy of the model whole against sharded, losses and gradients.
         check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ...
@@ -126,6 +128,7 @@ class SeqParallelStrategy(SavingStrategy):
         fsdp: dict[str, Any] | None = None,
         recompute: Literal["none", "selective", "full"] = "none",
         regather: Literal["auto"] | bool = "auto",
+        loss_chunk: int | None = None,
         compile: bool = False,
         self_check: bool = True,
         check_every: int = 0,
@@ -213,7 +216,8 @@ class SeqParallelStrategy(SavingStrategy):
         """The record of the sharded model; none at tp 1."""
         tp = self.groups.size("tp")
         found = record_of(module)
-        made_by = (self.groups.topology, self.config.sp, self.config.plan, self.config.regather)
+        config = self.config
+        made_by = (self.groups.topology, config.sp, config.plan, config.regather, config.loss_chunk)
         if found is not None:
             if found.made_by == made_by:
                 return found
@@ -228,7 +232,9 @@ class SeqParallelStrategy(SavingStrategy):
         told = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
         check_agreement({"the plan": told}, self._world, self.root_device)
         hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
-        record = parallelize(module, plans, self.groups, sp=self.config.sp, regather=self.config.regather)
+        record = parallelize(
+            module, plans, self.groups, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk
+        )
         record.made_by = made_by
         self._log_summary([_describe_plan(record, plans), *proved.lines])
         if seen := [name for name in hooked if record.is_inside(name)]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.layers import Shard, ShardedLogits, cross_entropy
+from lightning_seqpar.measure import SavedBytes
 from lightning_seqpar.parity import Trace, compare
 from lightning_seqpar.testing import run_distributed
 
@@ -40,6 +41,15 @@ def sharded(whole: Tensor) -> tuple[ShardedLogits, Tensor]:
     part = Shard(whole.ndim - 1, VOCAB, shard.ranges, shard.padded).take(whole.detach(), rank)
     leaf = part.clone().requires_grad_()
     return ShardedLogits.wrap(leaf * 1, shard, dist.group.WORLD, rank), leaf
+
+
+def not_made(whole: Tensor, chunk: int) -> tuple[ShardedLogits, Tensor]:
+    """The same logits, not made yet: the product of the whole ones with a head that changes nothing."""
+    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
+    rank = dist.get_rank()
+    head = Shard(0, VOCAB, shard.ranges, shard.padded).take(torch.eye(VOCAB, dtype=whole.dtype), rank)
+    leaf = whole.detach().clone().requires_grad_()
+    return ShardedLogits.product(leaf * 1, head, None, chunk, shard, dist.group.WORLD, rank), leaf
 
 
 def part_of(whole: Tensor) -> Tensor:
@@ -81,6 +91,13 @@ def losses(dtype: torch.dtype, limit: float) -> None:
         (wanted * scale).sum().backward()
         (got * scale).sum().backward()
         assert torch.allclose(leaf.grad, part_of(whole.grad), rtol=limit, atol=limit), name
+        for chunk in (1, 3, 100):
+            logits, leaf = not_made(whole, chunk)
+            again = F.cross_entropy(logits, target, **options)
+            assert torch.allclose(again, wanted, rtol=limit, atol=limit, equal_nan=True), name
+            (again * scale).sum().backward()
+            dist.all_reduce(leaf.grad)  # each rank's columns give a part
+            assert torch.allclose(leaf.grad, whole.grad, rtol=limit, atol=limit), name
 
 
 def test_the_loss_in_every_form():
@@ -114,6 +131,29 @@ def shapes() -> None:
         wanted.backward()
         got.backward()
         assert torch.allclose(leaf.grad, part_of(whole.grad), rtol=1e-5, atol=1e-8)
+        logits, leaf = not_made(whole, 3)
+        flat, kept = flatten(logits, target)
+        again = F.cross_entropy(flat, kept)
+        assert torch.allclose(again, wanted, rtol=1e-6)
+        again.backward()
+        dist.all_reduce(leaf.grad)
+        assert torch.allclose(leaf.grad, whole.grad, rtol=1e-5, atol=1e-8)
+
+
+def masked() -> None:
+    """Logits that are minus infinity: on one rank all of them, for some tokens."""
+    whole, target = make()
+    for columns in (slice(0, 6), slice(6, 11)):
+        some = whole.detach().clone()
+        some[::2, columns] = float("-inf")
+        kept = target.masked_fill((target >= columns.start) & (target < columns.stop), -100)
+        some.requires_grad_()
+        logits, leaf = sharded(some)
+        wanted, got = F.cross_entropy(some, kept), F.cross_entropy(logits, kept)
+        assert torch.allclose(got, wanted, rtol=1e-12)
+        wanted.backward()
+        got.backward()
+        assert torch.allclose(leaf.grad, part_of(some.grad), rtol=1e-12, atol=1e-12)
 
 
 def anything_else() -> None:
@@ -148,6 +188,12 @@ def anything_else() -> None:
         wanted.backward()
         got.backward()
         assert torch.allclose(leaf.grad, part_of(whole.grad), rtol=1e-12, atol=1e-12)
+        logits, leaf = not_made(whole, 3)
+        again = use(logits)
+        assert torch.allclose(again, wanted, rtol=1e-12)
+        again.backward()
+        dist.all_reduce(leaf.grad)
+        assert torch.allclose(leaf.grad, whole.grad, rtol=1e-12, atol=1e-12)
     logits, _ = sharded(whole)
     assert torch.equal(logits.argmax(-1), whole.argmax(-1))
     assert torch.equal(logits.topk(3).indices, whole.topk(3).indices)
@@ -201,7 +247,23 @@ def refusals() -> None:
         assert F.cross_entropy(half, target).dtype == F.cross_entropy(whole.bfloat16(), target).dtype == torch.float32
 
 
-@pytest.mark.parametrize("check", [shapes, anything_else, refusals])
+def kept() -> None:
+    """A loss keeps the logits of the compute type, and no other copy of them; or not even those."""
+    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
+    x, head = torch.randn(64, 8, dtype=torch.bfloat16), torch.nn.Parameter(torch.randn(6, 8, dtype=torch.bfloat16))
+    x.requires_grad_()
+    target = torch.randint(VOCAB, (64,))
+    small = 64 * (8 + 1 + 4 + 4 + 4)  # target, which count, their weight, the largest, the sum
+    for make_logits, wanted in (
+        (lambda: ShardedLogits.wrap(F.linear(x, head), shard, dist.group.WORLD, dist.get_rank()), 64 * 6 * 2),
+        (lambda: ShardedLogits.product(x, head, None, 7, shard, dist.group.WORLD, dist.get_rank()), 0),
+    ):
+        with SavedBytes(exclude=[x, head]) as saved:
+            F.cross_entropy(make_logits().float(), target)  # the cast makes nothing
+        assert saved.total - wanted <= small + 16, saved.total
+
+
+@pytest.mark.parametrize("check", [shapes, anything_else, refusals, masked, kept])
 def test_what_people_do_with_logits(check):
     run_distributed(check, 2)
 
@@ -242,7 +304,7 @@ class Wide(zoo.Zoo):
         return loss
 
 
-def measure(loss: str, vocab: bool) -> int:
+def measure(loss: str, vocab: bool, chunk: int | None = None) -> int:
     rules = [
         {"pattern": "net.h.*", "style": "blocks"},
         {"pattern": "net.h.*.attn", "style": "whole"},
@@ -252,7 +314,8 @@ def measure(loss: str, vocab: bool) -> int:
         {"pattern": "net.ln_f", "style": "exit"},
         *([{"pattern": "net.{wte,lm_head}", "style": "vocab"}] if vocab else []),
     ]
-    strategy = SeqParallelStrategy(tp=2, plan={"base": "none", "rules": rules}, self_check=False)
+    plan = {"base": "none", "rules": rules}
+    strategy = SeqParallelStrategy(tp=2, plan=plan, self_check=False, loss_chunk=chunk)
     module = Wide(loss)
     quiet_trainer(devices=2, strategy=strategy, max_steps=1, precision="32-true").fit(module, models.loader(16))
     return module.largest
@@ -263,6 +326,8 @@ def test_peak_memory_of_logits_is_a_ranks_part():
     assert run_distributed(measure, 2, "own", True) == [tokens * 500] * 2
     assert run_distributed(measure, 2, "own", False) == [tokens * 999] * 2
     assert run_distributed(measure, 2, "whole", True) == [tokens * 1000] * 2
+    # 16 tokens' logits at a time.
+    assert run_distributed(measure, 2, "own", True, 16) == [16 * 500] * 2
 
 
 def fit_hugging_face() -> list[Trace]:
@@ -271,10 +336,11 @@ def fit_hugging_face() -> list[Trace]:
             "HuggingFace",
             {"family": family, "loss": "user"},
             world=2,
-            strategy={"tp": 2, "plan": {"rules": [rule]}},
+            strategy={"tp": 2, "plan": {"rules": [rule]}, "loss_chunk": chunk},
             steps=3,
         )
         for family, rule in HUGGING.items()
+        for chunk in (None, 5)
     ]
 
 
@@ -286,5 +352,8 @@ HUGGING = {
 
 
 def test_hugging_face_heads():
-    for family, got in zip(HUGGING, run_distributed(fit_hugging_face, 2)[0], strict=True):
-        compare(fit("HuggingFace", {"family": family, "loss": "user"}, steps=3), got).raise_if_failed()
+    found = iter(run_distributed(fit_hugging_face, 2)[0])
+    for family in HUGGING:
+        wanted = fit("HuggingFace", {"family": family, "loss": "user"}, steps=3)
+        for _ in ("whole", "in chunks"):
+            compare(wanted, next(found)).raise_if_failed()

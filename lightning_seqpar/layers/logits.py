@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -16,19 +15,79 @@ from torch.utils._pytree import tree_map_only
 from lightning_seqpar.collectives import all_gather, gather_replicated_from_sequence_parallel_region
 from lightning_seqpar.layers.shard import Shard
 
+AT_ONCE = 2**22
+"""Logits of which a loss makes the softmax at once: 16 MiB in float32."""
+
+
+class _Held:
+    """A rank's part of logits, as the head made it; read as ``dtype``, which holds every number of it."""
+
+    def __init__(self, base: Tensor, dtype: torch.dtype) -> None:
+        self.tensors: tuple[Tensor, Tensor | None, Tensor | None] = (base, None, None)
+        self.dtype, self.chunk = dtype, 0
+
+    def read(self) -> Tensor:
+        """The part."""
+        return self.tensors[0].to(self.dtype)
+
+    def of_tokens(self, change: Callable[[Tensor], Tensor]) -> _Held:
+        """The part after something was done to the tokens: a reshape, a choice among them."""
+        return _Held(change(self.tensors[0]), self.dtype)
+
+    def cast(self, dtype: torch.dtype) -> _Held:
+        """The part, read as another type."""
+        return _Held(self.tensors[0], dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return tuple(self.tensors[0].shape)
+
+
+class _Product(_Held):
+    """A rank's part that is not made yet: what the head's product would make it of, ``chunk`` tokens at a time."""
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, compute: torch.dtype, chunk: int
+    ) -> None:
+        self.tensors = (x, weight, bias)
+        self.dtype, self.compute, self.chunk = dtype, compute, chunk
+
+    def read(self) -> Tensor:
+        x, weight, bias = self.tensors
+        assert weight is not None
+        with torch.autocast(x.device.type, enabled=False):
+            made = F.linear(
+                x.to(self.compute), weight.to(self.compute), None if bias is None else bias.to(self.compute)
+            )
+        return made.to(self.dtype)
+
+    def of_tokens(self, change: Callable[[Tensor], Tensor]) -> _Product:
+        x, weight, bias = self.tensors
+        assert weight is not None
+        return _Product(change(x), weight, bias, self.dtype, self.compute, self.chunk)
+
+    def cast(self, dtype: torch.dtype) -> _Product:
+        x, weight, bias = self.tensors
+        assert weight is not None
+        return _Product(x, weight, bias, dtype, self.compute, self.chunk)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        x, weight, _ = self.tensors
+        assert weight is not None
+        return (*x.shape[:-1], weight.shape[0])
+
 
 class ShardedLogits(Tensor):
     """A tensor ``[..., v]`` of which every rank holds ``[..., ceil(v/tp)]``.
 
     Casts, scalings, reshapes and slices that leave the last dim alone keep it sharded, and ``F.cross_entropy`` on ``[n, v]``
     runs on the shards; every other operation gathers first, on all ranks of the group: what only some ranks ask of it waits
-    for the others.
-
-    Attributes:
-        local: this rank's part, with a gradient; columns behind the vocabulary's end are padding.
+    for the others. A cast to a wider type costs nothing until somebody reads it: the loss widens a few tokens at a time.
     """
 
-    local: Tensor
+    _part: _Held
     _shard: Shard
     _group: ProcessGroup
     _rank: int
@@ -36,17 +95,46 @@ class ShardedLogits(Tensor):
     @staticmethod
     def wrap(local: Tensor, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
         """The whole logits that ``local`` is this rank's part of."""
-        out: ShardedLogits = _Wrap.apply(local, shard, group, rank)  # type: ignore[no-untyped-call]
-        out.local = local
+        return ShardedLogits._wrap(_Held(local, local.dtype), shard, group, rank)
+
+    @staticmethod
+    def product(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        chunk: int,
+        shard: Shard,
+        group: ProcessGroup,
+        rank: int,
+    ) -> ShardedLogits:
+        """The logits ``x Wᵀ + b``, which ``F.cross_entropy`` makes ``chunk`` tokens at a time, and nobody else keeps."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return ShardedLogits._wrap(_Product(x, weight, bias, dtype, dtype, chunk), shard, group, rank)
+
+    @staticmethod
+    def _wrap(part: _Held, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
+        out: ShardedLogits = _Wrap.apply(*part.tensors, part, shard, group, rank)  # type: ignore[no-untyped-call]
+        out._part = part
         return out
 
     @staticmethod
-    def _make(local: Tensor, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
+    def _make(part: _Held, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
         out: ShardedLogits = Tensor._make_wrapper_subclass(
-            ShardedLogits, (*local.shape[:-1], shard.length), dtype=local.dtype, device=local.device
+            ShardedLogits, (*part.shape[:-1], shard.length), dtype=part.dtype, device=part.tensors[0].device
         )
-        out.local, out._shard, out._group, out._rank = local, shard, group, rank
+        out._part, out._shard, out._group, out._rank = part, shard, group, rank
         return out
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, with a gradient; columns behind the vocabulary's end are padding."""
+        part = self._part
+        if isinstance(part, _Product):
+            made = part.read()
+            self._part = _Held(made, made.dtype)  # the next reader has it
+            return made
+        return part.read()
 
     def whole(self) -> Tensor:
         """The whole logits as a plain tensor; collective over tp."""
@@ -56,6 +144,10 @@ class ShardedLogits(Tensor):
     def with_local(self, local: Tensor) -> ShardedLogits:
         """Logits of the same vocabulary with another local part."""
         return ShardedLogits.wrap(local, self._shard, self._group, self._rank)
+
+    def with_part(self, part: _Held) -> ShardedLogits:
+        """The same for a part that is not read yet."""
+        return ShardedLogits._wrap(part, self._shard, self._group, self._rank)
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -107,15 +199,36 @@ class _Wrap(torch.autograd.Function):
     """Stands for a gather in the graph; its gradient is the same on all ranks, of which each takes its part."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, shard: Shard, group: ProcessGroup, rank: int) -> Tensor:
-        ctx.columns, ctx.width = shard.ranges[rank][0], local.shape[-1]
-        return ShardedLogits._make(local.detach(), shard, group, rank)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        part: _Held,
+        shard: Shard,
+        group: ProcessGroup,
+        rank: int,
+    ) -> Tensor:
+        ctx.start, ctx.width = shard.ranges[rank][0], part.shape[-1]
+        ctx.is_product, ctx.dtype = weight is not None, x.dtype
+        if ctx.is_product:
+            ctx.save_for_backward(x, weight)
+        detached = part.of_tokens(lambda x: x.detach()) if weight is None else part
+        return ShardedLogits._make(detached, shard, group, rank)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        start, stop = ctx.columns
-        return F.pad(grad[..., start:stop], (0, ctx.width - (stop - start))), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        start, stop = ctx.start
+        own = F.pad(grad[..., start:stop], (0, ctx.width - (stop - start)))
+        if not ctx.is_product:
+            return own.to(ctx.dtype), *([None] * 6)
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        flat = own.flatten(0, -2)
+        grad_x = (own @ weight.to(own.dtype)).to(x.dtype) if needs[0] else None
+        grad_w = (flat.t() @ x.flatten(0, -2).to(own.dtype)).to(weight.dtype) if needs[1] else None
+        return grad_x, grad_w, flat.sum(0) if needs[2] else None, *([None] * 4)
 
 
 def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -136,7 +249,17 @@ _IN_PLACE = ("__setitem__", "__set__", "__delete__", *(f"__i{name}__" for name i
 
 
 def _same(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Casts and copies."""
+    """Copies."""
+    return logits.with_local(func(logits.local, *args, **kwargs))
+
+
+def _cast(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Casts; those that lose nothing wait until the numbers are read."""
+    if not any(isinstance(value, ShardedLogits) for value in (*args, *kwargs.values())) and not kwargs.get("copy"):
+        like = func(torch.empty((), dtype=logits.dtype, device=logits.device), *args, **kwargs)
+        wider = like.is_floating_point() and torch.promote_types(like.dtype, logits.dtype) == like.dtype
+        if wider and like.device == logits.device:
+            return logits.with_part(logits._part.cast(like.dtype))
     return logits.with_local(func(logits.local, *args, **kwargs))
 
 
@@ -152,7 +275,7 @@ def _reshape(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: di
     shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != logits.shape[-1]:
         return None
-    return logits.with_local(logits.local.reshape(*shape[:-1], logits.local.shape[-1]))
+    return logits.with_part(logits._part.of_tokens(lambda x: x.reshape(*shape[:-1], x.shape[-1])))
 
 
 def _view(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,7 +295,7 @@ def _index(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict
         used = logits.ndim
     if used > logits.ndim or (used == logits.ndim and items[-1] != slice(None)):
         return None
-    return logits.with_local(logits.local[tuple(items)])
+    return logits.with_part(logits._part.of_tokens(lambda x: x[tuple(items)]))
 
 
 def _dims(item: Any) -> int:
@@ -209,7 +332,8 @@ _SCALINGS = (
 )  # fmt: skip
 _KEEPING: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_SCALINGS, _scaled),
-    **dict.fromkeys((*_CASTS, *_COPIES), _same),
+    **dict.fromkeys(_CASTS, _cast),
+    **dict.fromkeys(_COPIES, _same),
     **dict.fromkeys(
         (*_RESHAPES, torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.unflatten), _reshape
     ),
@@ -245,7 +369,8 @@ def cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy`` of logits ``[n, v]`` that are sharded by vocabulary, for class targets ``[n]``.
 
-    Two reductions over tp, of ``[n]`` and ``[3, n]`` numbers; none in the backward.
+    One gather over tp, of ``[3, n]`` numbers a rank (4 with smoothing); none in the backward. Kept are the logits as the
+    head made them, or, where it has not made them (``loss_chunk``), what it would make them of.
 
     Raises:
         ValueError: for an unknown reduction, or targets of another length.
@@ -257,9 +382,9 @@ def cross_entropy(
         raise ValueError(
             f"Expected input batch_size ({logits.shape[0]}) to match target batch_size ({list(target.shape)})."
         )
-    local = logits.local
-    if torch.is_autocast_enabled(local.device.type):
-        local = local.float()
+    part = logits._part
+    if torch.is_autocast_enabled(logits.device.type):
+        part = part.cast(torch.promote_types(part.dtype, torch.float32))
     valid = target != ignore_index
     inside = ~valid | ((target >= 0) & (target < logits.shape[-1]))
     if target.device.type == "cpu":
@@ -268,7 +393,7 @@ def cross_entropy(
     else:
         torch._assert_async(inside.all(), "a target lies outside the vocabulary")
     losses: Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        local, target, valid, weight, label_smoothing, logits.columns, logits.shape[-1], logits._group
+        *part.tensors, part, target, valid, weight, label_smoothing, logits._shard, logits._rank, logits._group
     )
     if reduction == "none":
         return losses
@@ -283,55 +408,156 @@ def _taken(weight: Tensor, target: Tensor, valid: Tensor) -> Tensor:
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Losses ``[n]`` from this rank's logits ``[n, v/tp]``; saved are the probabilities ``[n, v/tp]``."""
+    """Losses ``[n]`` from this rank's logits ``[n, v/tp]``, or from ``x [n, h]`` and the head's ``weight [v/tp, h]``.
+
+    Saved is what is given; softmax and gradient are made a few tokens at a time, in float32 at least.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        local: Tensor,
+        x: Tensor,
+        head: Tensor | None,
+        bias: Tensor | None,
+        part: _Held,
         target: Tensor,
         valid: Tensor,
         weight: Tensor | None,
         smoothing: float,
-        columns: tuple[int, int],
-        classes: int,
+        shard: Shard,
+        rank: int,
         group: ProcessGroup,
     ) -> Tensor:
-        start, stop = columns
-        wide = torch.float32 if local.dtype in (torch.float16, torch.bfloat16) else local.dtype
-        x = local[:, : stop - start].to(wide)
-        largest = x.amax(-1) if stop > start else x.new_full(x.shape[:1], float("-inf"))
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        x = x - largest.unsqueeze(-1)
-        weights = x.new_ones(classes) if weight is None else weight.to(wide)
+        rows = _Rows(x, head, bias, part, shard, rank)
+        ((start, stop),) = shard.ranges[rank]
+        wide, classes = rows.wide, shard.length
+        weights = None if weight is None else weight.to(wide)
         mine = valid & (target >= start) & (target < stop)
         at = (target - start).masked_fill(~mine, 0)
-        scores = x.gather(-1, at.unsqueeze(-1)).squeeze(-1) * mine if stop > start else x.new_zeros(x.shape[:1])
-        smooth = x @ weights[start:stop] if smoothing else torch.zeros_like(scores)
-        probabilities = x.exp_()
-        sums = torch.stack([probabilities.sum(-1), scores, smooth])
-        dist.all_reduce(sums, group=group)
-        total, score, smooth = sums
-        own = _taken(weights, target, valid)
+        told = x.new_zeros(4 if smoothing else 3, len(target), dtype=wide)
+        told[0].fill_(float("-inf"))
+        for some in rows.chunks if stop > start else ():
+            z = rows.logits(some)
+            largest = z.amax(-1)
+            shift = largest.masked_fill(largest == float("-inf"), 0.0)  # all of this rank's are masked out
+            z = z.sub_(shift.unsqueeze(-1))
+            told[0, some] = largest
+            told[2, some] = z.gather(-1, at[some].unsqueeze(-1)).squeeze(-1).masked_fill(~mine[some], 0.0)
+            if smoothing:
+                told[3, some] = z.sum(-1) if weights is None else z @ weights[start:stop]
+            told[1, some] = z.exp_().sum(-1)
+        own = valid.to(wide) if weights is None else _taken(weights, target, valid)
+        # [tp, 3 or 4, n]: every rank puts them together alike.
+        parts = all_gather(told.unsqueeze(0), 0, group)
+        top = parts[:, 0].amax(0)
+        below = (parts[:, 0] - top).masked_fill(parts[:, 0] == float("-inf"), 0.0)
+        total = (parts[:, 1] * below.exp()).sum(0)
+        owner = _owners(shard, target.masked_fill(~valid, 0))
+        score = (parts[:, 2] + below).gather(0, owner.unsqueeze(0)).squeeze(0)
         losses: Tensor = (1 - smoothing) * own * (total.log() - score)
         if smoothing:
-            losses = losses + smoothing / classes * (weights.sum() * total.log() - smooth) * valid
-        ctx.save_for_backward(probabilities.div_(total.unsqueeze(-1)), at, mine, own, weights, valid)
-        ctx.smoothing, ctx.columns, ctx.classes = smoothing, columns, classes
-        ctx.dtype, ctx.width = local.dtype, local.shape[-1]
-        return losses.to(local.dtype)
+            heavy = _sums(shard, weights, parts)
+            smooth = (parts[:, 3] + heavy.unsqueeze(-1) * below).sum(0)
+            losses = losses + smoothing / classes * (heavy.sum() * total.log() - smooth) * valid
+            ctx.heavy = heavy.sum()
+        ctx.save_for_backward(x, head, bias, target, valid, own, weights, top, total)
+        ctx.rows, ctx.smoothing, ctx.classes = (part, shard, rank), smoothing, classes
+        return losses.to(part.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, at, mine, own, weights, valid = ctx.saved_tensors
-        (start, stop), smoothing = ctx.columns, ctx.smoothing
-        scale = grad.to(probabilities.dtype).masked_fill(~valid, 0)  # infinite where all targets are ignored
+        x, head, bias, target, valid, own, weights, top, total = ctx.saved_tensors
+        part, shard, rank = ctx.rows
+        rows = _Rows(x, head, bias, part, shard, rank)
+        ((start, stop),), smoothing = shard.ranges[rank], ctx.smoothing
+        mine = valid & (target >= start) & (target < stop)
+        at = (target - start).masked_fill(~mine, 0)
+        scale = grad.to(rows.wide).masked_fill(~valid, 0)  # infinite where all targets are ignored
         hard = (1 - smoothing) * own * scale
         soft = smoothing / ctx.classes * scale
-        out = probabilities * (hard + soft * weights.sum()).unsqueeze(-1)
-        if stop > start:
-            out.scatter_add_(-1, at.unsqueeze(-1), -(hard * mine).unsqueeze(-1))
-        if smoothing:
-            out -= soft.unsqueeze(-1) * weights[start:stop]
-        return F.pad(out, (0, ctx.width - (stop - start))).to(ctx.dtype), *([None] * 7)
+        level = (hard + soft * ctx.heavy if smoothing else hard) / total
+        out = rows.collect(ctx.needs_input_grad)
+        for some in rows.chunks if stop > start else ():
+            z = rows.logits(some).sub_(top[some].unsqueeze(-1)).exp_().mul_(level[some].unsqueeze(-1))
+            z.scatter_add_(-1, at[some].unsqueeze(-1), -(hard * mine)[some].unsqueeze(-1))
+            if smoothing:
+                z -= soft[some].unsqueeze(-1) * (1.0 if weights is None else weights[start:stop])
+            out.add(some, z)
+        return *out.grads, *([None] * 8)
+
+
+class _Rows:
+    """A rank's logits, some tokens at a time, widened."""
+
+    def __init__(
+        self, x: Tensor, head: Tensor | None, bias: Tensor | None, part: _Held, shard: Shard, rank: int
+    ) -> None:
+        ((start, stop),) = shard.ranges[rank]
+        self.wide = torch.promote_types(part.dtype, torch.float32)
+        self.count = stop - start
+        self._x, self._head, self._bias = x, head, bias
+        self._compute = part.compute if isinstance(part, _Product) else x.dtype
+        size = part.chunk or max(1, AT_ONCE // max(1, self.count))
+        self.chunks = [slice(at, at + size) for at in range(0, len(x), size)]
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._compute)
+
+    def logits(self, some: slice) -> Tensor:
+        """``[c, v/tp]`` without padding, in memory of its own."""
+        if self._head is None:
+            given = self._x[some, : self.count]
+            return given.to(self.wide, copy=True)
+        with torch.autocast(self._x.device.type, enabled=False):
+            bias = None if self._bias is None else self._cast(self._bias[: self.count])
+            made = F.linear(self._cast(self._x[some]), self._cast(self._head[: self.count]), bias)
+            return made.to(self.wide)
+
+    def collect(self, needs: tuple[bool, ...]) -> _Grads:
+        """Where the gradients are put together."""
+        return _Grads(self, needs)
+
+
+class _Grads:
+    """The gradients of what a loss was given: of logits, or of the head's input, weight and bias."""
+
+    def __init__(self, rows: _Rows, needs: tuple[bool, ...]) -> None:
+        self._rows = rows
+        x, head, bias = rows._x, rows._head, rows._bias
+        self.grads: list[Tensor | None] = [torch.zeros_like(x) if needs[0] else None, None, None]
+        # Sums over chunks: in float32 at least, whatever the weight is.
+        if head is not None and needs[1]:
+            self.grads[1] = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32))
+        if bias is not None and needs[2]:
+            self.grads[2] = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
+
+    def add(self, some: slice, z: Tensor) -> None:
+        """The gradient ``[c, v/tp]`` of some tokens' logits."""
+        rows, (of_x, of_head, of_bias) = self._rows, self.grads
+        if rows._head is None:
+            if of_x is not None:
+                of_x[some, : rows.count] = z.to(of_x.dtype)
+            return
+        with torch.autocast(z.device.type, enabled=False):
+            d = rows._cast(z)
+            if of_x is not None:
+                of_x[some] = (d @ rows._cast(rows._head[: rows.count])).to(of_x.dtype)
+            if of_head is not None:
+                of_head[: rows.count] += d.t() @ rows._cast(rows._x[some])
+            if of_bias is not None:
+                of_bias[: rows.count] += d.sum(0)
+
+
+def _owners(shard: Shard, target: Tensor) -> Tensor:
+    """The rank that holds each target's column, ``[n]``."""
+    stops = torch.tensor([stop for ((_, stop),) in shard.ranges], device=target.device)
+    return torch.searchsorted(stops, target, right=True)
+
+
+def _sums(shard: Shard, weights: Tensor | None, like: Tensor) -> Tensor:
+    """The sum of the class weights in each rank's columns, ``[tp]``."""
+    columns = [slice(start, stop) for ((start, stop),) in shard.ranges]
+    if weights is None:
+        return like.new_tensor([float(one.stop - one.start) for one in columns])
+    return torch.stack([weights[one].sum() for one in columns])

@@ -82,18 +82,30 @@ class VocabParallelHead(nn.Linear):
     weight        ``[v, h]``      ``[ceil(v/tp), h]``
     output        ``[b, s, v]``   ``[b, s, ceil(v/tp)]``, as :class:`ShardedLogits`
     ============  ==============  =========================
+
+    With :attr:`loss_chunk` the output is not made until somebody reads it; a cross entropy makes that many tokens' at a time.
     """
 
     shard: Shard
     group: ProcessGroup
     rank: int
+    loss_chunk: int | None
 
     @classmethod
-    def adopt(cls, head: nn.Linear, shard: Shard, group: ProcessGroup, rank: int, *, cut: bool) -> None:
+    def adopt(
+        cls,
+        head: nn.Linear,
+        shard: Shard,
+        group: ProcessGroup,
+        rank: int,
+        *,
+        cut: bool,
+        loss_chunk: int | None = None,
+    ) -> None:
         """Turn ``head`` into this class; ``cut`` its weight unless a module that it is tied to did."""
         head.__class__ = cls
         layer: Any = head
-        layer.shard, layer.group, layer.rank = shard, group, rank
+        layer.shard, layer.group, layer.rank, layer.loss_chunk = shard, group, rank, loss_chunk
         if cut:
             shrink(layer.weight, shard, rank)
         if layer.bias is not None:
@@ -102,5 +114,8 @@ class VocabParallelHead(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h]`` → ``[..., v]``."""
-        logits = F.linear(copy_to_tensor_parallel_region(x, self.group), self.weight, self.bias)
-        return ShardedLogits.wrap(logits, self.shard, self.group, self.rank)
+        x = copy_to_tensor_parallel_region(x, self.group)
+        where = (self.shard, self.group, self.rank)
+        if self.loss_chunk is not None:
+            return ShardedLogits.product(x, self.weight, self.bias, self.loss_chunk, *where)
+        return ShardedLogits.wrap(F.linear(x, self.weight, self.bias), *where)
