@@ -414,7 +414,9 @@ def _trace(
     out.activation_bytes = saved.total
     calls, sent = dict(traffic.calls), dict(traffic.bytes)
     if record is not None:
-        for counted, more in zip((calls, sent), step_traffic(record.layout, record.groups.size("tp")), strict=True):
+        for counted, more in zip(
+            (calls, sent), step_traffic(record.layout, record.groups.size("tp"), record.groups.size("dp")), strict=True
+        ):
             counted["all_reduce"] = counted.get("all_reduce", 0) + more
     if topology.get_dim("dp") > 1:
         sent["all_reduce (dp)"] = out.gradient_bytes

@@ -22,7 +22,7 @@ from lightning_seqpar.layout import ModelLayout, ParamLayout
 from lightning_seqpar.losswatch import LossWatch
 
 
-@dataclass
+@dataclass(eq=False)
 class _Partial:
     """One parameter whose gradient comes in parts.
 
@@ -31,6 +31,7 @@ class _Partial:
         synced: the gradient tensor that the last sync left behind, whole.
         hook: the gradient hook; none while the parameter is frozen.
         version: the parameter's version when its first part arrived: nobody may change it before the sum.
+        given: while it is summed, this rank's part.
     """
 
     layout: ParamLayout
@@ -39,6 +40,7 @@ class _Partial:
     synced: Tensor | None = None
     hook: RemovableHandle | None = None
     version: int = -1
+    given: Tensor | None = None
 
 
 class GradSync:
@@ -98,14 +100,12 @@ class GradSync:
             )
 
     def _arrival(self, partial: _Partial) -> Callable[[Tensor], None]:
-        size = self._groups.size(tuple(sorted(partial.layout.sum_over)))
-
         def hook(grad: Tensor) -> None:
             kept = partial.parameter.grad
             if not partial.fired and kept is not None:
                 # Not zeroed since the last sync: whole on every rank, also where the user's code has put another tensor there,
                 # and about to be summed again with the new part.
-                share = size if partial.layout.shard is None else self._holders(partial, kept)
+                share = self._share(partial, kept)
                 with torch.no_grad():
                     partial.parameter.grad = kept.div_(share) if kept is partial.synced else kept / share
             if not partial.fired or kept is None:
@@ -155,44 +155,98 @@ class GradSync:
         due = [partial for partial in self._partials if id(partial.parameter) in due_ids]
         if not due:
             return
-        fired = self._agree(due)
+        bits = self._bits(due)
+        rest = self._buckets(due)
+        if not check and self._groups.size("dp") == 1 and (first := self._riding(rest)):
+            # The agreement rides along: what nobody has goes as zeros.
+            told = self._sum_bucket(("tp",), first, bits)
+            fired = self._read(due, told)
+        else:
+            # Over dp it takes a way of its own.
+            first, fired = [], self._agree(due, bits)
         pending = [partial for partial, any_fired in zip(due, fired, strict=True) if any_fired]
-        for partial in pending:
-            if partial.parameter.grad is None:
-                partial.parameter.grad = torch.zeros_like(partial.parameter)
         if check:
             self._check_doubtful([p for p in pending if p.layout.name in self._doubtful])
-        for axes in sorted({tuple(sorted(p.layout.sum_over)) for p in pending}):
-            group = self._groups[axes if len(axes) > 1 else axes[0]]
-            members = [p for p in pending if tuple(sorted(p.layout.sum_over)) == axes]
-            shared = [_SharedPart(p, self._groups.rank("tp")) for p in members if p.layout.shard is not None]
-            whole = [_grad(p.parameter) for p in members if p.layout.shard is None]
-            _sum_coalesced([*whole, *(part.sent for part in shared)], group, self.losses if axes == ("tp",) else None)
-            for part in shared:
-                part.take()
+        for axes, members in rest:
+            self._sum_bucket(axes, [p for p in members if p in pending and p not in first])
         for partial in pending:
-            partial.fired, partial.synced = False, partial.parameter.grad
+            assert partial.given is not None
+            partial.parameter.grad = partial.synced = partial.given
+            partial.fired = False
+        for partial in due:
+            partial.given = None
 
-    def _agree(self, due: Sequence[_Partial]) -> list[bool]:
-        """Which of ``due`` fired on any rank; one small reduction over every rank that holds the same parameters."""
+    def _sum_bucket(self, axes: tuple[str, ...], members: Sequence[_Partial], bits: Sequence[bool] = ()) -> list[float]:
+        """Sum this rank's parts of some gradients, of one type."""
+        for partial in members:
+            partial.given = self._given(partial)
+        grads = [(p, p.given) for p in members if p.given is not None]
+        shared = [_SharedPart(p, self._groups.rank("tp"), grad) for p, grad in grads if p.layout.shard is not None]
+        whole = [grad for p, grad in grads if p.layout.shard is None]
+        group = self._groups[axes if len(axes) > 1 else axes[0]]
+        losses = self.losses if axes == ("tp",) else None
+        told = _sum_coalesced([*whole, *(part.sent for part in shared)], group, losses, bits)
+        for part in shared:
+            part.take()
+        return told
+
+    @staticmethod
+    def _riding(buckets: Sequence[tuple[tuple[str, ...], list[_Partial]]]) -> list[_Partial]:
+        """With which sum the agreement goes: the first over tp, of those that are trained."""
+        for axes, members in buckets:
+            trained = [partial for partial in members if partial.parameter.requires_grad]
+            if axes == ("tp",) and trained:
+                return trained
+        return []
+
+    @staticmethod
+    def _buckets(due: Sequence[_Partial]) -> list[tuple[tuple[str, ...], list[_Partial]]]:
+        """By axes and type: one sum each."""
+        found: dict[tuple[tuple[str, ...], torch.dtype], list[_Partial]] = {}
+        for partial in due:
+            found.setdefault((tuple(sorted(partial.layout.sum_over)), partial.parameter.dtype), []).append(partial)
+        ordered = sorted(found.items(), key=lambda item: (item[0][0], str(item[0][1])))
+        return [(axes, members) for (axes, _), members in ordered]
+
+    def _given(self, partial: _Partial) -> Tensor:
+        """This rank's part of a gradient, in the memory that takes the sum."""
+        kept = partial.parameter.grad
+        if kept is None:
+            return torch.zeros_like(partial.parameter)
+        return kept if partial.fired else kept / self._share(partial, kept)  # whole on every rank since the last sum
+
+    def _share(self, partial: _Partial, like: Tensor) -> Tensor | int:
+        """By how many ranks a gradient that is whole on each of them is summed."""
+        if partial.layout.shard is None:
+            return self._groups.size(tuple(sorted(partial.layout.sum_over)))
+        return self._holders(partial, like)
+
+    def _bits(self, due: Sequence[_Partial]) -> list[bool]:
+        """Of each parameter: whether a part of its gradient has arrived, and whether one came past its hook."""
         bits = []
         for partial in due:
             grad = partial.parameter.grad
             missed = not partial.fired and grad is not None and grad is not partial.synced
             self._check_unchanged(partial)
             bits += [partial.fired and grad is not None, missed]
-        device = due[0].parameter.device
-        told = torch.tensor(bits, dtype=torch.uint8, device=device)
+        return bits
+
+    def _agree(self, due: Sequence[_Partial], bits: Sequence[bool]) -> list[bool]:
+        """Which of ``due`` fired on any rank; one small reduction over every rank that holds the same parameters."""
+        told = torch.tensor(bits, dtype=torch.uint8, device=due[0].parameter.device)
         # Over dp too: a replica that did not use a parameter still got the others' average for it.
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._groups["dp", "tp"])
-        agreed = told.tolist()
-        for partial, fired, missed in zip(due, agreed[0::2], agreed[1::2], strict=True):
+        return self._read(due, told.tolist())
+
+    @staticmethod
+    def _read(due: Sequence[_Partial], told: Sequence[float]) -> list[bool]:
+        for partial, fired, missed in zip(due, told[0::2], told[1::2], strict=True):
             if missed and not fired:
                 raise RuntimeError(
                     f"{partial.layout.name}: a gradient arrived but the hook that marks it for the sum over tp did not "
                     "fire on any rank; was its hook removed, or the gradient set by hand?"
                 )
-        return [bool(bit) for bit in agreed[0::2]]
+        return [bool(bit) for bit in told[0::2]]
 
     def _check_doubtful(self, partials: Sequence[_Partial]) -> None:
         if not partials:
@@ -210,10 +264,10 @@ class GradSync:
 class _SharedPart:
     """The part of a sharded gradient that several ranks hold: all ranks' shares of it in one tensor, to be summed."""
 
-    def __init__(self, partial: _Partial, rank: int) -> None:
+    def __init__(self, partial: _Partial, rank: int, grad: Tensor) -> None:
         shard = partial.layout.shard
         assert shard is not None
-        self._grad, self._dim = _grad(partial.parameter), shard.dim
+        self._grad, self._dim = grad, shard.dim
         shared = (shard.holders > 1).nonzero().flatten()
         place = torch.full((shard.length,), -1)
         place[shared] = torch.arange(len(shared))
@@ -231,23 +285,23 @@ class _SharedPart:
         self._grad.index_copy_(self._dim, self._local, summed)
 
 
-def step_traffic(layout: ModelLayout, tp: int) -> tuple[int, int]:
-    """All-reduces of one optimizer step, and the bytes that a rank gives to them: the agreement, the sums by dtype, the loss."""
-    partial = [name for name, item in layout.items() if item.is_partial]
-    sums: dict[Any, int] = {}
+def step_traffic(layout: ModelLayout, tp: int, dp: int = 1) -> tuple[int, int]:
+    """All-reduces of one optimizer step, and the bytes that a rank gives to them: sums by type, which parts arrived, the loss."""
+    partial = [name for name, item in layout.items() if item.is_partial and layout.parameter(name).requires_grad]
+    sums: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
     for name in partial:
         parameter, shard = layout.parameter(name), layout[name].shard
-        if not parameter.requires_grad:
-            continue
         count = parameter.numel()
         if shard is not None:
             count = count // parameter.shape[shard.dim] * int((shard.holders > 1).sum())
         key = (tuple(sorted(layout[name].sum_over)), parameter.dtype)
         sums[key] = sums.get(key, 0) + count * max(4, parameter.element_size())  # 16-bit parts are summed in float32
-    riding = [max(4, dtype.itemsize) for axes, dtype in sorted(sums, key=str) if axes == ("tp",)]
-    alone = 0 if riding else 1
-    calls = len(sums) + alone + (1 if partial else 0)
-    return calls, 2 * len(partial) + sum(sums.values()) + tp * (8 if alone else riding[0])
+    flags = 2 * sum(1 for item in layout.values() if item.is_partial)
+    over_tp = [max(4, dtype.itemsize) for axes, dtype in sorted(sums, key=lambda key: str(key[1])) if axes == ("tp",)]
+    rides = bool(over_tp) and dp == 1
+    calls = len(sums) + (0 if over_tp else 1) + (1 if flags and not rides else 0)
+    loss = tp * (over_tp[0] if over_tp else 8)
+    return calls, sum(sums.values()) + loss + flags * (over_tp[0] if rides else 1)
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:
@@ -255,24 +309,27 @@ def _grad(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _sum_coalesced(grads: Sequence[Tensor], group: Any, losses: LossWatch | None = None) -> None:
-    """Sum each gradient over the group, in place, with one collective per dtype; 16-bit parts in float32.
+def _sum_coalesced(
+    grads: Sequence[Tensor], group: Any, losses: LossWatch | None = None, flags: Sequence[bool] = ()
+) -> list[float]:
+    """Sum gradients of one type over the group, in place, in one collective; 16-bit parts in float32.
 
-    The first takes the losses along.
+    The losses and the flags ride along; returns how many ranks had each flag.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        by_dtype.setdefault(grad.dtype, []).append(grad)
-    for dtype in sorted(by_dtype, key=str):
-        members = by_dtype[dtype]
-        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-        row = losses.row(wide) if losses is not None else None
-        flat = _flatten_dense_tensors([grad.to(wide) for grad in members] + ([] if row is None else [row]))
-        dist.all_reduce(flat, group=group)
-        if losses is not None and row is not None:
-            losses.take(flat[-len(row) :].clone())
-        for grad, total in zip(members, _unflatten_dense_tensors(flat, members), strict=True):
-            grad.copy_(total)
+    if not grads:
+        return []
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    row = losses.row(wide) if losses is not None else None
+    riders = [] if row is None else [row]
+    riders.append(torch.tensor(flags, dtype=wide, device=grads[0].device))
+    flat = _flatten_dense_tensors([*(grad.to(wide) for grad in grads), *riders])
+    dist.all_reduce(flat, group=group)
+    *totals, rest = _unflatten_dense_tensors(flat, [*grads, flat.new_empty(sum(len(rider) for rider in riders))])
+    if losses is not None and row is not None:
+        losses.take(rest[: len(row)].clone())
+    for grad, total in zip(grads, totals, strict=True):
+        grad.copy_(total)
+    return list(rest[len(rest) - len(flags) :].tolist()) if flags else []
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -38,8 +38,8 @@ MUTANTS = [
     Mutant(
         "norm sync left out",
         "grad_sync.py",
-        '            _sum_coalesced([*whole, *(part.sent for part in shared)], group, self.losses if axes == ("tp",) else None)\n',
-        "            del group\n",
+        "        grad.copy_(total)\n",
+        "        del total\n",
     ),
     Mutant(
         "average for sum",
@@ -382,8 +382,8 @@ MUTANTS = [
     Mutant(
         "shared kv gradients not summed",
         "grad_sync.py",
-        "            for part in shared:\n                part.take()\n",
-        "            del shared\n",
+        "        for part in shared:\n            part.take()\n",
+        "        del shared\n",
         "tests/test_zoo.py tests/test_styles.py",
     ),
     Mutant(
@@ -662,8 +662,78 @@ MUTANTS = [
     Mutant(
         "padding of the vocabulary counted in the loss",
         "layers/logits.py",
-        "x = local[:, : stop - start].to(wide)",
-        "x = F.pad(local.to(wide), (0, 0))",
+        "given = self._x[some, : self.count]",
+        "given = self._x[some]",
+        "tests/test_logits.py",
+    ),
+    Mutant(
+        "a norm's changed output made again unchanged",
+        "lean.py",
+        "return call if call is not None and x._version == call.version else None",
+        "return call",
+        "tests/test_lean.py",
+    ),
+    Mutant(
+        "a norm that draws run again",
+        "lean.py",
+        "return same and not drawn and not noted and",
+        "return",
+        "tests/test_lean.py",
+    ),
+    Mutant(
+        "a norm run again outside its autocast",
+        "lean.py",
+        "with torch.enable_grad(), self._autocast.again():",
+        "with torch.enable_grad():",
+        "tests/test_lean.py",
+    ),
+    Mutant(
+        "a stretch that was changed in place made again",
+        "stretch.py",
+        "gained = done and not self._spoiled and self._is_intact() and self._settle()",
+        "gained = done and self._settle()",
+        "tests/test_lean.py",
+    ),
+    Mutant(
+        "a column changed behind its row not seen",
+        "stretch.py",
+        "if tensor._version != self._versions[at]:",
+        "if False:",
+        "tests/test_lean.py",
+    ),
+    Mutant(
+        "a stretch under activation checkpointing",
+        "stretch.py",
+        "if top is not None and not isinstance(outer, SavedBytes):",
+        "if False:",
+        "tests/test_lean.py",
+    ),
+    Mutant(
+        "what is drawn in a stretch drawn again",
+        "stretch.py",
+        "REPLAYED = frozenset((*_ARITHMETIC, *_ACTIVATIONS, *_SHAPES))",
+        'REPLAYED = frozenset((*_ARITHMETIC, *_ACTIVATIONS, *_SHAPES, "rand_like"))',
+        "tests/test_lean.py",
+    ),
+    Mutant(
+        "a whole gradient summed again by ranks that add nothing",
+        "grad_sync.py",
+        "return kept if partial.fired else kept / self._share(partial, kept)",
+        "return kept",
+        "tests/test_grad_sync.py",
+    ),
+    Mutant(
+        "each rank's own largest logit taken for all",
+        "layers/logits.py",
+        "total = (parts[:, 1] * below.exp()).sum(0)",
+        "total = parts[:, 1].sum(0)",
+        "tests/test_logits.py",
+    ),
+    Mutant(
+        "the head's gradient of the last chunk alone",
+        "layers/logits.py",
+        "of_head[: rows.count] += d.t()",
+        "of_head[: rows.count] = d.t()",
         "tests/test_logits.py",
     ),
     Mutant(
@@ -683,8 +753,8 @@ MUTANTS = [
     Mutant(
         "the gradient of gathered logits not dealt out",
         "layers/logits.py",
-        "return F.pad(grad[..., start:stop], (0, ctx.width - (stop - start))), None, None, None",
-        "return F.pad(grad[..., : stop - start], (0, ctx.width - (stop - start))), None, None, None",
+        "own = F.pad(grad[..., start:stop], (0, ctx.width - (stop - start)))",
+        "own = F.pad(grad[..., : stop - start], (0, ctx.width - (stop - start)))",
         "tests/test_logits.py",
     ),
     Mutant(

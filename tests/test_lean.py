@@ -217,3 +217,83 @@ def test_what_else_reads_the_stretch_gets_its_gradient():
     assert gained
     for a, b in zip(plain, lean, strict=True):
         assert torch.equal(a, b)
+
+
+def changed_inside(gate: Tensor, up: Tensor) -> Tensor:
+    inner = F.silu(gate)
+    return inner.mul_(2.0) * up
+
+
+def changed_source(gate: Tensor, up: Tensor) -> Tensor:
+    return F.relu(gate, inplace=True) + up * 0.5
+
+
+def hidden_change(gate: Tensor, up: Tensor) -> Tensor:
+    inner = F.silu(gate.clone()) * up
+    with torch.no_grad():
+        inner.t().mul_(2.0) if inner.ndim == 2 else inner.movedim(0, 1).mul_(2.0)
+    return inner
+
+
+def drawn(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * torch.rand_like(up) * up
+
+
+def masked(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate)[:, torch.tensor([0, 1, 3, 2])] * up
+
+
+@pytest.mark.parametrize(
+    ("body", "gains"),
+    [(changed_inside, False), (changed_source, False), (hidden_change, False), (drawn, True), (masked, None)],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_what_is_no_function_of_the_columns_is_kept(body, gains):
+    plain, kept, _ = through(body, False)
+    lean, less, gained = through(body, True)
+    for a, b in zip(plain, lean, strict=True):
+        assert torch.equal(a, b)
+    assert gains is None or gained is gains
+    assert less <= kept
+
+
+def test_a_column_changed_behind_its_row_is_told():
+    weight = nn.Parameter(torch.randn(16, 8))
+    column = F.linear(torch.randn(2, 4, 8), weight)
+    stretch = Stretch.open()
+    stretch.add(column)
+    inner = F.silu(column) * column.sigmoid()
+    stretch.pause()
+    out = F.linear(inner, nn.Parameter(torch.randn(8, 16)))
+    assert stretch.close(done=True)
+    with torch.no_grad():
+        column.mul_(2.0)
+    with pytest.raises(RuntimeError, match=r"changed in place after its row-parallel linear had read it"):
+        out.sum().backward()
+
+
+def test_a_stretch_leaves_what_others_keep_alone():
+    with torch.autograd.graph.save_on_cpu():
+        assert Stretch.open() is None
+    stretch = Stretch.open()
+    with torch.autograd.graph.save_on_cpu():
+        stretch.pause()
+        with pytest.raises(RuntimeError, match="your code enters .* hooks for saved tensors"):
+            stretch.close(done=True)
+    stretch.close(done=False)
+
+
+def test_a_stretch_can_be_run_through_twice():
+    weight, row = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
+    column = F.linear(torch.randn(2, 4, 8), weight)
+    stretch = Stretch.open()
+    stretch.add(column)
+    inner = F.gelu(F.silu(column) * column)
+    stretch.pause()
+    loss = F.linear(inner, row).square().sum()
+    assert stretch.close(done=True)
+    loss.backward(retain_graph=True)
+    first = weight.grad.clone(), row.grad.clone()
+    loss.backward()
+    assert torch.equal(weight.grad, 2 * first[0])
+    assert torch.equal(row.grad, 2 * first[1])

@@ -1,0 +1,98 @@
+"""The sum of partial gradients: who sent what, what was there before, and what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_seqpar.grad_sync import GradSync, step_traffic
+from lightning_seqpar.groups import ParallelGroups
+from lightning_seqpar.layout import ModelLayout, ParamLayout
+from lightning_seqpar.measure import Traffic
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.topology import ProcessTopology
+
+SIZE = 6
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(SIZE, dtype=torch.float64)) for _ in range(2))
+        self.c = nn.Parameter(torch.ones(SIZE, dtype=torch.float32))
+
+
+def build(tp: int) -> tuple[Any, ...]:
+    world = dist.get_world_size()
+    groups = ParallelGroups(ProcessTopology(["dp", "tp"], [world // tp, tp]), dist.get_rank())
+    model = Holder()
+    layouts = {
+        name: ParamLayout(name, (SIZE,), None, frozenset({"tp"}), "sees sequence shards")
+        for name, _ in model.named_parameters()
+    }
+    layout = ModelLayout(model, layouts)
+    return model, layout, groups, GradSync(layout, groups)
+
+
+def push(parameter: nn.Parameter, number: float) -> None:
+    (parameter * number).sum().backward()
+
+
+def check(tp: int) -> None:
+    model, _, groups, sync = build(tp)
+    rank, size = groups.rank("tp"), groups.size("tp")
+    full = torch.ones(SIZE, dtype=torch.float64)
+    total = sum(range(1, size + 1))
+    push(model.a, rank + 1.0)
+    if rank == 0:
+        push(model.b, 5.0)
+    sync.flush_all()
+    assert torch.equal(model.a.grad, full * total)  # everybody's
+    assert torch.equal(model.b.grad, full * 5)  # the first rank's alone
+    assert model.c.grad is None  # nobody's
+    before = model.a.grad
+    sync.flush_all()
+    assert model.a.grad is before  # nothing new
+    assert torch.equal(before, full * total)
+    if rank == 0:  # not zeroed since: what is whole is not summed again, also where a rank has nothing to add
+        push(model.a, 7.0)
+    sync.flush_all()
+    torch.testing.assert_close(model.a.grad, full * (total + 7), rtol=1e-15, atol=0)
+    model.zero_grad()
+    push(model.c, rank + 1.0)  # another type: another sum
+    push(model.a, 1.0)
+    model.a.requires_grad_(False)  # frozen meanwhile
+    sync.flush_all()
+    assert torch.equal(model.c.grad, torch.ones(SIZE) * total)
+    assert torch.equal(model.a.grad, full * size)
+
+
+def test_every_rank_has_what_some_rank_sent():
+    for world, tp in ((2, 2), (4, 4), (4, 2)):
+        run_distributed(check, world, tp)
+
+
+def count(tp: int, frozen: bool) -> tuple[Any, ...]:
+    model, layout, _, sync = build(tp)
+    model.a.requires_grad_(not frozen)
+    push(model.b, 1.0)
+    push(model.c, 1.0)
+    if not frozen:
+        push(model.a, 1.0)
+    sync.losses.note(torch.zeros(()))
+    with Traffic() as traffic:
+        sync.flush_all()
+    dp = dist.get_world_size() // tp
+    return (traffic.total_calls, traffic.total_bytes), step_traffic(layout, tp, dp)
+
+
+def test_one_sum_for_each_type_and_the_flags_and_losses_ride():
+    for frozen in (False, True):
+        measured, formula = run_distributed(count, 2, 2, frozen)[0]
+        # The float32 sum comes first: it takes the flags of all three parameters and the two ranks' losses along.
+        assert measured == formula == (2, (SIZE + 6 + 2) * 4 + SIZE * 8 * (1 if frozen else 2))
+    measured, formula = run_distributed(count, 4, 2, False)[0]
+    assert measured == formula == (3, (SIZE + 2) * 4 + SIZE * 8 * 2 + 6)  # over replicas they go alone, as bytes
