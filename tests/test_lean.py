@@ -278,7 +278,7 @@ def test_a_stretch_leaves_what_others_keep_alone():
     stretch = Stretch.open()
     with torch.autograd.graph.save_on_cpu():
         stretch.pause()
-        with pytest.raises(RuntimeError, match="your code enters .* hooks for saved tensors"):
+        with pytest.raises(RuntimeError, match=r"your code enters .* hooks for saved tensors"):
             stretch.close(done=True)
     stretch.close(done=False)
 
