@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar import SeqParallelStrategy
 
@@ -71,8 +71,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, dim: int, layers: int, vocab: int) -> None:
+    def __init__(self, dim: int, layers: int, vocab: int, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         self.tokens = nn.Embedding(vocab, dim)
         self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
         self.norm, self.head = Norm(dim), nn.Linear(dim, vocab, bias=False)
@@ -80,17 +81,17 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute and self.training else layer(x)
         return self.head(self.norm(x))
 
 
 class Module(L.LightningModule):
     """The module that every way trains; its own lines do not change."""
 
-    def __init__(self, dim: int, layers: int, vocab: int) -> None:
+    def __init__(self, dim: int, layers: int, vocab: int, recompute: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model = Decoder(dim, layers, vocab)
+        self.model = Decoder(dim, layers, vocab, recompute)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         logits = self.model(batch[:, :-1])
@@ -155,11 +156,21 @@ class DTensorNoSP(DTensorModule):
     sp = False
 
 
-def make(way: str, dim: int, layers: int, vocab: int) -> tuple[L.LightningModule, Any]:
+OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours, gathered again": {"regather": True},
+    "ours, gathered kept": {"regather": False},
+    "ours, no sp": {"sp": False},
+    "ours, loss in chunks": {"loss_chunk": 256},
+}
+"""Our ways, and their options."""
+
+
+def make(
+    way: str, tp: int, dim: int, layers: int, vocab: int, *, recompute: bool = False
+) -> tuple[L.LightningModule, Any]:
     """A module and the strategy of one way."""
-    tp = dist.get_world_size() if dist.is_initialized() else 1
-    args = (dim, layers, vocab)
-    vocab_rule = [{"pattern": "model.{tokens,head}", "style": "vocab"}]
+    args = (dim, layers, vocab, recompute)
     if way == "dtensor":
         return DTensorModule(*args), ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=tp)
     if way == "dtensor, no sp":
@@ -168,5 +179,7 @@ def make(way: str, dim: int, layers: int, vocab: int) -> tuple[L.LightningModule
         return Module(*args), DDPStrategy()
     if way == "plain":
         return Module(*args), "auto"
-    options = {"ours": {}, "ours, gathered kept": {"regather": False}, "ours, no sp": {"sp": False}}[way]
-    return Module(*args), SeqParallelStrategy(tp=tp, plan={"base": "infer", "rules": vocab_rule}, **options)
+    plan: dict[str, Any] = {"base": "infer"}
+    if tp > 1:  # the peer's plan shards the vocabulary too
+        plan["rules"] = [{"pattern": "model.{tokens,head}", "style": "vocab"}]
+    return Module(*args), SeqParallelStrategy(tp=tp, plan=plan, **OURS[way])

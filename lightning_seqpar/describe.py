@@ -74,8 +74,8 @@ class Description:
         parameter_bytes: bytes of them on a rank, likewise of gradients and of the optimizer's state.
         activation_bytes: kept for the backward of one micro-batch, counted on a traced step; none if no step could be
             traced (``notes`` says why).
-        activation_bytes_by_formula: a lower bound from shapes alone, ``Σ b·s·width``: what column linears write, row linears
-            read, and norms and the linears outside the blocks read (and those write), with ``s/tp`` where the plan has shards.
+        activation_bytes_by_formula: a lower bound from shapes alone, ``Σ b·s·width``: what column linears write, norms
+            read, and the linears outside the blocks read and write, with ``s/tp`` where the plan has shards.
         sent_bytes: bytes that a rank gives to each collective in one step (what :class:`~lightning_seqpar.measure.Traffic`
             counts), likewise ``sent_calls``.
         input: shape of the traced input, ``[b, s]`` for tokens.
@@ -426,6 +426,7 @@ def _trace(
 def _formula(record: ShardedModel, model: nn.Module, batch: int, length: int) -> int:
     """The sum that :attr:`Description.activation_bytes_by_formula` is."""
     tp = record.groups.size("tp")
+    length -= length > 1  # the step may shift one position away
     tokens = batch * length
     shards = batch * math.ceil(length / tp)
     styles = {name: style for name, style, _ in record.choices if style in ("column", "row")}
@@ -444,7 +445,8 @@ def _formula(record: ShardedModel, model: nn.Module, batch: int, length: int) ->
             assert kind is not None
             out, into = features(module, kind)
             inside_blocks = any(inside(name, block) for block in blocks)
-            width = {"column": out, "row": into}.get(styles.get(name, ""), 0 if inside_blocks else out + into)
+            # What a row reads may be made again from what its columns wrote.
+            width = {"column": out, "row": 0}.get(styles.get(name, ""), 0 if inside_blocks else out + into)
             positions = tokens
         total += positions * width * weight.element_size()
     return total

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import has_torch_function_unary
 
@@ -39,6 +40,11 @@ class Autocast:
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype | None]:
     return (True, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else (False, None)
+
+
+def is_plain(x: Any) -> bool:
+    """Whether it is a tensor and no subclass of somebody's; one without numbers counts."""
+    return type(x) is Tensor or isinstance(x, FakeTensor)
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------
@@ -136,7 +142,7 @@ def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forward(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or type(x) is not Tensor or not torch.is_grad_enabled() or not x.is_floating_point():
+    if args or kwargs or not is_plain(x) or not torch.is_grad_enabled() or not x.is_floating_point():
         return _plain(self, x, *args, **kwargs)
     parameters = [p for p in self._parameters.values() if p is not None]
     if not (x.requires_grad or any(p.requires_grad for p in parameters)) or not _is_trusted(self, x):
@@ -151,6 +157,8 @@ def _is_trusted(module: nn.Module, x: Tensor) -> bool:
     """Whether its forward is one function of its input: tried once, on the first input."""
     known = module.__dict__.get(TRUSTED)
     if known is None:
+        if isinstance(x, FakeTensor):
+            return True  # nothing to compare
         known = module.__dict__[TRUSTED] = x.is_meta or _try(module, x)
     return bool(known)
 
@@ -201,7 +209,7 @@ def dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
 def drops(x: Any, p: float) -> bool:
     """Whether a dropout of this input would keep a factor where a byte does."""
     return (
-        type(x) is Tensor
+        is_plain(x)
         and 0 < p < 1
         and x.device.type == "cpu"  # elsewhere torch's own keeps a byte
         and x.is_floating_point()

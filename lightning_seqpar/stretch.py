@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from lightning_seqpar.lean import Autocast, apply_mask, dropout, drops
+from lightning_seqpar.lean import Autocast, apply_mask, dropout, drops, is_plain
 from lightning_seqpar.measure import SavedBytes
 
 _ARITHMETIC = (
@@ -170,7 +170,7 @@ class Stretch(TorchFunctionMode):
         if not any(id(tensor) in self._slots for tensor in given) or _is_nested((*args, *kwargs.values())):
             return
         parts = (out,) if isinstance(out, Tensor) else tuple(out) if isinstance(out, list | tuple) else ()
-        if not parts or not all(type(part) is Tensor for part in parts):
+        if not parts or not all(is_plain(part) for part in parts):
             return
         for tensor in given:
             if id(tensor) not in self._slots:
