@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils.hooks import RemovableHandle
 
+from lightning_seqpar.collectives import all_reduce
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layout import ModelLayout, ParamLayout
 from lightning_seqpar.losswatch import LossWatch
@@ -323,7 +324,7 @@ def _sum_coalesced(
     riders = [] if row is None else [row]
     riders.append(torch.tensor(flags, dtype=wide, device=grads[0].device))
     flat = _flatten_dense_tensors([*(grad.to(wide) for grad in grads), *riders])
-    dist.all_reduce(flat, group=group)
+    flat = all_reduce(flat, group)
     *totals, rest = _unflatten_dense_tensors(flat, [*grads, flat.new_empty(sum(len(rider) for rider in riders))])
     if losses is not None and row is not None:
         losses.take(rest[: len(row)].clone())

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
@@ -65,6 +65,8 @@ class SavedBytes:
 class Traffic(TorchDispatchMode):
     """Counts this rank's collectives and the bytes of the tensors it gives to them.
 
+    A collective that is made of another (see :mod:`lightning_seqpar.collectives`) counts as what it stands for.
+
     Attributes:
         calls: number of calls by operation, such as ``{"all_gather": 4}``.
         bytes: bytes of the inputs by operation.
@@ -74,6 +76,13 @@ class Traffic(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self._parts = 0
+
+    def stands_for(self, name: str, count: int, parts: int) -> None:
+        """The next ``parts`` exchanges are one collective of ``count`` bytes."""
+        self.calls[name] += 1
+        self.bytes[name] += count
+        self._parts += parts
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,12 +90,15 @@ class Traffic(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func.name().split("::")[-1].strip("_").replace("_base", "").replace("_coalesced", "")
             name = name.removesuffix("_").replace("allgather", "all_gather").replace("allreduce", "all_reduce")
-            if name.startswith(("all_gather", "all_reduce", "reduce_scatter", "alltoall", "broadcast")):
+            if name.startswith("alltoall") and self._parts:
+                self._parts -= 1
+            elif name.startswith(("all_gather", "all_reduce", "reduce_scatter", "alltoall", "broadcast")):
                 # (output, input, ...) where they differ, (tensors, ...) where they are one.
                 given = args[1] if name.startswith(("all_gather", "reduce_scatter", "alltoall")) else args[0]
                 self.calls[name] += 1
                 self.bytes[name] += sum(tensor.nbytes for tensor in _tensors(given))
-        elif func.namespace == "_c10d_functional" and "wait" not in func.name():  # as torch's DTensor calls them
+        elif func.namespace == "_c10d_functional" and "wait" not in func.name() and "wrap" not in func.name():
+            # As torch's DTensor calls them.
             name = func.name().split("::")[-1].removesuffix("_into_tensor").removesuffix("_tensor")
             self.calls[name] += 1
             self.bytes[name] += sum(tensor.nbytes for tensor in _tensors(args[0]))
@@ -101,6 +113,13 @@ class Traffic(TorchDispatchMode):
     def total_bytes(self) -> int:
         """All bytes."""
         return sum(self.bytes.values())
+
+
+def stands_for(name: str, count: int, parts: int = 1) -> None:
+    """Tell whoever counts that the next ``parts`` exchanges of this thread are one collective of ``count`` bytes."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Traffic):
+            mode.stands_for(name, count, parts)
 
 
 class StepMeter(Callback):

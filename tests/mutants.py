@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "average for sum",
         "grad_sync.py",
-        "dist.all_reduce(flat, group=group)",
-        "dist.all_reduce(flat, group=group); flat /= dist.get_world_size(group)",
+        "flat = all_reduce(flat, group)",
+        "flat = all_reduce(flat, group); flat /= dist.get_world_size(group)",
     ),
     Mutant(
         "sync on the world group",
