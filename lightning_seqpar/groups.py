@@ -104,6 +104,7 @@ class ParallelGroups:
         self.topology = topology
         self._world_rank = rank
         self._fake = False
+        self._known: dict[Axes, list[int]] = {}
         size = topology.world_size
         if isinstance(rank_mapping, Mapping):
             told: Sequence[int] = (
@@ -244,8 +245,12 @@ class ParallelGroups:
 
         Of the embedding groups: those of this rank's pipeline, whether or not it is one of them.
         """
-        key = self._key(axes)
-        return [self._mapping[r] for r in self._grid_ranks(key, self._grid_rank)] if self._grid_rank >= 0 else []
+        known = self._known.get(axes)
+        if known is None:
+            key = self._key(axes)
+            known = [self._mapping[r] for r in self._grid_ranks(key, self._grid_rank)] if self._grid_rank >= 0 else []
+            self._known[axes] = known
+        return list(known)
 
     def rank(self, axes: Axes) -> int:
         """This process's rank in the group along ``axes``; -1 outside the grid, or if it is not a member."""

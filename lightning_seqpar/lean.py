@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch.overrides import has_torch_function_unary
 
 TRUSTED = "_seqpar_norm_trusted"
 """Where a norm notes whether its forward can be run again."""
+SAVES = "_seqpar_norm_saves"
+"""And where which activations are worth it, by their bytes."""
 
 
 class Autocast:
@@ -145,7 +148,8 @@ def _forward(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs or not is_plain(x) or not torch.is_grad_enabled() or not x.is_floating_point():
         return _plain(self, x, *args, **kwargs)
     parameters = [p for p in self._parameters.values() if p is not None]
-    if not (x.requires_grad or any(p.requires_grad for p in parameters)) or not _is_trusted(self, x):
+    worth = self.__dict__[SAVES](x.nbytes) and (x.requires_grad or any(p.requires_grad for p in parameters))
+    if not worth or not _is_trusted(self, x):
         return _plain(self, x)
     call = NormCall(self, x)
     out: Tensor = _Norm.apply(call, x, *parameters)  # type: ignore[no-untyped-call]
@@ -239,7 +243,17 @@ def _lean_class(kind: Any, forward: Any) -> Any:
     return made
 
 
-def make_lean(module: nn.Module) -> None:
-    """Turn a norm (see :func:`is_norm`) or an ``nn.Dropout`` into its lean form, in place."""
+def _always(count: int) -> bool:
+    return True
+
+
+def make_lean(module: nn.Module, saves: Callable[[int], bool] = _always) -> None:
+    """Turn a norm (see :func:`is_norm`) or an ``nn.Dropout`` into its lean form, in place.
+
+    Args:
+        saves: whether an activation of so many bytes is worth making again.
+    """
     forward = _forward_dropout if isinstance(module, nn.Dropout) else _forward
+    if forward is _forward:
+        module.__dict__[SAVES] = saves
     module.__class__ = _lean_class(type(module), forward)  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ from lightning_seqpar.layers import (
     write_attribute,
 )
 from lightning_seqpar.layout import ModelLayout, ParamLayout
-from lightning_seqpar.lean import TRUSTED, is_norm, make_lean
+from lightning_seqpar.lean import SAVES, TRUSTED, is_norm, make_lean
 from lightning_seqpar.plan import (
     Argument,
     ColumnRule,
@@ -194,14 +194,15 @@ class _Swap(Blueprint):
         facts = {name: self.layout_of(name) for name in names}
         layouts = {name: layout for name, (layout, _) in facts.items()}
         doubtful = frozenset(name for name, (_, doubt) in facts.items() if doubt)
-        undo = list(self._snapshots())
+        keepers = self._keepers()
+        undo = list(self._snapshots(keepers))
         for name, match in self.linear.items():
             self._swap(name, match.rule)
         for match in self.sets:
             self._set(match)
         self._swap_vocabs()
-        for name in self._keepers():
-            make_lean(self.modules[name])
+        for name, region in keepers.items():
+            make_lean(self.modules[name], region.saves_activation)
         choices = [(match.name, match.rule.style, match.source) for match in self.matches]
         record = ShardedModel(
             self.model,
@@ -226,7 +227,7 @@ class _Swap(Blueprint):
         self.model.__dict__[_RECORD] = record
         return record
 
-    def _snapshots(self) -> Iterator[Callable[[], None]]:
+    def _snapshots(self, keepers: Iterable[str]) -> Iterator[Callable[[], None]]:
         """What takes each changed module back: its class and the attributes that we change, no others."""
         own = ["in_features", "out_features", "num_heads", "use_nested_tensor"]
         changed = {name: list(own) for name in self.linear}
@@ -236,7 +237,7 @@ class _Swap(Blueprint):
             if isinstance(m.rule, ReplaceRule) and name not in self.encoders
         }
         changed |= {name: ["num_embeddings", "out_features"] for name in self.vocabs}
-        changed |= {name: [] for name in self._keepers()}
+        changed |= {name: [] for name in keepers}
         for match in self.sets:
             assert isinstance(match.rule, SetRule)
             changed.setdefault(match.name, []).extend(
@@ -245,16 +246,16 @@ class _Swap(Blueprint):
         for name, attributes in changed.items():
             yield _restorer(self.modules[name], attributes)
 
-    def _keepers(self) -> list[str]:
+    def _keepers(self) -> dict[str, SequenceRegion]:
         """Norms and dropouts of the regions: what they keep for the backward can be less."""
-        exits = [name for stack in self.stacks for name in stack.exits]
-        return [
-            name
-            for name, module in self.modules.items()
-            if self.canonical[name] == name
-            and (is_norm(module) or type(module) is nn.Dropout)
-            and (any(stack.covers(name) for stack in self.stacks) or any(inside(name, out) for out in exits))
-        ]
+        found: dict[str, SequenceRegion] = {}
+        for name, module in self.modules.items():
+            if self.canonical[name] != name or not (is_norm(module) or type(module) is nn.Dropout):
+                continue
+            for stack in self.stacks:
+                if stack.covers(name) or any(inside(name, out) for out in stack.exits):
+                    found.setdefault(name, self.regions[stack.blocks[0]])
+        return found
 
     def _swap(self, name: str, rule: Rule) -> None:
         module = self.modules[name]
@@ -472,6 +473,7 @@ def _restorer(module: nn.Module, attributes: Iterable[str]) -> Callable[[], None
                 "gathers_input",
                 "opens_stretch",
                 "loss_chunk",
+                SAVES,
                 TRUSTED,
                 "leaves_partial",
                 "packs",

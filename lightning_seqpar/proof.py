@@ -305,7 +305,8 @@ class Prover:
             self._groups,
             example,
             sp=self._config.sp,
-            regather=self._config.regather,
+            # An example may be so small that "auto" would not do what a real batch will.
+            regather=True if self._config.regather == "auto" else self._config.regather,
             loss_chunk=self._config.loss_chunk,
             device=self._device,
             dtype=dtype,

@@ -35,7 +35,8 @@ from lightning_seqpar.stretch import Stretch
 
 _MANY = 4096  # calls that are remembered outside any step
 KEPT = 2**20
-"""Bytes of a gathered activation up to which ``regather="auto"`` keeps it: there a collective's time is its latency."""
+"""Bytes of a whole activation up to which ``regather="auto"`` keeps it: there the time of a step is that of starting its
+parts, a collective's its latency, and what is made or gathered again costs more than it frees."""
 
 
 def remembered(x: Tensor) -> tuple[Tensor, NormCall | None]:
@@ -405,7 +406,8 @@ class SequenceRegion:
         """A shard on its way to column linears: gathered (g), or copied (f) where the sequence is not sharded."""
         if not self.sp:
             copied = copy_to_tensor_parallel_region(x, self.group)
-            self._hand_on(copied, x, None)
+            if self.saves_activation(x.nbytes):
+                self._hand_on(copied, x, None)
             self._note(copied)
             return copied
         length = self.length_for(x, module)
@@ -414,16 +416,18 @@ class SequenceRegion:
             self._note(whole)
             return whole
         whole = gather_from_sequence_parallel_region(x, self.dim, self.group, length)
-        if self.gathers_again(x):
+        if self.regather is not False and self.saves(x.nbytes):
             self._hand_on(whole, x, length)
         self._note(whole)
         return whole
 
-    def gathers_again(self, x: Tensor) -> bool:
-        """Whether the backward gathers this shard again."""
-        if self.regather == "auto":
-            return x.nbytes * self.size > KEPT
-        return self.regather
+    def saves(self, count: int) -> bool:
+        """Whether an activation of ``count`` bytes on each rank is made (or gathered) again rather than kept."""
+        return self.regather != "auto" or count * self.size > KEPT
+
+    def saves_activation(self, count: int) -> bool:
+        """The same for an activation between the blocks, which is a shard only with sequence parallelism."""
+        return self.saves(count if self.sp else count // self.size)
 
     def _hand_on(self, whole: Tensor, x: Tensor, length: int | None) -> None:
         """Tell the columns that will read ``whole`` what to keep for it."""
@@ -437,6 +441,8 @@ class SequenceRegion:
     def after_column(self, out: Tensor, column: Any) -> None:
         """What a column linear made: what is computed from it up to the row can be computed again."""
         if not column.opens_stretch or not out.requires_grad or not torch.is_grad_enabled():
+            return
+        if self._stretch is None and not self.saves(out.nbytes):
             return
         if self._stretch is None:
             self._stretch, self._open_columns = Stretch.open(), []

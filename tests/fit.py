@@ -47,7 +47,8 @@ def fit(
 ) -> Trace:
     """Train ``<model>`` of models or zoo for ``steps`` optimizer steps and return the trace (whole tensors)."""
     torch.manual_seed(0)
-    chosen = SeqParallelStrategy(**strategy) if strategy is not None else "auto"
+    # These models are too small for "auto" to make or gather anything again.
+    chosen = SeqParallelStrategy(**{"regather": True, **strategy}) if strategy is not None else "auto"
     dp = world // strategy.get("tp", 1) if strategy is not None else 1
     module = (getattr(models, model, None) or getattr(zoo, model))(**model_args)
     recorder = ParityRecorder()

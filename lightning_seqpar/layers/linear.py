@@ -26,8 +26,12 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def _cast(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    return x if x is None or dtype is None or not x.is_floating_point() else x.to(dtype)
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """``F.linear``, in the type that autocast asks for."""
+    if dtype is None:
+        return F.linear(x, weight, bias)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -61,10 +65,7 @@ class ShardedLinear(torch.autograd.Function):
             x.dtype,
             bias.dtype if bias is not None else None,
         )
-        with torch.autocast(x.device.type, enabled=False):
-            compute = _cast(x, dtype)
-            assert compute is not None
-            return F.linear(compute, _cast(weight, dtype), _cast(bias, dtype))  # type: ignore[arg-type]
+        return _product(x, weight, bias, dtype)
 
     @staticmethod
     @once_differentiable
@@ -110,11 +111,8 @@ class GatherLinear(torch.autograd.Function):
         ctx.save_for_backward(keep if weight.requires_grad else None, weight)
         ctx.dim, ctx.group, ctx.length, ctx.x_dtype = dim, group, length, x.dtype
         ctx.bias_dtype = bias.dtype if bias is not None else None
-        with torch.autocast(x.device.type, enabled=False):
-            shard = _cast(x, dtype)
-            assert shard is not None
-            whole = PendingGather(shard, dim, group, length, async_op=False).wait()
-            return F.linear(whole, _cast(weight, dtype), _cast(bias, dtype))  # type: ignore[arg-type]
+        shard = x if dtype is None else x.to(dtype)
+        return _product(PendingGather(shard, dim, group, length, async_op=False).wait(), weight, bias, dtype)
 
     @staticmethod
     @once_differentiable
@@ -227,7 +225,7 @@ class ColumnParallelLinear(_ParallelLinear):
             return self._tell(sharded_linear(x, self.matrix, self.bias, region))
         region.open_gather(x, self.full_name)
         try:
-            if region.sp and region.gathers_again(x):
+            if region.sp and region.regather is not False and region.saves(x.nbytes):
                 length = region.length_for(x, self.full_name)
                 out: Tensor = GatherLinear.apply(x, self.matrix, self.bias, region, length, remembered(x))  # type: ignore[no-untyped-call]
             else:
