@@ -84,6 +84,17 @@ def switches(config: ParallelConfig, tp: int, dp: int) -> tuple[list[str], list[
     return [f"{name} ({what})" for name, what, on in entries if on], off
 
 
+def _memory(config: ParallelConfig) -> str:
+    """What is kept for the backward, and what is made again."""
+    made = {
+        "auto": "over 1 MiB, what norms, activations and gathers make is made again in the backward",
+        True: "what norms, activations and gathers make is made again in the backward",
+        False: "gathered inputs are kept; what norms and activations make is made again in the backward",
+    }[config.regather]
+    chunk = "" if config.loss_chunk is None else f"; loss_chunk: logits of {config.loss_chunk} tokens at once"
+    return f"regather {str(config.regather).lower()}: {made}{chunk}"
+
+
 def summarize(
     topology: ProcessTopology, config: ParallelConfig, ranks_per_node: int, version: str, plan: Sequence[str]
 ) -> str:
@@ -97,6 +108,7 @@ def summarize(
         ("grid", draw(topology, ranks_per_node)),
         ("groups", groups_of(topology)),
         ("plan", list(plan)),
+        *([("memory", [_memory(config)])] if topology.get_dim("tp") > 1 else []),
         ("on", [", ".join(on) or "nothing"]),
         ("off", [", ".join(off) or "nothing"]),
         ("later", ["cp, pp, recompute, compile (not run yet)"]),
