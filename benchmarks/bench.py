@@ -1,7 +1,7 @@
-"""Ours beside what people would pick instead: step time, bytes kept for the backward, collectives.
+"""Ours beside what people would pick instead: step time, host time, bytes kept and sent, memory of the loss, longest sequence.
 
-    make bench                                    everything; writes benchmarks/results
-    python benchmarks/bench.py --parts kept --dims 512
+    make bench                                      everything; writes benchmarks/results
+    python benchmarks/bench.py --parts steps kept --dims 512
 
 Every way trains the same module through the stock Trainer, launched in turn, round by round; a way's time is compared
 with that of torch's DTensor in the same round.
@@ -10,161 +10,156 @@ with that of torch's DTensor in the same round.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import logging
+import os
 import platform
-import statistics
+import subprocess
 import sys
+import tempfile
 import time
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+import lightning as L
+import torch
 
-import lightning as L  # noqa: E402
-import peers  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from lightning.pytorch.callbacks import Callback  # noqa: E402
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from lightning_seqpar.measure import StepMeter  # noqa: E402
-from lightning_seqpar.testing import run_distributed  # noqa: E402
+from tables import write  # noqa: E402
 
-LAYERS, BATCH, VOCAB = 4, 4, 512
-WAYS = ("ours", "ours, gathered kept", "ours, no sp", "dtensor", "dtensor, no sp", "ddp")
-BASE = "dtensor"
-CHECKED = 18  # steps until run-time checks have become rare
+WAYS = ("ours", "ours, gathered again", "ours, gathered kept", "ours, no sp", "dtensor", "dtensor, no sp", "ddp")
+SHAPES = {128: {"length": 128, "steps": 30}, 512: {"length": 512, "steps": 4}, 1024: {"length": 256, "steps": 3}}
+"""Of each dim: positions of a sequence and timed steps of a launch; 4 sequences, 4 layers, a vocabulary of 512."""
+BUDGET = 128 * 2**20
 
 
-class Clock(Callback):
-    """When each step began."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.times.append(time.perf_counter())
-
-    on_train_end = on_train_batch_start
-
-
-def train(way: str, dim: int, length: int, steps: int, callbacks: list[Callback]) -> None:
-    """Train on this rank."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    module, strategy = peers.make(way, dim, LAYERS, VOCAB)
-    tokens = torch.randint(0, VOCAB, (BATCH * steps, length + 1), generator=torch.Generator().manual_seed(0))
-    trainer = L.Trainer(
-        accelerator="auto",
-        devices=dist.get_world_size(),
-        strategy=strategy,
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=callbacks,
-    )
-    trainer.fit(module, torch.utils.data.DataLoader(tokens, BATCH))
-
-
-def timed(way: str, dim: int, length: int, steps: int) -> float:
-    """Median of the step, in ms."""
-    clock = Clock()
-    train(way, dim, length, CHECKED + steps, [clock])
-    ends = clock.times[CHECKED:]
-    return statistics.median(b - a for a, b in itertools.pairwise(ends)) * 1e3
-
-
-def kept(way: str, dim: int, length: int) -> tuple[float, dict[str, int], dict[str, int]]:
-    """MiB kept for the backward, and the collectives of a step with their bytes."""
-    meter = StepMeter(batch=CHECKED)
-    train(way, dim, length, CHECKED + 1, [meter])
-    return meter.saved_bytes / 2**20, meter.calls, meter.bytes
-
-
-def measure_steps(dims: list[int], rounds: int, length: int, steps: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for dim in dims:
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
-        for number in range(rounds):
-            for way in WAYS:
-                times[way].append(max(run_distributed(timed, 2, way, dim, length, steps, timeout=1200)))
-                print(f"dim {dim}, round {number + 1}: {way} {times[way][-1]:.1f} ms", file=sys.stderr, flush=True)
-        found[str(dim)] = times
+def launch(ranks: int, **task: Any) -> dict[str, Any]:
+    """Train one way on so many ranks; what rank 0 measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        # Memory that is given back shows at once, at any size.
+        calm = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"} if task.get("memory") else {}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **calm}
+        done = subprocess.run(
+            [*command, str(HERE / "child.py"), json.dumps(task), str(out)],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{ranks} ranks of {task} failed:\n{done.stderr[-4000:]}")
+        found: dict[str, Any] = json.loads(out.read_text())
+    shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
+    print(f"{time.strftime('%H:%M:%S')} {ranks} × {task}: {shown}", file=sys.stderr, flush=True)
     return found
 
 
-def measure_kept(dims: list[int], sizes: list[int], length: int) -> dict[str, Any]:
+def steps(given: argparse.Namespace) -> dict[str, Any]:
+    """ms of a step at tp 2, in each round; and at tp 1 beside plain Lightning."""
     found: dict[str, Any] = {}
-    for dim in dims:
-        for tp in sizes:
-            for way in WAYS:
-                saved, calls, sent = run_distributed(kept, tp, way, dim, length, timeout=1200)[0]
-                found[f"{dim}/{tp}/{way}"] = {"MiB": saved, "calls": calls, "bytes": sent}
-                print(f"dim {dim}, tp {tp}: {way} {saved:.1f} MiB, {calls}", file=sys.stderr, flush=True)
+    for dim in given.dims:
+        ways = WAYS if dim < 1024 else ("ours", "ours, no sp", "dtensor", "dtensor, no sp", "ddp")
+        found[str(dim)] = {way: [] for way in ways}
+        for _ in range(given.rounds):
+            for way in ways:
+                found[str(dim)][way].append(launch(2, way=way, dim=dim, **SHAPES[dim])["ms"])
+    dim = min(given.dims)
+    found["one rank"] = {"ours": [], "plain": []}
+    for _ in range(given.rounds):
+        for way, times in found["one rank"].items():
+            times.append(launch(1, way=way, dim=dim, **SHAPES[dim])["ms"])
     return found
 
 
-def tables(results: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    lines = [
-        f"{results['machine']}; {LAYERS} layers, batch {BATCH} × {results['length']}, vocabulary {VOCAB}, float32, AdamW"
-    ]
-    for dim, times in results.get("steps", {}).items():
-        lines += [
-            "",
-            f"## Step time, dim {dim}, tp 2",
-            "",
-            "| way | ms, median | min–max | of DTensor's |",
-            "|---|---|---|---|",
-        ]
-        for way, own in times.items():
-            ratios = [a / b for a, b in zip(own, times[BASE], strict=True)]
-            lines.append(
-                f"| {way} | {statistics.median(own):.1f} | {min(own):.1f}–{max(own):.1f} | {statistics.median(ratios):.2f} |"
-            )
-    if "kept" in results:
-        lines += ["", "## Kept for the backward, and sent in a step", ""]
-        lines += ["| dim | tp | way | MiB | of DTensor's | calls | MiB sent |", "|---|---|---|---|---|---|---|"]
-        for key, one in results["kept"].items():
-            dim, tp, way = key.split("/")
-            base = results["kept"][f"{dim}/{tp}/{BASE}"]["MiB"]
-            calls, sent = sum(one["calls"].values()), sum(one["bytes"].values()) / 2**20
-            lines.append(
-                f"| {dim} | {tp} | {way} | {one['MiB']:.1f} | {one['MiB'] / base:.2f} | {calls} | {sent:.1f} |"
-            )
-    return "\n".join(lines) + "\n"
+def host(given: argparse.Namespace) -> dict[str, Any]:
+    """ms of the main thread's own time in a step, with almost nothing to compute."""
+    found: dict[str, Any] = {way: [] for way in WAYS}
+    for _ in range(given.rounds):
+        for way in WAYS:
+            found[way].append(launch(2, way=way, dim=128, length=16, batch=1, steps=40)["host_ms"])
+    return found
+
+
+def kept(given: argparse.Namespace) -> dict[str, Any]:
+    """Bytes kept for the backward, and what a step sends."""
+    dim = 512 if 512 in given.dims else max(given.dims)
+    ways = [*WAYS, "plain"]
+    return {
+        f"{dim}/{tp}/{way}": launch(1 if way == "plain" else tp, way=way, dim=dim, length=512, counts=True)
+        for tp in given.tp
+        for way in ways
+        if not (way in ("plain", "ddp") and tp != given.tp[0])
+    }
+
+
+def loss(given: argparse.Namespace) -> dict[str, Any]:
+    """Peak over what lies between steps, with a vocabulary that makes all else small."""
+    ways = ("plain", "dtensor", "ours", "ours, loss in chunks")
+    task = {"dim": 128, "length": 256, "batch": 1, "layers": 1, "vocab": 131_072, "steps": 1, "memory": True}
+    return {way: launch(1 if way == "plain" else 2, way=way, **task) for way in ways}
+
+
+def length(given: argparse.Namespace) -> dict[str, Any]:
+    """Peaks at growing lengths, until a budget is spent."""
+    found: dict[str, Any] = {}
+    task = {"dim": 256, "batch": 1, "steps": 1, "memory": True}
+    cases = [("plain", 1), *((way, tp) for tp in given.tp for way in ("ours", "dtensor")), ("ddp", given.tp[0])]
+    for recompute in (False, True):
+        for way, tp in cases:
+            peaks: dict[str, float] = {}
+            at = 512
+            while at <= 16384:
+                peaks[str(at)] = launch(tp, way=way, length=at, recompute=recompute, **task)["step"]
+                if peaks[str(at)] > BUDGET:
+                    break
+                at *= 2
+            found[f"{way}/{tp}/{'recompute' if recompute else 'kept'}"] = peaks
+    return {"budget": BUDGET, "peaks": found}
+
+
+def scale(given: argparse.Namespace) -> dict[str, Any]:
+    """Seconds that one of thousands of ranks takes for its topology, groups, plan and swap (torch's fake backend)."""
+    code = HERE / "scale.py"
+    return {
+        str(world): json.loads(
+            subprocess.run([sys.executable, str(code), str(world)], capture_output=True, check=True).stdout
+        )
+        for world in (64, 512, 4096)
+    }
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "kept": kept,
+    "scale": scale,
+    "loss": loss,
+    "host": host,
+    "steps": steps,
+    "length": length,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["steps", "kept"], choices=["steps", "kept"])
-    parser.add_argument("--dims", nargs="+", type=int, default=[128, 512])
-    parser.add_argument("--tp", nargs="+", type=int, default=[2, 4], help="sizes at which kept bytes are counted")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each launch")
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--dims", nargs="+", type=int, default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--tp", nargs="+", type=int, default=[2, 4], help="sizes at which memory is measured")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=HERE / "results")
     given = parser.parse_args()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo, one thread per rank"
-    results: dict[str, Any] = {
-        "machine": f"{device}; torch {torch.__version__}, lightning {L.__version__}, Python {platform.python_version()}",
-        "length": given.length,
-    }
-    if "steps" in given.parts:
-        results["steps"] = measure_steps(given.dims, given.rounds, given.length, given.steps)
-    if "kept" in given.parts:
-        results["kept"] = measure_kept(given.dims, given.tp, given.length)
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
-    (given.out / "bench.md").write_text(tables(results))
-    print(tables(results))
+    file = given.out / "bench.json"
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo, one thread per rank"
+    cpus = f"{os.cpu_count()} cores, {platform.machine()}"
+    for part in given.parts:
+        machine = f"{device}; {cpus}; torch {torch.__version__}, lightning {L.__version__}, Python {platform.python_version()}"
+        results[part] = {"machine": machine, "rounds": given.rounds, "found": PARTS[part](given)}
+        file.write_text(json.dumps(results, indent=1) + "\n")  # other parts' results stay as they were
+    write(results, given.out)
 
 
 if __name__ == "__main__":
