@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DATA ?=
 ARGS ?=
 
-.PHONY: help install demo test parity matrix crash check lint format types mutants convergence clean
+.PHONY: help install demo test parity matrix crash check lint format types mutants convergence bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,9 @@ crash: $(STAMP)  ## kill ranks while they write checkpoints; look at what is lef
 
 convergence: $(STAMP)  ## 300 steps of the demo model in every form, drawn over each other
 	$(BIN)/python benchmarks/convergence.py $(ARGS)
+
+bench: $(STAMP)  ## time, memory and traffic beside DTensor, DDP and one process (40 minutes)
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 clean:  ## remove the environment and what runs left
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache *.egg-info

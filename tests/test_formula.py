@@ -127,3 +127,66 @@ def test_a_step_keeps_and_sends_what_the_formulas_say(family, tp, sp):
     # One sum of the parts of gradients, with what arrived and the ranks' losses; of the losses alone where all are whole.
     parts = PARTS[family]
     assert (sums, small) == (1, BYTES * (parts * H + 2 * parts + tp) if sp else 8 * tp)
+
+
+class Layer(torch.nn.Module):
+    """The layer of arXiv 2205.05198: norms, attention, an MLP of four times the width, two dropouts."""
+
+    def __init__(self, h: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = torch.nn.LayerNorm(h), torch.nn.LayerNorm(h)
+        self.qkv, self.out = torch.nn.Linear(h, 3 * h), torch.nn.Linear(h, h)
+        self.up, self.down = torch.nn.Linear(h, 4 * h), torch.nn.Linear(4 * h, h)
+        self.drop1, self.drop2 = torch.nn.Dropout(0.1), torch.nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm1(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.drop1(self.out(y))
+        return x + self.drop2(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Classic(L.LightningModule):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = torch.nn.Embedding(VOCAB, H)
+        self.layers = torch.nn.ModuleList(Layer(H, HEADS) for _ in range(layers))
+        self.head = torch.nn.Linear(H, VOCAB)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (ids,) = batch
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run_classic(layers: int, sp: bool) -> int:
+    rules = [
+        {"pattern": "layers.*", "style": "blocks"},
+        {"pattern": "layers.*.qkv", "style": "column", "segments": [H, H, H], "units": [HEADS] * 3},
+        {"pattern": "layers.*.{qkv,up}", "style": "gather"},
+        {"pattern": "layers.*.up", "style": "column"},
+        {"pattern": "layers.*.{out,down}", "style": "row"},
+        {"pattern": "layers.*", "style": "set", "divide": ["heads"]},
+    ]
+    meter, tp = StepMeter(), dist.get_world_size()
+    strategy = SeqParallelStrategy(tp=tp, sp=sp, regather=True, plan={"base": "none", "rules": rules}, self_check=False)
+    trainer = quiet_trainer(devices=tp, strategy=strategy, max_steps=17, precision="bf16-true", callbacks=[meter])
+    trainer.fit(Classic(layers), models.loader(B, length=S, count=B * 40))
+    return meter.saved_bytes
+
+
+@pytest.mark.parametrize(("tp", "sp"), [(2, True), pytest.param(4, True, marks=pytest.mark.matrix), (2, False)])
+def test_the_papers_layer(tp, sp):
+    """34/t bytes per s·b·h there, 22/t here; 10 + 24/t without sequence parallelism, here 6 + 16/t (docs/memory.md)."""
+    few, more = (run_distributed(run_classic, tp, layers, sp)[0] for layers in (1, 3))
+    scale = 4 * HEADS / tp / H  # attention's one number per head, in float32
+    expected = 22 / tp if sp else 6 + 16 / tp
+    assert (more - few) / 2 / (TOKENS * H) == pytest.approx(expected + scale, rel=0.01)
