@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
-from torch.overrides import has_torch_function_unary
+from torch.overrides import _get_current_function_mode, has_torch_function_unary
 
 TRUSTED = "_seqpar_norm_trusted"
 """Where a norm notes whether its forward can be run again."""
@@ -73,14 +73,25 @@ class NormCall:
 
     Attributes:
         version: the output's, as the norm left it.
-        source: the input.
     """
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
         self.version = 0
-        self.source = weakref.ref(x)
+        self._source, self._read = weakref.ref(x), x._version
         self._module, self._autocast = module, Autocast(x.device.type)
+        # Those of this call: others may stand in the module when the backward comes.
+        self._parameters = {name: p.detach() for name, p in module._parameters.items() if p is not None}
+        self._versions = [p._version for p in self._parameters.values()]
         self._made: tuple[Tensor, list[Tensor], Tensor] | None = None
+
+    @property
+    def source(self) -> Tensor | None:
+        """The input, if it is still what the norm read."""
+        x = self._source()
+        return x if x is not None and x._version == self._read else None
+
+    def __repr__(self) -> str:
+        return f"a {type(self._module).__name__} of {[list(p.shape) for p in self._parameters.values()]}"
 
     def compute(self, x: Tensor) -> Tensor:
         """The module's own forward."""
@@ -99,17 +110,54 @@ class NormCall:
         return made
 
     def _run(self, x: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-        held = self._module._parameters
-        own = {name: p for name, p in held.items() if p is not None}
-        leaves = {name: p.detach().requires_grad_() for name, p in own.items()}
-        with torch.enable_grad(), self._autocast.again():
-            leaf = x.detach().requires_grad_()
-            try:
-                held.update(leaves)  # type: ignore[arg-type]  # hooks of the true ones fire once, in the true backward
-                out = self.compute(leaf)
-            finally:
-                held.update(own)
-        return leaf, list(leaves.values()), out
+        if [p._version for p in self._parameters.values()] != self._versions:
+            raise RuntimeError(
+                f"{type(self._module).__name__}: its weights were changed between the forward and the backward"
+            )
+        with self._autocast.again():
+            leaf, leaves, out = _with_leaves(self._module, x, self._parameters)
+        if _reads_others(out, [leaf, *leaves]):
+            raise RuntimeError(
+                f"{type(self._module).__name__}: this norm reads a tensor with a gradient that is none of its parameters, and "
+                "did not when training began; set regather=False, which keeps what autograd keeps"
+            )
+        return leaf, leaves, out
+
+
+def _with_leaves(module: nn.Module, x: Tensor, own: dict[str, Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
+    """The module's own forward with leaves for its input and its parameters ``own``: hooks of the true ones do not fire."""
+    held = module._parameters
+    true = dict(held)
+    leaves = {name: p.detach().requires_grad_() for name, p in own.items()}
+    alone = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # whose counts this run is none of
+    with torch.enable_grad(), alone:
+        leaf = x.detach().requires_grad_()
+        try:
+            held.update(leaves)  # type: ignore[arg-type]
+            out = _plain(module, leaf)
+        finally:
+            held.update(true)
+    return leaf, list(leaves.values()), out
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _reads_others(out: Tensor, leaves: Sequence[Tensor]) -> bool:
+    """Whether a gradient of ``out`` goes to anything but the leaves."""
+    known = {id(leaf) for leaf in leaves}
+    seen: set[Any] = set()
+    todo = [out.grad_fn]
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) not in known:
+            return True
+        todo += [child for child, _ in node.next_functions]
+    return False
 
 
 class _Norm(torch.autograd.Function):
@@ -124,12 +172,30 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *_ = ctx.saved_tensors
+        x, *_ = saved_by(ctx, ctx.call)
         leaf, leaves, out = ctx.call.take(x)
         needs = ctx.needs_input_grad[1:]
         wanted = [tensor for tensor, needed in zip((leaf, *leaves), needs, strict=True) if needed]
         found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True))
         return None, *(next(found) if needed else None for needed in needs)
+
+
+def saved_by(ctx: Any, call: NormCall | None) -> tuple[Tensor, ...]:
+    """The saved tensors of a node that may run a norm again.
+
+    Raises:
+        RuntimeError: in the norm's words, if its input was changed.
+    """
+    try:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+    except RuntimeError as error:
+        if call is None or "inplace" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{call}: its input (or its weight) was changed in place after it ran, and the backward runs it again; write "
+            "x = x + y in place of x += y, or set regather=False, which keeps what autograd keeps"
+        ) from error
+    return saved
 
 
 def norm_of(x: Tensor) -> NormCall | None:
@@ -144,17 +210,24 @@ def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return kind._seqpar_plain(module, *args, **kwargs)
 
 
-def _forward(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or not is_plain(x) or not torch.is_grad_enabled() or not x.is_floating_point():
-        return _plain(self, x, *args, **kwargs)
+def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    x = args[0] if len(args) == 1 and not kwargs else None
+    if x is None or not is_plain(x) or not torch.is_grad_enabled() or not x.is_floating_point() or _is_watched():
+        return _plain(self, *args, **kwargs)
     parameters = [p for p in self._parameters.values() if p is not None]
     worth = self.__dict__[SAVES](x.nbytes) and (x.requires_grad or any(p.requires_grad for p in parameters))
-    if not worth or not _is_trusted(self, x):
+    if not worth or not _is_trusted(self, x) or any(isinstance(held, Tensor) for held in self.__dict__.values()):
         return _plain(self, x)
     call = NormCall(self, x)
     out: Tensor = _Norm.apply(call, x, *parameters)  # type: ignore[no-untyped-call]
     call.version = out._version
     return out
+
+
+def _is_watched() -> bool:
+    """Whether a mode of somebody's sees this call: it would not see another."""
+    mode = _get_current_function_mode()
+    return mode is not None and not getattr(mode, "is_transparent", False)
 
 
 def _is_trusted(module: nn.Module, x: Tensor) -> bool:
@@ -177,7 +250,10 @@ def _try(module: nn.Module, x: Tensor) -> bool:
     now = module.__dict__
     noted = len(now) != len(held) or any(now.get(name, held) is not value for name, value in held.items())
     same = type(first) is Tensor and first.shape == x.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
-    return same and not drawn and not noted and first.data_ptr() != x.data_ptr()
+    if not same or drawn or noted or first.data_ptr() == x.data_ptr():
+        return False
+    leaf, leaves, out = _with_leaves(module, x, {name: p for name, p in module._parameters.items() if p is not None})
+    return not _reads_others(out, [leaf, *leaves])
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------
@@ -223,9 +299,10 @@ def drops(x: Any, p: float) -> bool:
     )
 
 
-def _forward_dropout(self: Any, x: Tensor) -> Tensor:
-    if not self.training or self.inplace or not drops(x, self.p):
-        return _plain(self, x)  # type: ignore[no-any-return]
+def _forward_dropout(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    x = args[0] if len(args) == 1 and not kwargs else None
+    if x is None or not self.training or self.inplace or not drops(x, self.p):
+        return _plain(self, *args, **kwargs)  # type: ignore[no-any-return]
     if has_torch_function_unary(x):  # an open stretch does the same, and takes note
         return _plain(self, x)  # type: ignore[no-any-return]
     return dropout(x, self.p)[0]

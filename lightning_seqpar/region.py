@@ -42,7 +42,7 @@ parts, a collective's its latency, and what is made or gathered again costs more
 def remembered(x: Tensor) -> tuple[Tensor, NormCall | None]:
     """What is kept for the backward in place of ``x``: the input of the norm that made it, and how; or itself."""
     call = norm_of(x)
-    source = call.source() if call is not None else None
+    source = call.source if call is not None else None
     return (x.detach(), None) if source is None else (source.detach(), call)
 
 
@@ -56,11 +56,12 @@ class GatheredInput:
 
     Attributes:
         kept: what they keep, while the module that reads it runs.
+        call: how a norm makes the activation of it; none if it is the activation.
     """
 
     def __init__(self, region: SequenceRegion, x: Tensor, length: int | None) -> None:
         self.kept: Tensor | None
-        self.kept, self._call = remembered(x)
+        self.kept, self.call = remembered(x)
         self._region, self._length = region, length
         self._users = self._left = 0
         self._pending: PendingGather | None = None
@@ -74,13 +75,13 @@ class GatheredInput:
     @property
     def is_lean(self) -> bool:
         """Whether anything else than the whole activation is kept."""
-        return self._length is not None or self._call is not None
+        return self._length is not None or self.call is not None
 
     def start(self, kept: Tensor) -> None:
         """Start to gather from what was kept (unpacked), unless an earlier user did."""
         if self._pending is not None or self._whole is not None:
             return
-        shard = kept if self._call is None else self._call.output(kept)
+        shard = kept if self.call is None else self.call.output(kept)
         if self._length is None:
             self._whole = shard
         else:
@@ -115,7 +116,7 @@ class _Frame:
     stand_ins: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # and the activations behind them
     copied: list[int] = field(default_factory=list)  # lengths of activations that were whole already
     unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)  # gathers whose row is still to come
-    gathered: list[tuple[weakref.ref[Tensor], GatheredInput]] = field(default_factory=list)
+    gathered: list[tuple[weakref.ref[Tensor], int, GatheredInput]] = field(default_factory=list)  # with its version
 
 
 class _Fact(NamedTuple):
@@ -136,8 +137,8 @@ class SequenceRegion:
         sp: whether activations between blocks are sharded; if not, they stay whole and the region only
             stands for f and f̄.
         name: how messages call it.
-        regather: gather column inputs again in the backward instead of keeping the gathered copy; ``auto`` keeps
-            copies of up to :data:`KEPT` bytes.
+        regather: gather column inputs again in the backward, and make norms and activations again, instead of keeping
+            them; ``auto`` keeps those of up to :data:`KEPT` bytes.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class SequenceRegion:
         self._in_block = 0
         self._stretch: Stretch | None = None
         self._open_columns: list[Any] = []
+        self._left_open: list[Stretch] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.regather)
@@ -416,14 +418,14 @@ class SequenceRegion:
             self._note(whole)
             return whole
         whole = gather_from_sequence_parallel_region(x, self.dim, self.group, length)
-        if self.regather is not False and self.saves(x.nbytes):
+        if self.saves(x.nbytes):
             self._hand_on(whole, x, length)
         self._note(whole)
         return whole
 
     def saves(self, count: int) -> bool:
         """Whether an activation of ``count`` bytes on each rank is made (or gathered) again rather than kept."""
-        return self.regather != "auto" or count * self.size > KEPT
+        return count * self.size > KEPT if self.regather == "auto" else self.regather
 
     def saves_activation(self, count: int) -> bool:
         """The same for an activation between the blocks, which is a shard only with sequence parallelism."""
@@ -434,7 +436,7 @@ class SequenceRegion:
         if torch.is_grad_enabled():
             handle = GatheredInput(self, x, length)
             if handle.is_lean:
-                self._frame.gathered.append((weakref.ref(whole), handle))
+                self._frame.gathered.append((weakref.ref(whole), whole._version, handle))
 
     # ---- the stretch between columns and their row -----------------------------------------------------------
 
@@ -463,14 +465,20 @@ class SequenceRegion:
             yield
             done = True
         finally:
-            self._judge(stretch.close(done=done))
+            self._end_stretch(stretch, done=done)
 
     def drop_stretch(self) -> None:
-        """No row came."""
+        """A block ended: no row came, or what lay over a stretch has gone."""
         stretch, self._stretch = self._stretch, None
         if stretch is not None:
             stretch.pause()
-            self._judge(stretch.close(done=False))
+            self._end_stretch(stretch, done=False)
+        self._left_open = [one for one in reversed(self._left_open) if not one.release()][::-1]
+
+    def _end_stretch(self, stretch: Stretch, *, done: bool) -> None:
+        self._judge(stretch.close(done=done))
+        if not stretch.release():
+            self._left_open.append(stretch)
 
     def _judge(self, gained: bool) -> None:
         """Columns behind which nothing is to be gained open no stretch again."""
@@ -595,7 +603,7 @@ class SequenceRegion:
         frame = self._frame
         nodes = frame.scopes.pop() if frame.scopes else []
         if not frame.scopes:
-            for _, handle in frame.gathered:
+            for *_, handle in frame.gathered:
                 handle.kept = None  # now the graph alone holds it
             frame.gathered, frame.stand_ins = [], []
         if out is not None and out.grad_fn is not None and nodes and self._passes_by(out.grad_fn, nodes):
@@ -631,8 +639,9 @@ class SequenceRegion:
         return False
 
     def find_gathered(self, x: Tensor) -> GatheredInput | None:
-        """The gather that ``x`` is the result of, if it is one."""
-        return next((handle for ref, handle in self._frame.gathered if ref() is x), None)
+        """The gather that ``x`` is the result of, if it is one and was not changed since."""
+        found = ((handle, version) for ref, version, handle in self._frame.gathered if ref() is x)
+        return next((handle for handle, version in found if x._version == version), None)
 
     def check_column_input(self, x: Tensor, module: str) -> None:
         """A column linear must read a whole sequence, gathered for it."""

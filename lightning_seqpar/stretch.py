@@ -7,7 +7,7 @@ by the same functions on the same numbers, so that they are the same to the last
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -84,6 +84,8 @@ class Stretch(TorchFunctionMode):
     Opened and closed around user code, on top of whatever modes and hooks are active then.
     """
 
+    is_transparent = True  # it changes no result
+
     def __init__(self, outer: SavedBytes | None) -> None:
         super().__init__()
         self._outer = outer
@@ -97,12 +99,15 @@ class Stretch(TorchFunctionMode):
         self._packed: list[_Packed] = []  # until close: they hold the stretch
         self._dropped: frozenset[int] = frozenset()
         self._spoiled = False
+        self._records = self._keeps = self._has_mode = self._has_hooks = True
         self._values: dict[int, Tensor] = {}
         self._waiting: set[int] = set()
 
     @staticmethod
     def open() -> Stretch | None:
         """A stretch that records from now on; none where another's hooks decide what is kept (activation checkpointing)."""
+        if _get_current_function_mode() is not None:
+            return None  # what it does to a function it would not do again
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         outer = getattr(top[0], "__self__", None) if top is not None else None
         if top is not None and not isinstance(outer, SavedBytes):
@@ -118,17 +123,15 @@ class Stretch(TorchFunctionMode):
 
     def pause(self) -> None:
         """The row begins: what it calls is no part of the stretch, what it keeps is."""
-        if _get_current_function_mode() is not self:
-            raise _out_of_order("a mode of torch functions")
-        self.__exit__(None, None, None)
+        self._records = False
+        self._pop_mode()
 
     def close(self, *, done: bool) -> bool:
         """The row has kept its input (or, not ``done``, there was no row): whether anything is gained."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is None or top[0] != self._pack:
-            raise _out_of_order("hooks for saved tensors")
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        gained = done and not self._spoiled and self._is_intact() and self._settle()
+        self._keeps = False
+        # With a mode or hooks of the user's code over them, what was recorded may be part of what happened.
+        alone = not self._has_mode and self._pop_hooks()
+        gained = done and alone and not self._spoiled and self._is_intact() and self._settle()
         for packed in self._packed:
             self._tell_outer(packed.tensor)
         if not gained:
@@ -138,6 +141,24 @@ class Stretch(TorchFunctionMode):
         self._tensors = [tensor if at in needed else None for at, tensor in enumerate(self._tensors)]
         return gained
 
+    def release(self) -> bool:
+        """Take what is left of it off the stacks of modes and hooks, if nothing lies over it; whether that is done."""
+        self._pop_mode()
+        self._pop_hooks()
+        return not self._has_mode and not self._has_hooks
+
+    def _pop_mode(self) -> None:
+        if self._has_mode and _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+            self._has_mode = False
+
+    def _pop_hooks(self) -> bool:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if self._has_hooks and top is not None and top[0] == self._pack:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._has_hooks = False
+        return not self._has_hooks
+
     # ---- recording -------------------------------------------------------------------------------------------
 
     def __torch_function__(
@@ -145,7 +166,7 @@ class Stretch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if self._spoiled or name == "__get__":
+        if self._spoiled or not self._records or name == "__get__":
             return func(*args, **kwargs)
         if name == "dropout" and (found := self._dropout(*args, **kwargs)) is not None:
             return found
@@ -167,7 +188,9 @@ class Stretch(TorchFunctionMode):
 
     def _note(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        if not any(id(tensor) in self._slots for tensor in given) or _is_nested((*args, *kwargs.values())):
+        if not any(id(tensor) in self._slots for tensor in given):
+            return
+        if not all(isinstance(value, Tensor) or _is_constant(value) for value in (*args, *kwargs.values())):
             return
         parts = (out,) if isinstance(out, Tensor) else tuple(out) if isinstance(out, list | tuple) else ()
         if not parts or not all(is_plain(part) for part in parts):
@@ -180,9 +203,14 @@ class Stretch(TorchFunctionMode):
             home = part.untyped_storage()._cdata
             if home not in self._given:
                 self._homes.setdefault(home, slot)
-        told = tuple(_Slot(self._slots[id(value)]) if isinstance(value, Tensor) else value for value in args)
-        named = {k: _Slot(self._slots[id(v)]) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        told = tuple(self._tell(value) for value in args)
+        named = {name: self._tell(value) for name, value in kwargs.items()}
         self._steps.append(_Step(call, told, named, slots, Autocast(parts[0].device.type)))
+
+    def _tell(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _Slot(self._slots[id(value)])
+        return tuple(value) if isinstance(value, list) else value  # a list may change later
 
     def _add(self, tensor: Tensor) -> int:
         self._slots[id(tensor)] = slot = len(self._tensors)
@@ -199,8 +227,12 @@ class Stretch(TorchFunctionMode):
     # ---- keeping ---------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> _Packed:
-        self._packed.append(_Packed(tensor))
-        return self._packed[-1]
+        packed = _Packed(tensor)
+        if self._keeps:
+            self._packed.append(packed)
+        else:
+            self._tell_outer(tensor)
+        return packed
 
     @staticmethod
     def _unpack(kept: _Packed) -> Tensor:
@@ -216,6 +248,7 @@ class Stretch(TorchFunctionMode):
     def _settle(self) -> bool:
         """Let go of what can be made again, if that is more than what must be kept for it."""
         homes = [(packed, packed.tensor.untyped_storage()) for packed in self._packed if packed.tensor is not None]
+        self._keep_odd_views()
         dropped = [(packed, self._homes[home._cdata]) for packed, home in homes if home._cdata in self._homes]
         kept = {home._cdata for _, home in homes if home._cdata not in self._homes}
         needed = {slot for _, slot in dropped}
@@ -243,6 +276,18 @@ class Stretch(TorchFunctionMode):
             packed.drop(self, slot)
         self._dropped = frozenset(id(packed) for packed, _ in dropped)
         return True
+
+    def _keep_odd_views(self) -> None:
+        """Memory that a node reads as another type, or conjugated, than it was made as is kept."""
+        for packed in self._packed:
+            tensor = packed.tensor
+            home = None if tensor is None else tensor.untyped_storage()._cdata
+            slot = None if home is None else self._homes.get(home)
+            made = None if slot is None else self._tensors[slot]
+            if tensor is None or home is None or made is None:
+                continue
+            if tensor.dtype != made.dtype or any(t.is_conj() or t.is_neg() for t in (tensor, made)):
+                del self._homes[home]
 
     # ---- making again ----------------------------------------------------------------------------------------
 
@@ -278,13 +323,11 @@ class Stretch(TorchFunctionMode):
         return values
 
 
-def _is_nested(values: Iterable[Any]) -> bool:
-    """Whether tensors stand inside an argument (a tuple of indices)."""
-    return any(isinstance(v, list | tuple) and any(isinstance(item, Tensor) for item in v) for v in values)
-
-
-def _out_of_order(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"between a column-parallel linear and its row-parallel linear your code enters (or leaves) {what}, and leaves (or "
-        "enters) it elsewhere; put the 'with' around both linears, or between them"
-    )
+def _is_constant(value: Any) -> bool:
+    """Whether an argument that is no tensor will be the same in the backward."""
+    if isinstance(value, list | tuple):
+        return all(_is_constant(item) for item in value)
+    if isinstance(value, slice):
+        return all(_is_constant(item) for item in (value.start, value.stop, value.step))
+    kinds = (int, float, complex, str, torch.dtype, torch.device, torch.memory_format, torch.layout)
+    return value is None or value is Ellipsis or isinstance(value, kinds)

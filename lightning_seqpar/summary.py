@@ -89,7 +89,7 @@ def _memory(config: ParallelConfig) -> str:
     made = {
         "auto": "over 1 MiB, what norms, activations and gathers make is made again in the backward",
         True: "what norms, activations and gathers make is made again in the backward",
-        False: "gathered inputs are kept; what norms and activations make is made again in the backward",
+        False: "what norms, activations and gathers make is kept for the backward",
     }[config.regather]
     chunk = "" if config.loss_chunk is None else f"; loss_chunk: logits of {config.loss_chunk} tokens at once"
     return f"regather {str(config.regather).lower()}: {made}{chunk}"

@@ -128,17 +128,41 @@ def check_saved_bytes() -> None:
                 run(region, column, row, x)
             sizes[regather, own_gather] = saved.total
     shard, hidden = 2 * 4 * 6 * 8, 2 * 8 * 12 * 8
-    # The shard (or the gathered input) and gelu's input; its output is made again.
+    # The shard and gelu's input, whose output is made again; or the gathered input and both.
     assert sizes == {
         (True, True): shard + hidden,
         (True, False): shard + hidden,
-        (False, True): 2 * shard + hidden,
-        (False, False): 2 * shard + hidden,
+        (False, True): 2 * shard + 2 * hidden,
+        (False, False): 2 * shard + 2 * hidden,
     }
 
 
 def test_what_is_kept_is_the_shard():
     run_distributed(check_saved_bytes, 2)
+
+
+def check_changed_input() -> None:
+    """A gathered input that is changed in place is no longer what its shard would be gathered to."""
+    for regather in (True, False):
+        _, region, dense, column, row = build(
+            2, dim=1, sp=True, regather=regather, own_gather=False, dtype=torch.float64
+        )
+        x = torch.randn(2, 8, 6, dtype=torch.float64)
+        with region.call():
+            shard = region.enter(x)
+            region.open_gather(shard, "mlp")
+            whole = region.gather(shard, "mlp")
+            whole *= 0.5
+            hidden = column(whole)
+            region.close_gather()
+            region.leave(row(nn.functional.gelu(hidden))).sum().backward()
+        dense(x * 0.5).sum().backward()
+        expected = column.shard.take(dense[0].weight.grad, region.rank)
+        torch.testing.assert_close(column.weight.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gathered_input_may_be_changed():
+    run_distributed(check_changed_input, 2)
 
 
 def check_double_backward() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_seqpar.lean import TRUSTED, is_norm, make_lean, norm_of
 from lightning_seqpar.measure import SavedBytes
@@ -111,6 +114,79 @@ def test_an_output_that_was_changed_is_not_made_again():
     with torch.no_grad():
         out.mul_(2)
     assert norm_of(out) is None
+
+
+def test_a_changed_input_is_not_what_the_norm_read():
+    norm = RMSNorm(16)
+    make_lean(norm)
+    x = torch.randn(2, 8, 16)
+    out = norm(x)
+    assert norm_of(out).source is x
+    x.add_(1)
+    assert norm_of(out).source is None
+    with pytest.raises(
+        RuntimeError, match=r"a RMSNorm of \[\[16\]\]: its input .* was changed in place .* regather=False"
+    ):
+        out.sum().backward()
+
+
+class Gained(RMSNorm):
+    """Reads a tensor that is no parameter of its own."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.held = [torch.ones(dim)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.held[0]
+
+
+def test_a_norm_that_reads_another_tensor_with_a_gradient():
+    x = torch.randn(2, 8, 16)
+    norm = Gained(16)
+    make_lean(norm)
+    norm.held[0] = gain = torch.ones(16, requires_grad=True)
+    norm(x).sum().backward()  # stays as it is
+    assert gain.grad is not None
+    late = Gained(16)
+    make_lean(late)
+    late(x)
+    late.held[0] = gain  # behind the first input
+    with pytest.raises(RuntimeError, match="reads a tensor with a gradient that is none of its parameters"):
+        late(x).sum().backward()
+    set_from_outside = RMSNorm(16)
+    make_lean(set_from_outside)
+    set_from_outside(x)
+    set_from_outside.gain = gain
+    assert norm_of(set_from_outside(x)) is None
+
+
+def test_the_parameters_of_the_call_count():
+    norm = RMSNorm(16)
+    make_lean(norm)
+    x, other = torch.randn(2, 8, 16), torch.randn(16, requires_grad=True)
+    out = torch.func.functional_call(norm, {"weight": other}, (x,))
+    out.square().sum().backward()
+    again = RMSNorm(16)
+    again.weight = nn.Parameter(other.detach().clone())
+    again(x).square().sum().backward()
+    assert torch.equal(other.grad, again.weight.grad)
+    assert norm.weight.grad is None
+
+
+def test_a_norm_in_somebodys_mode_and_by_keyword():
+    plain = nn.LayerNorm(16)
+    lean = copy.deepcopy(plain)
+    make_lean(lean)
+    x = torch.randn(2, 8, 16)
+    assert torch.equal(lean(input=x), plain(input=x))
+    with Halving():
+        assert norm_of(lean(x)) is None
+    copied = copy.deepcopy(lean)
+    assert norm_of(copied(x)) is not None
+    dropout = nn.Dropout(0.5)
+    make_lean(dropout)
+    assert dropout(input=x).shape == x.shape
 
 
 def test_what_is_no_norm():
@@ -243,9 +319,45 @@ def masked(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate)[:, torch.tensor([0, 1, 3, 2])] * up
 
 
+class Halving(TorchFunctionMode):
+    """Somebody's mode that changes results."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 0.5 if getattr(func, "__name__", "") in ("tanh", "rsqrt") else out
+
+
+def as_complex(gate: Tensor, up: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(torch.tanh(gate).unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * pairs.abs()).flatten(-2) * up
+
+
+def conjugated(gate: Tensor, up: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(torch.exp(gate * 0.1).unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real((pairs.conj() * pairs.abs()).resolve_conj()).flatten(-2) * up
+
+
+def changed_arguments(gate: Tensor, up: Tensor) -> Tensor:
+    sizes, index = [4, 12], np.array([0, 1, 3, 2])
+    one, other = F.silu(gate).split(sizes, -1)
+    out = torch.cat([other, one], -1)[:, index] * F.silu(up)[:, index] * F.tanh(gate).split(sizes, -1)[0].sum(-1, True)
+    sizes[:] = [1, 15]
+    index[:] = 0
+    return out
+
+
 @pytest.mark.parametrize(
     ("body", "gains"),
-    [(changed_inside, False), (changed_source, False), (hidden_change, False), (drawn, True), (masked, None)],
+    [
+        (changed_inside, False),
+        (changed_source, False),
+        (hidden_change, False),
+        (drawn, True),
+        (masked, None),
+        (as_complex, None),
+        (conjugated, None),
+        (changed_arguments, None),
+    ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
 def test_what_is_no_function_of_the_columns_is_kept(body, gains):
@@ -275,12 +387,17 @@ def test_a_column_changed_behind_its_row_is_told():
 def test_a_stretch_leaves_what_others_keep_alone():
     with torch.autograd.graph.save_on_cpu():
         assert Stretch.open() is None
-    stretch = Stretch.open()
-    with torch.autograd.graph.save_on_cpu():
-        stretch.pause()
-        with pytest.raises(RuntimeError, match=r"your code enters .* hooks for saved tensors"):
-            stretch.close(done=True)
-    stretch.close(done=False)
+    with Halving():
+        assert Stretch.open() is None
+    for over in (torch.autograd.graph.save_on_cpu(), Halving()):  # entered between the linears, left behind them
+        stretch = Stretch.open()
+        with over:
+            stretch.pause()
+            assert not stretch.close(done=True)
+            assert not stretch.release()
+        assert stretch.release()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert not torch._C._is_torch_function_mode_enabled()
 
 
 def test_a_stretch_can_be_run_through_twice():

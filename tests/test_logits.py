@@ -263,7 +263,25 @@ def kept() -> None:
         assert saved.total - wanted <= small + 16, saved.total
 
 
-@pytest.mark.parametrize("check", [shapes, anything_else, refusals, masked, kept])
+def kept_across_a_step() -> None:
+    """Logits that nobody read before the weights changed would be those of other weights."""
+    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
+    x, head = torch.randn(4, 8), torch.nn.Parameter(torch.randn(6, 8))
+    made, read = (ShardedLogits.product(x, head, None, 2, shard, dist.group.WORLD, dist.get_rank()) for _ in range(2))
+    before = read.whole()
+    with torch.no_grad():
+        head.add_(1.0)
+    assert torch.equal(read.whole(), before)
+    for use in (
+        lambda: made.whole(),
+        lambda: F.cross_entropy(made, torch.zeros(4, dtype=torch.long)),
+        lambda: made[1:],
+    ):
+        with pytest.raises(RuntimeError, match="read after the head's weight or its input has changed"):
+            use()
+
+
+@pytest.mark.parametrize("check", [shapes, anything_else, refusals, masked, kept, kept_across_a_step])
 def test_what_people_do_with_logits(check):
     run_distributed(check, 2)
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from lightning_seqpar.collectives import PendingGather, PendingReduceScatter
 from lightning_seqpar.layers.kind import LinearKind, features
 from lightning_seqpar.layers.shard import Shard
-from lightning_seqpar.lean import NormCall
+from lightning_seqpar.lean import NormCall, saved_by
 from lightning_seqpar.region import GatheredInput, SequenceRegion, remembered
 
 
@@ -70,7 +70,7 @@ class ShardedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        kept, weight = ctx.saved_tensors
+        kept, weight = saved_by(ctx, ctx.gathered.call if ctx.gathered is not None else None)
         if kept is not None and ctx.gathered is not None:
             ctx.gathered.start(kept)  # runs under the input-grad product
         grad_x = (grad @ weight.to(grad.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
@@ -117,7 +117,7 @@ class GatherLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        shard, weight = ctx.saved_tensors
+        shard, weight = saved_by(ctx, ctx.call)
         gathering = None
         if shard is not None:
             shard = shard if ctx.call is None else ctx.call.output(shard)
@@ -225,7 +225,7 @@ class ColumnParallelLinear(_ParallelLinear):
             return self._tell(sharded_linear(x, self.matrix, self.bias, region))
         region.open_gather(x, self.full_name)
         try:
-            if region.sp and region.regather is not False and region.saves(x.nbytes):
+            if region.sp and region.saves(x.nbytes):
                 length = region.length_for(x, self.full_name)
                 out: Tensor = GatherLinear.apply(x, self.matrix, self.bias, region, length, remembered(x))  # type: ignore[no-untyped-call]
             else:

@@ -52,8 +52,23 @@ class _Product(_Held):
     ) -> None:
         self.tensors = (x, weight, bias)
         self.dtype, self.compute, self.chunk = dtype, compute, chunk
+        self._versions = [one._version for one in (x, weight, bias) if one is not None]
+
+    def check(self) -> None:
+        """What the head would read must be what it read when it was called.
+
+        Raises:
+            RuntimeError: if an optimizer has stepped since.
+        """
+        if [one._version for one in self.tensors if one is not None] != self._versions:
+            raise RuntimeError(
+                "logits that were not made yet (loss_chunk) are read after the head's weight or its input has changed, and would "
+                "be other logits; read them before the optimizer steps (logits.whole() keeps all, on all ranks), or leave "
+                "loss_chunk out"
+            )
 
     def read(self) -> Tensor:
+        self.check()
         x, weight, bias = self.tensors
         assert weight is not None
         with torch.autocast(x.device.type, enabled=False):
@@ -65,11 +80,13 @@ class _Product(_Held):
     def of_tokens(self, change: Callable[[Tensor], Tensor]) -> _Product:
         x, weight, bias = self.tensors
         assert weight is not None
+        self.check()
         return _Product(change(x), weight, bias, self.dtype, self.compute, self.chunk)
 
     def cast(self, dtype: torch.dtype) -> _Product:
         x, weight, bias = self.tensors
         assert weight is not None
+        self.check()
         return _Product(x, weight, bias, dtype, self.compute, self.chunk)
 
     @property
@@ -428,7 +445,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         rank: int,
         group: ProcessGroup,
     ) -> Tensor:
-        rows = _Rows(x, head, bias, part, shard, rank)
+        if isinstance(part, _Product):
+            part.check()
+        how = (part.dtype, part.compute if isinstance(part, _Product) else x.dtype, part.chunk)
+        rows = _Rows(x, head, bias, how, shard, rank)
         ((start, stop),) = shard.ranges[rank]
         wide, classes = rows.wide, shard.length
         weights = None if weight is None else weight.to(wide)
@@ -461,15 +481,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             losses = losses + smoothing / classes * (heavy.sum() * total.log() - smooth) * valid
             ctx.heavy = heavy.sum()
         ctx.save_for_backward(x, head, bias, target, valid, own, weights, top, total)
-        ctx.rows, ctx.smoothing, ctx.classes = (part, shard, rank), smoothing, classes
+        ctx.rows, ctx.smoothing, ctx.classes = (how, shard, rank), smoothing, classes
         return losses.to(part.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, head, bias, target, valid, own, weights, top, total = ctx.saved_tensors
-        part, shard, rank = ctx.rows
-        rows = _Rows(x, head, bias, part, shard, rank)
+        how, shard, rank = ctx.rows
+        rows = _Rows(x, head, bias, how, shard, rank)
         ((start, stop),), smoothing = shard.ranges[rank], ctx.smoothing
         mine = valid & (target >= start) & (target < stop)
         at = (target - start).masked_fill(~mine, 0)
@@ -491,14 +511,20 @@ class _Rows:
     """A rank's logits, some tokens at a time, widened."""
 
     def __init__(
-        self, x: Tensor, head: Tensor | None, bias: Tensor | None, part: _Held, shard: Shard, rank: int
+        self,
+        x: Tensor,
+        head: Tensor | None,
+        bias: Tensor | None,
+        how: tuple[torch.dtype, torch.dtype, int],
+        shard: Shard,
+        rank: int,
     ) -> None:
+        dtype, self._compute, chunk = how
         ((start, stop),) = shard.ranges[rank]
-        self.wide = torch.promote_types(part.dtype, torch.float32)
+        self.wide = torch.promote_types(dtype, torch.float32)
         self.count = stop - start
         self._x, self._head, self._bias = x, head, bias
-        self._compute = part.compute if isinstance(part, _Product) else x.dtype
-        size = part.chunk or max(1, AT_ONCE // max(1, self.count))
+        size = chunk or max(1, AT_ONCE // max(1, self.count))
         self.chunks = [slice(at, at + size) for at in range(0, len(x), size)]
 
     def _cast(self, tensor: Tensor) -> Tensor:
