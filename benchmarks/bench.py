@@ -29,7 +29,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from tables import write  # noqa: E402
 
-WAYS = ("ours", "ours, gathered again", "ours, gathered kept", "ours, no sp", "dtensor", "dtensor, no sp", "ddp")
+WAYS = ("ours", "ours, gathered kept", "ours, no sp", "dtensor", "dtensor, no sp", "ddp")
 SHAPES = {128: {"length": 128, "steps": 30}, 512: {"length": 512, "steps": 4}, 1024: {"length": 256, "steps": 3}}
 """Of each dim: positions of a sequence and timed steps of a launch; 4 sequences, 4 layers, a vocabulary of 512."""
 BUDGET = 128 * 2**20
@@ -62,10 +62,9 @@ def steps(given: argparse.Namespace) -> dict[str, Any]:
     """ms of a step at tp 2, in each round; and at tp 1 beside plain Lightning."""
     found: dict[str, Any] = {}
     for dim in given.dims:
-        ways = WAYS if dim < 1024 else ("ours", "ours, no sp", "dtensor", "dtensor, no sp", "ddp")
-        found[str(dim)] = {way: [] for way in ways}
+        found[str(dim)] = {way: [] for way in WAYS}
         for _ in range(given.rounds):
-            for way in ways:
+            for way in WAYS:
                 found[str(dim)][way].append(launch(2, way=way, dim=dim, **SHAPES[dim])["ms"])
     dim = min(given.dims)
     found["one rank"] = {"ours": [], "plain": []}
@@ -159,7 +158,7 @@ def main() -> None:
         machine = f"{device}; {cpus}; torch {torch.__version__}, lightning {L.__version__}, Python {platform.python_version()}"
         results[part] = {"machine": machine, "rounds": given.rounds, "found": PARTS[part](given)}
         file.write_text(json.dumps(results, indent=1) + "\n")  # other parts' results stay as they were
-    write(results, given.out)
+        write(results, given.out)
 
 
 if __name__ == "__main__":
