@@ -22,7 +22,7 @@ COLORS = {"ours": "#f0a202", "dtensor": "#1f5fbf", "ddp": "#8a8f98", "plain": "#
 def write(results: dict[str, Any], out: Path) -> None:
     """``bench.md`` and a picture for each part that was measured."""
     parts = {"steps": _steps, "host": _host, "kept": _kept, "loss": _loss, "length": _length, "scale": _scale}
-    text = ["# Results", "", "`make bench` wrote this; `benchmarks/README.md` says how to read it."]
+    text = ["# Results", "", "`make bench`, or parts of it, wrote this; `benchmarks/README.md` says how to read it."]
     for name, show in parts.items():
         if name in results:
             text += [

@@ -53,7 +53,10 @@ def _sum_parts(parts: Tensor) -> Tensor:
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of ``x`` over the group, in a new tensor, the same to the last bit on every rank. Not differentiable."""
+    """The sum of ``x`` over the group, in a new tensor. Not differentiable.
+
+    Where it is made of exchanges, ranks sum the same parts in the same order: their results are equal to the last bit.
+    """
     size = group.size()
     if not _exchanges(x, group):
         out = x.detach().clone(memory_format=torch.contiguous_format)

@@ -168,8 +168,9 @@ class GradSync:
         pending = [partial for partial, any_fired in zip(due, fired, strict=True) if any_fired]
         if check:
             self._check_doubtful([p for p in pending if p.layout.name in self._doubtful])
+        left = set(pending) - set(first)
         for axes, members in rest:
-            self._sum_bucket(axes, [p for p in members if p in pending and p not in first])
+            self._sum_bucket(axes, [partial for partial in members if partial in left])
         for partial in pending:
             assert partial.given is not None
             partial.parameter.grad = partial.synced = partial.given

@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import _get_current_function_mode, has_torch_function_unary
 
+from lightning_seqpar.random import get_streams, set_streams
+
 TRUSTED = "_seqpar_norm_trusted"
 """Where a norm notes whether its forward can be run again."""
 SAVES = "_seqpar_norm_saves"
@@ -216,7 +218,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _plain(self, *args, **kwargs)
     parameters = [p for p in self._parameters.values() if p is not None]
     worth = self.__dict__[SAVES](x.nbytes) and (x.requires_grad or any(p.requires_grad for p in parameters))
-    if not worth or not _is_trusted(self, x) or any(isinstance(held, Tensor) for held in self.__dict__.values()):
+    if not worth or any(isinstance(held, Tensor) for held in self.__dict__.values()) or not _is_trusted(self, x):
         return _plain(self, x)
     call = NormCall(self, x)
     out: Tensor = _Norm.apply(call, x, *parameters)  # type: ignore[no-untyped-call]
@@ -241,14 +243,17 @@ def _is_trusted(module: nn.Module, x: Tensor) -> bool:
 
 
 def _try(module: nn.Module, x: Tensor) -> bool:
-    state, held = torch.get_rng_state(), dict(module.__dict__)
+    streams, held, own = get_streams(x.device), dict(module.__dict__), module.__dict__
     with torch.no_grad():
         first, second = _plain(module, x), _plain(module, x)
-    drawn = not torch.equal(state, torch.get_rng_state())
-    if drawn:
-        torch.set_rng_state(state)
-    now = module.__dict__
-    noted = len(now) != len(held) or any(now.get(name, held) is not value for name, value in held.items())
+    _, _, *drawn_before = streams
+    _, _, *drawn_after = get_streams(x.device)
+    drawn = any(a is not None and not torch.equal(a, b) for a, b in zip(drawn_before, drawn_after, strict=True))
+    noted = len(own) != len(held) or any(own.get(name, held) is not value for name, value in held.items())
+    # The trial leaves no trace: the true call counts and draws as the first.
+    set_streams(streams, x.device)
+    own.clear()
+    own.update(held)
     same = type(first) is Tensor and first.shape == x.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
     if not same or drawn or noted or first.data_ptr() == x.data_ptr():
         return False

@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from lightning_seqpar.collectives import (
-    PendingGather,
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
     gather_replicated_from_sequence_parallel_region,
@@ -27,76 +26,16 @@ from lightning_seqpar.collectives import (
     scatter_to_sequence_parallel_region,
     shard_length,
 )
-from lightning_seqpar.lean import NormCall, norm_of
+from lightning_seqpar.gathered import GatheredInput
 from lightning_seqpar.linearity import REDUCTIONS, Leaks, Parts
 from lightning_seqpar.parts import LocalParts
 from lightning_seqpar.random import RankStreams
-from lightning_seqpar.stretch import Stretch
+from lightning_seqpar.stretch import Stretches
 
 _MANY = 4096  # calls that are remembered outside any step
 KEPT = 2**20
 """Bytes of a whole activation up to which ``regather="auto"`` keeps it: there the time of a step is that of starting its
 parts, a collective's its latency, and what is made or gathered again costs more than it frees."""
-
-
-def remembered(x: Tensor) -> tuple[Tensor, NormCall | None]:
-    """What is kept for the backward in place of ``x``: the input of the norm that made it, and how; or itself."""
-    call = norm_of(x)
-    source = call.source if call is not None else None
-    return (x.detach(), None) if source is None else (source.detach(), call)
-
-
-class GatheredInput:
-    """One activation on its way to column linears, and those that read it.
-
-    They keep its shard (or what its norm makes it from), and the backward gathers it again: once, for all of them.
-
-    Args:
-        x: the shard; with ``length`` none the activation that is whole already.
-
-    Attributes:
-        kept: what they keep, while the module that reads it runs.
-        call: how a norm makes the activation of it; none if it is the activation.
-    """
-
-    def __init__(self, region: SequenceRegion, x: Tensor, length: int | None) -> None:
-        self.kept: Tensor | None
-        self.kept, self.call = remembered(x)
-        self._region, self._length = region, length
-        self._users = self._left = 0
-        self._pending: PendingGather | None = None
-        self._whole: Tensor | None = None
-
-    def add_user(self) -> None:
-        """A linear will need the whole activation in its backward."""
-        self._users += 1
-        self._left += 1
-
-    @property
-    def is_lean(self) -> bool:
-        """Whether anything else than the whole activation is kept."""
-        return self._length is not None or self.call is not None
-
-    def start(self, kept: Tensor) -> None:
-        """Start to gather from what was kept (unpacked), unless an earlier user did."""
-        if self._pending is not None or self._whole is not None:
-            return
-        shard = kept if self.call is None else self.call.output(kept)
-        if self._length is None:
-            self._whole = shard
-        else:
-            self._pending = PendingGather(shard, self._region.dim, self._region.group, self._length, async_op=True)
-
-    def take(self) -> Tensor:
-        """The whole activation; let go when the last user has taken it."""
-        if self._pending is not None:
-            self._whole, self._pending = self._pending.wait(), None
-        assert self._whole is not None, "start() comes before take()"
-        whole = self._whole
-        self._left -= 1
-        if self._left == 0:
-            self._whole, self._left = None, self._users
-        return whole
 
 
 @dataclass
@@ -162,9 +101,7 @@ class SequenceRegion:
         self.leaks = Leaks()
         self.blocks: tuple[str, ...] = ()  # their names
         self._in_block = 0
-        self._stretch: Stretch | None = None
-        self._open_columns: list[Any] = []
-        self._left_open: list[Stretch] = []
+        self.stretches = Stretches(self.saves)
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.regather)
@@ -332,7 +269,7 @@ class SequenceRegion:
         if aborted and self._in_block == 0:
             while self.streams.on:
                 self.streams.end()
-        self.drop_stretch()
+        self.stretches.drop()
 
     def begin_columns(self) -> None:
         """A column linear: its features are this rank's own, and so are the draws on them."""
@@ -434,57 +371,9 @@ class SequenceRegion:
     def _hand_on(self, whole: Tensor, x: Tensor, length: int | None) -> None:
         """Tell the columns that will read ``whole`` what to keep for it."""
         if torch.is_grad_enabled():
-            handle = GatheredInput(self, x, length)
+            handle = GatheredInput(x, self.dim, self.group, length)
             if handle.is_lean:
                 self._frame.gathered.append((weakref.ref(whole), whole._version, handle))
-
-    # ---- the stretch between columns and their row -----------------------------------------------------------
-
-    def after_column(self, out: Tensor, column: Any) -> None:
-        """What a column linear made: what is computed from it up to the row can be computed again."""
-        if not column.opens_stretch or not out.requires_grad or not torch.is_grad_enabled():
-            return
-        if self._stretch is None and not self.saves(out.nbytes):
-            return
-        if self._stretch is None:
-            self._stretch, self._open_columns = Stretch.open(), []
-        if self._stretch is not None:
-            self._stretch.add(out)
-            self._open_columns.append(column)
-
-    @contextmanager
-    def row_keeps(self) -> Iterator[None]:
-        """Around the product of a row linear, which keeps its input."""
-        stretch, self._stretch = self._stretch, None
-        if stretch is None:
-            yield
-            return
-        stretch.pause()
-        done = False
-        try:
-            yield
-            done = True
-        finally:
-            self._end_stretch(stretch, done=done)
-
-    def drop_stretch(self) -> None:
-        """A block ended: no row came, or what lay over a stretch has gone."""
-        stretch, self._stretch = self._stretch, None
-        if stretch is not None:
-            stretch.pause()
-            self._end_stretch(stretch, done=False)
-        self._left_open = [one for one in reversed(self._left_open) if not one.release()][::-1]
-
-    def _end_stretch(self, stretch: Stretch, *, done: bool) -> None:
-        self._judge(stretch.close(done=done))
-        if not stretch.release():
-            self._left_open.append(stretch)
-
-    def _judge(self, gained: bool) -> None:
-        """Columns behind which nothing is to be gained open no stretch again."""
-        for column in self._open_columns:
-            column.opens_stretch = column.opens_stretch and gained
-        self._open_columns = []
 
     def _fold(self, x: Tensor, positions: int, of: _Frame | _Fact | None = None) -> Tensor | None:
         """Tokens that were flattened, ``[b·s, h]`` → ``[b, s, h]`` (or ``[s, b, h]``); none if they were not."""

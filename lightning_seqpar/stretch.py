@@ -7,7 +7,8 @@ by the same functions on the same numbers, so that they are the same to the last
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -321,6 +322,63 @@ class Stretch(TorchFunctionMode):
                     out = step.call(*args, **kwargs)
                 values.update(zip(step.out, (out,) if isinstance(out, Tensor) else out, strict=True))
         return values
+
+
+class Stretches:
+    """The stretches of one region's calls.
+
+    Args:
+        worth: whether activations of so many bytes on a rank are worth making again.
+    """
+
+    def __init__(self, worth: Callable[[int], bool]) -> None:
+        self._worth = worth
+        self._stretch: Stretch | None = None
+        self._columns: list[Any] = []
+        self._left_open: list[Stretch] = []
+
+    def after_column(self, out: Tensor, column: Any) -> None:
+        """What a column linear made: what is computed from it up to the row can be computed again."""
+        if not column.opens_stretch or not out.requires_grad or not torch.is_grad_enabled():
+            return
+        if self._stretch is None:
+            if not self._worth(out.nbytes):
+                return
+            self._stretch, self._columns = Stretch.open(), []
+        if self._stretch is not None:
+            self._stretch.add(out)
+            self._columns.append(column)
+
+    @contextmanager
+    def row(self) -> Iterator[None]:
+        """Around the product of a row linear, which keeps its input."""
+        if self._stretch is None:
+            yield
+            return
+        self._stretch.pause()
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            self._end(done=done)
+
+    def drop(self) -> None:
+        """A block ended: no row came, or what lay over a stretch has gone."""
+        if self._stretch is not None:
+            self._stretch.pause()
+            self._end(done=False)
+        self._left_open = [one for one in reversed(self._left_open) if not one.release()][::-1]
+
+    def _end(self, *, done: bool) -> None:
+        stretch, self._stretch = self._stretch, None
+        assert stretch is not None
+        gained = stretch.close(done=done)
+        for column in self._columns:
+            column.opens_stretch = column.opens_stretch and gained  # none again where nothing is to be gained
+        self._columns = []
+        if not stretch.release():
+            self._left_open.append(stretch)
 
 
 def _is_constant(value: Any) -> bool:

@@ -9,10 +9,12 @@ from typing import Any
 import lightning as L
 import models
 import torch
+import torch.distributed as dist
 import zoo
 from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.measure import StepMeter
 from lightning_seqpar.parity import ParityRecorder, Trace
 
 
@@ -28,6 +30,16 @@ def quiet_trainer(**kwargs: Any) -> L.Trainer:
         "enable_model_summary": False,
     }
     return L.Trainer(**{**defaults, **kwargs})
+
+
+def metered(module: L.LightningModule, strategy: SeqParallelStrategy, loader: Any, precision: str = "32-true") -> Any:
+    """Train 17 steps, the last of which no run-time check is due at: its meter, and the trainer."""
+    meter = StepMeter()
+    trainer = quiet_trainer(
+        devices=dist.get_world_size(), strategy=strategy, max_steps=17, precision=precision, callbacks=[meter]
+    )
+    trainer.fit(module, loader)
+    return meter, trainer
 
 
 def fit(

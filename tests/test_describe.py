@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 import transformers
 import zoo
-from fit import quiet_trainer
+from fit import metered
 from models import GPT, loader
 from test_families import HuggingFace, build
 from torch import nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
 from lightning_seqpar.cli import main
-from lightning_seqpar.measure import StepMeter
 from lightning_seqpar.report import human, render
 from lightning_seqpar.testing import run_distributed
 
@@ -38,15 +37,9 @@ def measure(kinds: list[str], strategy: dict[str, Any]) -> list[dict[str, Any]]:
     """Train 17 steps in float32 and say what this rank held, kept and sent in the last one."""
     found = []
     for kind in kinds:
-        module, meter = module_of(kind), StepMeter()
-        trainer = quiet_trainer(
-            devices=dist.get_world_size(),
-            strategy=SeqParallelStrategy(**strategy),
-            max_steps=17,
-            precision="32-true",
-            callbacks=[meter],
-        )
-        trainer.fit(module, loader(BATCH, length=LENGTH, count=BATCH * 40))
+        module = module_of(kind)
+        batches = loader(BATCH, length=LENGTH, count=BATCH * 40)
+        meter, trainer = metered(module, SeqParallelStrategy(**strategy), batches)
         (optimizer,) = trainer.optimizers
         state = sum(x.nbytes for kept in optimizer.state.values() for x in kept.values() if isinstance(x, torch.Tensor))
         found.append(

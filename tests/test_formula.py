@@ -11,11 +11,10 @@ import test_families
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fit import quiet_trainer
+from fit import metered
 from torch import Tensor
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.measure import StepMeter
 from lightning_seqpar.testing import run_distributed
 
 B, S, BYTES = 4, 64, 4
@@ -77,15 +76,7 @@ class Plain(L.LightningModule):
 
 def run(family: str, strategy: dict[str, Any]) -> tuple[int, dict[str, int], dict[str, int]]:
     """Bytes kept, calls and bytes of a step without run-time checks."""
-    meter = StepMeter()
-    trainer = quiet_trainer(
-        devices=dist.get_world_size(),
-        strategy=SeqParallelStrategy(**strategy),
-        max_steps=17,
-        precision="32-true",
-        callbacks=[meter],
-    )
-    trainer.fit(Plain(family), models.loader(B, length=S, count=B * 40))
+    meter, _ = metered(Plain(family), SeqParallelStrategy(**strategy), models.loader(B, length=S, count=B * 40))
     return meter.saved_bytes, meter.calls, meter.bytes
 
 
@@ -176,10 +167,9 @@ def run_classic(layers: int, sp: bool) -> int:
         {"pattern": "layers.*.{out,down}", "style": "row"},
         {"pattern": "layers.*", "style": "set", "divide": ["heads"]},
     ]
-    meter, tp = StepMeter(), dist.get_world_size()
-    strategy = SeqParallelStrategy(tp=tp, sp=sp, regather=True, plan={"base": "none", "rules": rules}, self_check=False)
-    trainer = quiet_trainer(devices=tp, strategy=strategy, max_steps=17, precision="bf16-true", callbacks=[meter])
-    trainer.fit(Classic(layers), models.loader(B, length=S, count=B * 40))
+    plan, tp = {"base": "none", "rules": rules}, dist.get_world_size()
+    strategy = SeqParallelStrategy(tp=tp, sp=sp, regather=True, plan=plan, self_check=False)
+    meter, _ = metered(Classic(layers), strategy, models.loader(B, length=S, count=B * 40), "bf16-true")
     return meter.saved_bytes
 
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_seqpar.collectives import PendingGather, PendingReduceScatter
+from lightning_seqpar.gathered import GatheredInput, remembered
 from lightning_seqpar.layers.kind import LinearKind, features
 from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.lean import NormCall, saved_by
-from lightning_seqpar.region import GatheredInput, SequenceRegion, remembered
+from lightning_seqpar.region import SequenceRegion
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -237,7 +238,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return self._tell(out)
 
     def _tell(self, out: Tensor) -> Tensor:
-        self.region.after_column(out, self)
+        self.region.stretches.after_column(out, self)
         return out
 
 
@@ -267,7 +268,7 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, f/tp]`` → ``[b, s/tp, h]``."""
         try:
-            with self.region.row_keeps():
+            with self.region.stretches.row():
                 partial: Tensor = ShardedLinear.apply(x, self.matrix, None, None)  # type: ignore[no-untyped-call]
         except BaseException:  # a recompute ends here, when the last tensor that it is for is kept
             self.region.abort_columns()
