@@ -57,25 +57,40 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Where it is made of exchanges, ranks sum the same parts in the same order: their results are equal to the last bit.
     """
-    size = group.size()
-    if not _exchanges(x, group):
-        out = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=group)
-        return out
-    if size == 2 or x.nbytes <= _AT_ONCE:
-        stands_for("all_reduce", x.nbytes)
-        given = x.detach().expand(size, *x.shape).contiguous()
-        parts = torch.empty_like(given)
-        dist.all_to_all_single(parts, given, group=group)
-        return _sum_parts(parts)
-    stands_for("all_reduce", x.nbytes, 2)
-    flat = x.detach().reshape(-1)
-    given = _pad(flat, 0, shard_length(len(flat), size) * size).view(size, -1)
-    parts = torch.empty_like(given)
-    dist.all_to_all_single(parts, given, group=group)
-    given = _sum_parts(parts).expand_as(given).contiguous()
-    dist.all_to_all_single(parts, given, group=group)
-    return parts.view(-1)[: len(flat)].view(x.shape)
+    return PendingAllReduce(x, group, async_op=False).wait()
+
+
+class PendingAllReduce:
+    """A sum over the group under way; :meth:`wait` returns it, in a new tensor."""
+
+    def __init__(self, x: Tensor, group: ProcessGroup, async_op: bool) -> None:
+        self._group, self._shape = group, x.shape
+        self._in_parts, self._at_once = _exchanges(x, group), group.size() == 2 or x.nbytes <= _AT_ONCE
+        size = group.size()
+        if not self._in_parts:
+            self._out = x.detach().clone(memory_format=torch.contiguous_format)
+            self._work = dist.all_reduce(self._out, group=group, async_op=async_op)
+            return
+        stands_for("all_reduce", x.nbytes, 1 if self._at_once else 2)
+        if self._at_once:
+            self._given = x.detach().expand(size, *x.shape).contiguous()
+        else:
+            flat = x.detach().reshape(-1)
+            self._given = _pad(flat, 0, shard_length(len(flat), size) * size).view(size, -1)
+        self._out = torch.empty_like(self._given)
+        self._work = dist.all_to_all_single(self._out, self._given, group=group, async_op=async_op)
+
+    def wait(self) -> Tensor:
+        """The sum."""
+        if self._work is not None:
+            self._work.wait()
+        if not self._in_parts:
+            return self._out
+        if self._at_once:
+            return _sum_parts(self._out)
+        summed = _sum_parts(self._out).expand_as(self._given).contiguous()
+        dist.all_to_all_single(self._out, summed, group=self._group)
+        return self._out.view(-1)[: self._shape.numel()].view(self._shape)
 
 
 class PendingGather:

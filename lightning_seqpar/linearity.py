@@ -43,7 +43,7 @@ _ADDED_PRODUCTS = ("Addmm", "Baddbmm", "Addbmm", "Addmv", "Addcmul")
 """A first argument plus a product."""
 
 
-REDUCTIONS = ("_ReduceBackward", "_ReduceScatterBackward")
+REDUCTIONS = ("_ReduceBackward", "_ReduceScatterBackward", "_ReduceScatterOverBackward")
 """Graph nodes behind which every rank has the whole, or its shard, of a sum."""
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_seqpar.collectives import (
     copy_to_tensor_parallel_region,
@@ -28,6 +29,7 @@ from lightning_seqpar.collectives import (
 )
 from lightning_seqpar.gathered import GatheredInput
 from lightning_seqpar.linearity import REDUCTIONS, Leaks, Parts
+from lightning_seqpar.overlap import Cover, Late, Readers, copy_over, gather_over, reduce_scatter_over
 from lightning_seqpar.parts import LocalParts
 from lightning_seqpar.random import RankStreams
 from lightning_seqpar.stretch import Stretches
@@ -55,7 +57,19 @@ class _Frame:
     stand_ins: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # and the activations behind them
     copied: list[int] = field(default_factory=list)  # lengths of activations that were whole already
     unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)  # gathers whose row is still to come
-    gathered: list[tuple[weakref.ref[Tensor], int, GatheredInput]] = field(default_factory=list)  # with its version
+    gathered: list[_Read] = field(default_factory=list)
+    last_row: Parameter | None = None  # the weight of the row that reduced last
+    ahead: Cover | None = None  # which carries the weight of the row to come
+
+
+class _Read(NamedTuple):
+    """What column linears know of an activation that they read."""
+
+    whole: weakref.ref[Tensor]
+    version: int  # as it was gathered
+    handle: GatheredInput | None  # what they keep for it, if not itself
+    cover: Cover
+    readers: Readers
 
 
 class _Fact(NamedTuple):
@@ -102,6 +116,12 @@ class SequenceRegion:
         self.blocks: tuple[str, ...] = ()  # their names
         self._in_block = 0
         self.stretches = Stretches(self.saves)
+        self._alone: set[int] | None = None
+        self.overlaps = True  # whether weight-grad products run under collectives
+        self._readers: dict[
+            tuple[str, int], Readers
+        ] = {}  # by the module that gathers, and the how manieth of its gathers
+        self._rows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by a row's weight: that of the row after it
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.regather)
@@ -164,8 +184,19 @@ class SequenceRegion:
             "forward ends (style: exit)"
         )
 
+    def overlap(self, *, replicas: bool, may_miss: bool) -> None:
+        """How weight-grad products may wait for collectives to run under.
+
+        Args:
+            replicas: their reduction waits for every weight that is in the graph.
+            may_miss: and weights in the graph may have no gradient, which nobody but the graph tells.
+        """
+        self._alone, self.overlaps = (set() if replicas else None), not may_miss
+
     def reset(self) -> None:
         """A new step: nothing of earlier calls is left."""
+        if self._alone:
+            self._alone.clear()
         self._frames = [_Frame()]
         self._seen = {}
         self.intervals = []
@@ -343,22 +374,30 @@ class SequenceRegion:
 
     def gather(self, x: Tensor, module: str) -> Tensor:
         """A shard on its way to column linears: gathered (g), or copied (f) where the sequence is not sharded."""
+        readers = self._readers.setdefault((module, len(self._frame.gathered)), Readers())
+        cover = self._cover(readers)
+        handle = None
         if not self.sp:
-            copied = copy_to_tensor_parallel_region(x, self.group)
+            whole = copy_over(x, self.group, cover)
             if self.saves_activation(x.nbytes):
-                self._hand_on(copied, x, None)
-            self._note(copied)
-            return copied
-        length = self.length_for(x, module)
-        if (folded := self._fold(x, self.shard_length)) is not None:  # flattened tokens, in the order of [b, s]
-            whole = gather_from_sequence_parallel_region(folded, self.dim, self.group, length).flatten(0, 1)
-            self._note(whole)
-            return whole
-        whole = gather_from_sequence_parallel_region(x, self.dim, self.group, length)
-        if self.saves(x.nbytes):
-            self._hand_on(whole, x, length)
+                handle = GatheredInput(x, self.dim, self.group, None)
+        else:
+            length = self.length_for(x, module)
+            if (folded := self._fold(x, self.shard_length)) is not None:  # flattened tokens, in the order of [b, s]
+                whole = gather_over(folded, self.dim, self.group, length, cover).flatten(0, 1)
+            else:
+                whole = gather_over(x, self.dim, self.group, length, cover)
+                if self.saves(x.nbytes):
+                    handle = GatheredInput(x, self.dim, self.group, length)
+        if torch.is_grad_enabled():
+            handle = handle if handle is not None and handle.is_lean else None
+            self._frame.gathered.append(_Read(weakref.ref(whole), whole._version, handle, cover, readers))
         self._note(whole)
         return whole
+
+    def _cover(self, readers: Readers) -> Cover:
+        lends = self.overlaps and torch.is_grad_enabled()
+        return Cover(readers if lends else (), self._alone)
 
     def saves(self, count: int) -> bool:
         """Whether an activation of ``count`` bytes on each rank is made (or gathered) again rather than kept."""
@@ -367,13 +406,6 @@ class SequenceRegion:
     def saves_activation(self, count: int) -> bool:
         """The same for an activation between the blocks, which is a shard only with sequence parallelism."""
         return self.saves(count if self.sp else count // self.size)
-
-    def _hand_on(self, whole: Tensor, x: Tensor, length: int | None) -> None:
-        """Tell the columns that will read ``whole`` what to keep for it."""
-        if torch.is_grad_enabled():
-            handle = GatheredInput(x, self.dim, self.group, length)
-            if handle.is_lean:
-                self._frame.gathered.append((weakref.ref(whole), whole._version, handle))
 
     def _fold(self, x: Tensor, positions: int, of: _Frame | _Fact | None = None) -> Tensor | None:
         """Tokens that were flattened, ``[b·s, h]`` → ``[b, s, h]`` (or ``[s, b, h]``); none if they were not."""
@@ -492,8 +524,9 @@ class SequenceRegion:
         frame = self._frame
         nodes = frame.scopes.pop() if frame.scopes else []
         if not frame.scopes:
-            for *_, handle in frame.gathered:
-                handle.kept = None  # now the graph alone holds it
+            for read in frame.gathered:
+                if read.handle is not None:
+                    read.handle.kept = None  # now the graph alone holds it
             frame.gathered, frame.stand_ins = [], []
         if out is not None and out.grad_fn is not None and nodes and self._passes_by(out.grad_fn, nodes):
             frame.unreduced.append((module, nodes))  # the row may stand behind the module, but in the block
@@ -528,9 +561,40 @@ class SequenceRegion:
         return False
 
     def find_gathered(self, x: Tensor) -> GatheredInput | None:
-        """The gather that ``x`` is the result of, if it is one and was not changed since."""
-        found = ((handle, version) for ref, version, handle in self._frame.gathered if ref() is x)
-        return next((handle for handle, version in found if x._version == version), None)
+        """The gather that ``x`` is the result of, if it is one, keeps less and was not changed since."""
+        read = self._find(x)
+        return read.handle if read is not None and x._version == read.version else None
+
+    def _find(self, x: Tensor) -> _Read | None:
+        return next((read for read in self._frame.gathered if read.whole() is x), None)
+
+    def lend_column(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Late | None]:
+        """The weight with which a column linear multiplies ``x``, and where its weight-grad product may wait."""
+        read = self._find(x)
+        if read is None:
+            return weight, None
+        read.readers.add(weight)
+        return read.cover.lend(weight)
+
+    def lend_row(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Late | None]:
+        """The weight with which a row linear multiplies ``x``, to :meth:`reduce`, and where its weight-grad product may wait."""
+        frame = self._frame
+        last, frame.last_row = frame.last_row, weight if type(weight) is Parameter else None
+        cover, frame.ahead = frame.ahead, None
+        if last is not None:
+            self._rows.setdefault(last, Readers()).only(weight)
+        if cover is None or not cover.is_below(x):
+            return weight, None  # made of nothing that the earlier row made, which may have no gradient then
+        return cover.lend(weight)
+
+    def _reduce_scatter(self, x: Tensor) -> Tensor:
+        """ḡ; its backward has the weight-grad product of the row to come made meanwhile."""
+        frame = self._frame
+        readers = None if frame.last_row is None else self._rows.get(frame.last_row)
+        if readers is None:
+            return reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
+        frame.ahead = self._cover(readers)
+        return reduce_scatter_over(x, self.dim, self.group, frame.ahead)
 
     def check_column_input(self, x: Tensor, module: str) -> None:
         """A column linear must read a whole sequence, gathered for it."""
@@ -590,11 +654,11 @@ class SequenceRegion:
         known = self._seen.get((module, tuple(x.shape))) if self._recomputes() else None
         if known is not None:
             folded = self._fold(x, known.length, known)
-            shard = reduce_scatter_to_sequence_parallel_region(x if folded is None else folded, self.dim, self.group)
+            shard = self._reduce_scatter(x if folded is None else folded)
             return shard if folded is None else shard.flatten(0, 1)
         if frame.length is not None and (folded := self._fold(x, frame.length)) is not None:
             self._remember((module, tuple(x.shape)), is_shard=True)
-            return reduce_scatter_to_sequence_parallel_region(folded, self.dim, self.group).flatten(0, 1)
+            return self._reduce_scatter(folded).flatten(0, 1)
         if frame.length is None or x.ndim != frame.ndim or x.shape[self.dim] != frame.length:
             expected = f"{frame.length} positions at dim {self.dim}" if self.active else "an open sequence region"
             raise ValueError(
@@ -603,7 +667,7 @@ class SequenceRegion:
                 "of the block's input, or set sp=False"
             )
         self._remember((module, tuple(x.shape)), is_shard=True)
-        return reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
+        return self._reduce_scatter(x)
 
     def check_shard(self, x: Tensor, module: str) -> None:
         """``x`` must be a shard of the call's sequence."""

@@ -7,6 +7,7 @@ that other references to them (lists, ties, hooks) stay good; only the data shri
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_seqpar.gathered import GatheredInput, remembered
 from lightning_seqpar.layers.kind import LinearKind, features
 from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.lean import NormCall, saved_by
+from lightning_seqpar.overlap import Late
 from lightning_seqpar.region import SequenceRegion
 
 
@@ -35,8 +37,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype 
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return (grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
+def _weight_grad(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return (grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)).to(dtype)
 
 
 class ShardedLinear(torch.autograd.Function):
@@ -50,12 +52,23 @@ class ShardedLinear(torch.autograd.Function):
     y             ``[b, s, f/tp]``        —
     ============  ======================  =========================
 
-    ``dx = dy W`` (a partial sum over tp), ``dW = dyᵀ x``, ``db = Σ dy``. Frozen parameters cost no work.
+    ``dx = dy W`` (a partial sum over tp), ``dW = dyᵀ x``, ``db = Σ dy``. Frozen parameters cost no work. With ``late``,
+    ``dW`` is made when a collective further down the backward is under way; ``transposed`` if ``weight`` is a parameter's
+    transpose.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: GatheredInput | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gathered: GatheredInput | None,
+        late: Late | None,
+        transposed: bool,
+    ) -> Tensor:
         dtype = _autocast_dtype(x)
+        ctx.late, ctx.transposed = late, transposed
         needs_x = weight.requires_grad
         if needs_x and gathered is not None:
             gathered.add_user()
@@ -70,17 +83,29 @@ class ShardedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight = saved_by(ctx, ctx.gathered.call if ctx.gathered is not None else None)
         if kept is not None and ctx.gathered is not None:
             ctx.gathered.start(kept)  # runs under the input-grad product
         grad_x = (grad @ weight.to(grad.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
         grad_w = None
         if kept is not None:
-            x = ctx.gathered.take() if ctx.gathered is not None else kept
-            grad_w = _weight_grad(grad, x, weight)
+            make = functools.partial(
+                _late_weight_grad, grad, kept, ctx.gathered, weight.dtype, ctx.late and ctx.transposed
+            )
+            if ctx.late is not None:
+                ctx.late(make)
+            else:
+                grad_w = make()
         grad_b = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_w, grad_b, None
+        return grad_x, grad_w, grad_b, None, None, None
+
+
+def _late_weight_grad(
+    grad: Tensor, kept: Tensor, gathered: GatheredInput | None, dtype: torch.dtype, transposed: bool
+) -> Tensor:
+    made = _weight_grad(grad, kept if gathered is None else gathered.take(), dtype)
+    return made.t() if transposed else made
 
 
 class GatherLinear(torch.autograd.Function):
@@ -127,16 +152,26 @@ class GatherLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             partial = grad @ weight.to(grad.dtype)
             scattering = PendingReduceScatter(partial, ctx.dim, ctx.group, async_op=True)
-        grad_w = _weight_grad(grad, gathering.wait(), weight) if gathering is not None else None
+        grad_w = _weight_grad(grad, gathering.wait(), weight.dtype) if gathering is not None else None
         grad_b = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         grad_x = scattering.wait().to(ctx.x_dtype) if scattering is not None else None
         return grad_x, grad_w, grad_b, None, None, None
 
 
-def sharded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: SequenceRegion) -> Tensor:
-    """``F.linear`` with a sharded weight on a whole input; saves the input's shard if it was gathered."""
-    handle = region.find_gathered(x) if torch.is_grad_enabled() else None
-    return ShardedLinear.apply(x, weight, bias, handle)  # type: ignore[no-untyped-call, no-any-return]
+def sharded_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, region: SequenceRegion, *, transposed: bool = False
+) -> Tensor:
+    """``F.linear`` with a sharded weight on a whole input; saves the input's shard if it was gathered.
+
+    Args:
+        transposed: whether the weight is ``[h, f/tp]``.
+    """
+    handle, late = None, None
+    if torch.is_grad_enabled():
+        handle = region.find_gathered(x)
+        weight, late = region.lend_column(x, weight)
+    matrix = weight.t() if transposed else weight
+    return ShardedLinear.apply(x, matrix, bias, handle, late, transposed)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def shrink(parameter: Tensor, shard: Shard, rank: int) -> None:
@@ -223,14 +258,15 @@ class ColumnParallelLinear(_ParallelLinear):
         if not self.gathers_input:
             x = region.behind(x)
             region.check_column_input(x, self.full_name)
-            return self._tell(sharded_linear(x, self.matrix, self.bias, region))
+            return self._tell(sharded_linear(x, self.weight, self.bias, region, transposed=self.transposed))
         region.open_gather(x, self.full_name)
         try:
             if region.sp and region.saves(x.nbytes):
                 length = region.length_for(x, self.full_name)
                 out: Tensor = GatherLinear.apply(x, self.matrix, self.bias, region, length, remembered(x))  # type: ignore[no-untyped-call]
             else:
-                out = sharded_linear(region.gather(x, self.full_name), self.matrix, self.bias, region)
+                whole = region.gather(x, self.full_name)
+                out = sharded_linear(whole, self.weight, self.bias, region, transposed=self.transposed)
         finally:
             region.close_gather()
             region.finish(self.full_name)
@@ -269,7 +305,7 @@ class RowParallelLinear(_ParallelLinear):
         """``[b, s, f/tp]`` → ``[b, s/tp, h]``."""
         try:
             with self.region.stretches.row():
-                partial: Tensor = ShardedLinear.apply(x, self.matrix, None, None)  # type: ignore[no-untyped-call]
+                partial = self._product(x)
         except BaseException:  # a recompute ends here, when the last tensor that it is for is kept
             self.region.abort_columns()
             raise
@@ -281,3 +317,10 @@ class RowParallelLinear(_ParallelLinear):
             return partial
         out = self.region.reduce(partial, self.full_name)
         return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def _product(self, x: Tensor) -> Tensor:
+        weight, late = self.weight, None
+        if torch.is_grad_enabled() and not self.leaves_partial:
+            weight, late = self.region.lend_row(x, weight)
+        matrix = weight.t() if self.transposed else weight
+        return ShardedLinear.apply(x, matrix, None, None, late, self.transposed)  # type: ignore[no-untyped-call, no-any-return]
