@@ -131,9 +131,23 @@ def scale(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def overlap(given: argparse.Namespace) -> dict[str, Any]:
+    """A step beside one whose collectives are waited for at once; and what the profiler sees of a true one."""
+    code, env = HERE / "overlap.py", {**os.environ, "OMP_NUM_THREADS": "1"}
+    return {
+        what: json.loads(
+            subprocess.run(
+                [sys.executable, str(code), what], capture_output=True, check=True, env=env
+            ).stdout.splitlines()[-1]
+        )
+        for what in ("steps", "trace")
+    }
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "kept": kept,
     "scale": scale,
+    "overlap": overlap,
     "loss": loss,
     "host": host,
     "steps": steps,

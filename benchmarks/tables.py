@@ -21,7 +21,15 @@ COLORS = {"ours": "#f0a202", "dtensor": "#1f5fbf", "ddp": "#8a8f98", "plain": "#
 
 def write(results: dict[str, Any], out: Path) -> None:
     """``bench.md`` and a picture for each part that was measured."""
-    parts = {"steps": _steps, "host": _host, "kept": _kept, "loss": _loss, "length": _length, "scale": _scale}
+    parts = {
+        "steps": _steps,
+        "host": _host,
+        "overlap": _overlap,
+        "kept": _kept,
+        "loss": _loss,
+        "length": _length,
+        "scale": _scale,
+    }
     text = ["# Results", "", "`make bench`, or parts of it, wrote this; `benchmarks/README.md` says how to read it."]
     for name, show in parts.items():
         if name in results:
@@ -99,6 +107,46 @@ def _host(found: dict[str, list[float]], out: Path) -> list[str]:
         *_timed(found),
         "",
         "![host time](host.png)",
+    ]
+
+
+def _overlap(found: dict[str, Any], out: Path) -> list[str]:
+    lines = [
+        "## Overlap",
+        "",
+        "Where a collective takes as long as a product does on average; steps, of the serial one's:",
+        "",
+    ]
+    lines += _head(
+        "case", "no latency, counted", "overlapped, counted", "no latency, wall", "overlapped, wall", "min–max"
+    )
+    for name, one in found["steps"].items():
+        shares = {
+            (how, what): [a / b for a, b in zip(one[how][what], one[how]["serial"], strict=True)]
+            for how in ("counted", "wall")
+            for what in ("products", "overlapped")
+        }
+        wall = shares["wall", "overlapped"]
+        cells = [f"{statistics.median(share):.3f}" for share in shares.values()]
+        lines.append(_row(name, *cells, f"{min(wall):.3f}–{max(wall):.3f}"))
+    spans, (begin, end) = found["trace"]["spans"], found["trace"]["backward"]
+    figure, panel = plt.subplots(figsize=(11, 2.2))
+    for level, (kind, color) in enumerate({"collective": COLORS["dtensor"], "product": COLORS["ours"]}.items()):
+        shown = [(a, b - a) for name, a, b in spans if name == kind]
+        panel.broken_barh(shown, (level - 0.38, 0.76), facecolors=color, edgecolor="white", linewidth=0.4)
+    panel.axvspan(begin, end, color="#000000", alpha=0.05, linewidth=0)
+    panel.annotate("backward", (begin, 1.55), annotation_clip=False, fontsize=8)
+    panel.set(yticks=[0, 1], yticklabels=["collectives", "products"], xlabel="ms", ylim=(-0.5, 1.5))
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(out / "trace.png", dpi=120)
+    plt.close(figure)
+    return [
+        *lines,
+        "",
+        "A step of two layers on two gloo ranks, as torch's profiler saw one of them:",
+        "",
+        "![trace](trace.png)",
     ]
 
 

@@ -11,9 +11,10 @@ in a later one, or new, costs nothing.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +34,67 @@ from lightning_seqpar.collectives import (
 )
 from lightning_seqpar.linearity import children, reach
 
-Late = Callable[[Callable[[], Tensor]], None]
+
+class WeightGrad(NamedTuple):
+    """The product that makes a weight's gradient, ``dW = dyᵀ x``, still to run.
+
+    Attributes:
+        grad: of the output, ``[b, s, f/tp]``.
+        read: gives the input, ``[b, s, h]``.
+        dtype: of the weight.
+        transposed: whether the weight is ``[h, f/tp]``.
+    """
+
+    grad: Tensor
+    read: Callable[[], Tensor]
+    dtype: torch.dtype
+    transposed: bool = False
+
+    def make(self, kept: Tensor | None = None) -> Tensor | None:
+        """The gradient; none if it was added to ``kept``, that of earlier micro-batches, without a tensor of its own."""
+        left, right = self.grad.flatten(0, -2).t(), self.read().flatten(0, -2).to(self.grad.dtype)
+        if kept is not None and kept.dtype == left.dtype:
+            (kept.t() if self.transposed else kept).addmm_(left, right)
+            return None
+        made = (left @ right).to(self.dtype)
+        return made.t() if self.transposed else made
+
+
+Late = Callable[[WeightGrad], None]
 """Takes the product that makes a weight's gradient, to run it later in the backward."""
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``once_differentiable``; ``ctx.is_plain`` says that nobody will differentiate the result."""
+    differentiable: Callable[..., Any] = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def told(ctx: Any, *grads: Any) -> Any:
+        ctx.is_plain = not torch.is_grad_enabled()
+        return differentiable(ctx, *grads)
+
+    return told
+
+
+def kept_grad(ctx: Any, at: int) -> Tensor | None:
+    """The gradient of earlier micro-batches that argument ``at`` of a running backward has, if one may add to it in place.
+
+    That is where autograd's own next act would be to add, with no hook to see it: not for ``torch.autograd.grad``, for
+    weights that are computed, or where gradients are differentiated.
+    """
+    node = ctx.next_functions[at][0]
+    weight = getattr(node, "variable", None)
+    if weight is None or weight.grad is None or not ctx.is_plain:
+        return None
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return None
+    kept: Tensor = weight.grad
+    if type(kept) is not Tensor or kept.requires_grad or kept.layout != torch.strided or kept.shape != weight.shape:
+        return None
+    try:
+        return kept if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:  # torch.autograd.grad was asked for this weight
+        return None
 
 
 class Readers:
@@ -74,7 +134,7 @@ class Cover:
         self.node: Any = None
         self._alone = alone
         self._carried: dict[int, tuple[int, Tensor]] = {}
-        self._waiting: dict[int, list[Callable[[], Tensor]]] = {}
+        self._waiting: dict[int, list[WeightGrad]] = {}
         self._made_in = self._run_in = torch._C._current_graph_task_id()
 
     def carry(self, out: Tensor, aliases: Iterable[Tensor]) -> None:
@@ -105,16 +165,16 @@ class Cover:
             return weight, None
         at, alias = self._carried[id(weight)]
 
-        def late(make: Callable[[], Tensor]) -> None:
+        def late(product: WeightGrad) -> None:
             task = torch._C._current_graph_task_id()
             if self._run_in != task:  # of a backward that never came to the collective
                 self._waiting, self._run_in = {}, task
-            self._waiting.setdefault(at, []).append(make)
+            self._waiting.setdefault(at, []).append(product)
 
         return alias, late
 
-    def run(self) -> list[Tensor | None]:
-        """The gradients of the weights; of those that nothing was put in for, none.
+    def run(self, ctx: Any, first: int) -> list[Tensor | None]:
+        """The gradients of the weights, arguments ``first`` and on of the running backward; none where nothing is left to add.
 
         Raises:
             RuntimeError: for such a weight where each must have one.
@@ -130,8 +190,9 @@ class Cover:
             )
         made: list[Tensor | None] = []
         for at in range(len(self.weights)):
-            grads = [make() for make in waiting.get(at, [])]
-            made.append(sum(grads[1:], grads[0]) if grads else None)
+            grads = [product.make(kept_grad(ctx, first + at)) for product in waiting.pop(at, [])]
+            found = [grad for grad in grads if grad is not None]
+            made.append(sum(found[1:], found[0]) if found else None)
         return made
 
 
@@ -145,10 +206,10 @@ class _GatherOver(torch.autograd.Function):
         return all_gather(x, dim, group, length), *(weight.detach() for weight in weights)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         pending = None if grad is None else PendingReduceScatter(grad, ctx.dim, ctx.group, async_op=True)
-        made = ctx.cover.run()
+        made = ctx.cover.run(ctx, 5)
         return None, None if pending is None else pending.wait(), None, None, None, *made
 
 
@@ -162,10 +223,10 @@ class _CopyOver(torch.autograd.Function):
         return x.view_as(x), *(weight.detach() for weight in weights)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         pending = None if grad is None else PendingAllReduce(grad, ctx.group, async_op=True)
-        made = ctx.cover.run()
+        made = ctx.cover.run(ctx, 3)
         return None, None if pending is None else pending.wait(), None, *made
 
 
@@ -179,10 +240,10 @@ class _ReduceScatterOver(torch.autograd.Function):
         return reduce_scatter(x, dim, group), *(weight.detach() for weight in weights)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         pending = None if grad is None else PendingGather(grad, ctx.dim, ctx.group, ctx.length, async_op=True)
-        made = ctx.cover.run()
+        made = ctx.cover.run(ctx, 4)
         return None, None if pending is None else pending.wait(), None, None, *made
 
 

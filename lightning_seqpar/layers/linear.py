@@ -13,14 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_seqpar.collectives import PendingGather, PendingReduceScatter
 from lightning_seqpar.gathered import GatheredInput, remembered
 from lightning_seqpar.layers.kind import LinearKind, features
 from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.lean import NormCall, saved_by
-from lightning_seqpar.overlap import Late
+from lightning_seqpar.overlap import Late, WeightGrad, kept_grad, once
 from lightning_seqpar.region import SequenceRegion
 
 
@@ -37,8 +36,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype 
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def _weight_grad(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    return (grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)).to(dtype)
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 class ShardedLinear(torch.autograd.Function):
@@ -82,7 +81,7 @@ class ShardedLinear(torch.autograd.Function):
         return _product(x, weight, bias, dtype)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight = saved_by(ctx, ctx.gathered.call if ctx.gathered is not None else None)
         if kept is not None and ctx.gathered is not None:
@@ -90,22 +89,13 @@ class ShardedLinear(torch.autograd.Function):
         grad_x = (grad @ weight.to(grad.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
         grad_w = None
         if kept is not None:
-            make = functools.partial(
-                _late_weight_grad, grad, kept, ctx.gathered, weight.dtype, ctx.late and ctx.transposed
-            )
+            read = ctx.gathered.take if ctx.gathered is not None else functools.partial(_itself, kept)
             if ctx.late is not None:
-                ctx.late(make)
+                ctx.late(WeightGrad(grad, read, weight.dtype, ctx.transposed))
             else:
-                grad_w = make()
+                grad_w = WeightGrad(grad, read, weight.dtype).make(kept_grad(ctx, 1))
         grad_b = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_w, grad_b, None, None, None
-
-
-def _late_weight_grad(
-    grad: Tensor, kept: Tensor, gathered: GatheredInput | None, dtype: torch.dtype, transposed: bool
-) -> Tensor:
-    made = _weight_grad(grad, kept if gathered is None else gathered.take(), dtype)
-    return made.t() if transposed else made
 
 
 class GatherLinear(torch.autograd.Function):
@@ -141,7 +131,7 @@ class GatherLinear(torch.autograd.Function):
         return _product(PendingGather(shard, dim, group, length, async_op=False).wait(), weight, bias, dtype)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         shard, weight = saved_by(ctx, ctx.call)
         gathering = None
@@ -152,7 +142,9 @@ class GatherLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             partial = grad @ weight.to(grad.dtype)
             scattering = PendingReduceScatter(partial, ctx.dim, ctx.group, async_op=True)
-        grad_w = _weight_grad(grad, gathering.wait(), weight.dtype) if gathering is not None else None
+        grad_w = None
+        if gathering is not None:
+            grad_w = WeightGrad(grad, gathering.wait, weight.dtype).make(kept_grad(ctx, 1))
         grad_b = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         grad_x = scattering.wait().to(ctx.x_dtype) if scattering is not None else None
         return grad_x, grad_w, grad_b, None, None, None
