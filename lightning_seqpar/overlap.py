@@ -77,7 +77,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kept_grad(ctx: Any, at: int) -> Tensor | None:
-    """The gradient of earlier micro-batches that argument ``at`` of a running backward has, if one may add to it in place.
+    """The gradient of earlier micro-batches that tensor argument ``at`` of a running backward has, if one may add to it in place.
 
     That is where autograd's own next act would be to add, with no hook to see it: not for ``torch.autograd.grad``, for
     weights that are computed, or where gradients are differentiated.
@@ -173,8 +173,8 @@ class Cover:
 
         return alias, late
 
-    def run(self, ctx: Any, first: int) -> list[Tensor | None]:
-        """The gradients of the weights, arguments ``first`` and on of the running backward; none where nothing is left to add.
+    def run(self, ctx: Any) -> list[Tensor | None]:
+        """The gradients of the weights, for the running backward of the collective; none where nothing is left to add.
 
         Raises:
             RuntimeError: for such a weight where each must have one.
@@ -190,7 +190,7 @@ class Cover:
             )
         made: list[Tensor | None] = []
         for at in range(len(self.weights)):
-            grads = [product.make(kept_grad(ctx, first + at)) for product in waiting.pop(at, [])]
+            grads = [product.make(kept_grad(ctx, 1 + at)) for product in waiting.pop(at, [])]
             found = [grad for grad in grads if grad is not None]
             made.append(sum(found[1:], found[0]) if found else None)
         return made
@@ -209,7 +209,7 @@ class _GatherOver(torch.autograd.Function):
     @once
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         pending = None if grad is None else PendingReduceScatter(grad, ctx.dim, ctx.group, async_op=True)
-        made = ctx.cover.run(ctx, 5)
+        made = ctx.cover.run(ctx)
         return None, None if pending is None else pending.wait(), None, None, None, *made
 
 
@@ -226,7 +226,7 @@ class _CopyOver(torch.autograd.Function):
     @once
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         pending = None if grad is None else PendingAllReduce(grad, ctx.group, async_op=True)
-        made = ctx.cover.run(ctx, 3)
+        made = ctx.cover.run(ctx)
         return None, None if pending is None else pending.wait(), None, *made
 
 
@@ -243,7 +243,7 @@ class _ReduceScatterOver(torch.autograd.Function):
     @once
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         pending = None if grad is None else PendingGather(grad, ctx.dim, ctx.group, ctx.length, async_op=True)
-        made = ctx.cover.run(ctx, 4)
+        made = ctx.cover.run(ctx)
         return None, None if pending is None else pending.wait(), None, None, *made
 
 
