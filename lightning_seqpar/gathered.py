@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -37,6 +38,7 @@ class GatheredInput:
         self.kept, self.call = remembered(x)
         self._dim, self._group, self._length = dim, group, length
         self._users = self._left = 0
+        self._task = -1
         self._pending: PendingGather | None = None
         self._whole: Tensor | None = None
 
@@ -50,8 +52,15 @@ class GatheredInput:
         """Whether anything else than the whole activation is kept."""
         return self._length is not None or self.call is not None
 
+    def _begin(self) -> None:
+        """A backward's first user: what one of another backward left, which some never came to, is over."""
+        task = torch._C._current_graph_task_id()
+        if self._task != task:
+            self._task, self._left, self._pending, self._whole = task, self._users, None, None
+
     def start(self, kept: Tensor) -> None:
         """Start to gather from what was kept (unpacked), unless an earlier user did."""
+        self._begin()
         if self._pending is not None or self._whole is not None:
             return
         shard = kept if self.call is None else self.call.output(kept)
@@ -66,7 +75,15 @@ class GatheredInput:
             self._whole, self._pending = self._pending.wait(), None
         assert self._whole is not None, "start() comes before take()"
         whole = self._whole
+        self._end()
+        return whole
+
+    def skip(self) -> None:
+        """A user's weight needs no gradient in this backward."""
+        self._begin()
+        self._end()
+
+    def _end(self) -> None:
         self._left -= 1
         if self._left == 0:
-            self._whole, self._left = None, self._users
-        return whole
+            self._whole, self._task = None, -1

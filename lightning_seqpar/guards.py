@@ -19,7 +19,7 @@ from lightning_seqpar.config import ParallelConfig, nearest
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layers.linear import GatherLinear, ShardedLinear
 from lightning_seqpar.linearity import children, reach
-from lightning_seqpar.overlap import COVERS
+from lightning_seqpar.overlap import READERS
 from lightning_seqpar.parallelize import ShardedModel
 
 ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
@@ -206,7 +206,7 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
         RuntimeError: naming the parameter and the operation that reads it.
     """
     check_sums(loss, record)
-    allowed = {f"{kind.__name__}Backward" for kind in (ShardedLinear, GatherLinear, *COVERS)}
+    allowed = {f"{kind.__name__}Backward" for kind in (ShardedLinear, GatherLinear, *READERS)}
     for node in reach(loss.grad_fn):
         for child in children(node):
             variable = getattr(child, "variable", None)

@@ -1,19 +1,15 @@
 """Weight-grad products of a backward that run under its collectives.
 
-Nothing waits for the gradient of a weight, and everything for that of an activation. So the backward of a collective is
-made to carry the weights of the linears that run shortly before it: their node in the graph is the collective's, which
-starts, has their products made, and only then waits. To autograd these are gradients like all others: hooks, replicas'
-reductions and ``autograd.grad`` see them as ever.
-
-Which linears those are is known from the forward before: the first of all has no overlap, and a linear that is missing
-in a later one, or new, costs nothing.
+Nothing waits for the gradient of a weight, and everything for that of an activation. So the weight-grad product of a linear
+is a node of its own in the graph, and the collective a pair of them, one that starts and one that waits. Autograd runs what is
+ready in the order of its numbers, the youngest first: products get the number between the two. To everyone else these are
+gradients like all others, and where a torch can't number nodes they are only made earlier.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +23,13 @@ from lightning_seqpar.collectives import (
     PendingGather,
     PendingReduceScatter,
     all_gather,
-    copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_parallel_region,
     reduce_scatter,
     reduce_scatter_to_sequence_parallel_region,
 )
-from lightning_seqpar.linearity import children, reach
+
+# ---- products --------------------------------------------------------------------------------------------------
 
 
 class WeightGrad(NamedTuple):
@@ -60,10 +57,6 @@ class WeightGrad(NamedTuple):
         return made.t() if self.transposed else made
 
 
-Late = Callable[[WeightGrad], None]
-"""Takes the product that makes a weight's gradient, to run it later in the backward."""
-
-
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """As ``once_differentiable``; ``ctx.is_plain`` says that nobody will differentiate the result."""
     differentiable: Callable[..., Any] = once_differentiable(backward)
@@ -76,8 +69,17 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return told
 
 
+def is_wanted(ctx: Any, at: int) -> bool:
+    """Whether the running backward needs a gradient for tensor argument ``at``: ``torch.autograd.grad`` asks for some."""
+    node = ctx.next_functions[at][0]
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that it was asked for
+        return True
+
+
 def kept_grad(ctx: Any, at: int) -> Tensor | None:
-    """The gradient of earlier micro-batches that tensor argument ``at`` of a running backward has, if one may add to it in place.
+    """The gradient of earlier micro-batches that tensor argument ``at`` of a running backward has, if one may add to it.
 
     That is where autograd's own next act would be to add, with no hook to see it: not for ``torch.autograd.grad``, for
     weights that are computed, or where gradients are differentiated.
@@ -97,182 +99,163 @@ def kept_grad(ctx: Any, at: int) -> Tensor | None:
         return None
 
 
-class Readers:
-    """The weights that were multiplied with an activation, or after it, in the forwards so far."""
+class LateProduct:
+    """Where the backward of one linear leaves its weight-grad product."""
 
     def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[Parameter]] = {}
+        self._product: WeightGrad | None = None
 
-    def add(self, weight: Tensor) -> None:
-        """A linear has read it; what is no plain parameter (a computed weight, a shard of FSDP's) is left alone."""
-        if type(weight) is Parameter and weight.requires_grad:
-            self._known[id(weight)] = weakref.ref(weight)
+    def put(self, product: WeightGrad) -> None:
+        """It may run now."""
+        self._product = product
 
-    def only(self, weight: Tensor) -> None:
-        """A linear has read it, and nothing else."""
-        self._known.clear()
-        self.add(weight)
-
-    def __iter__(self) -> Any:
-        found = (ref() for ref in self._known.values())
-        return iter([weight for weight in found if weight is not None and weight.requires_grad])
+    def take(self) -> WeightGrad | None:
+        """The product, once."""
+        product, self._product = self._product, None
+        return product
 
 
-class Cover:
-    """One collective of the backward to come, and the products that wait for it.
+class _Late(torch.autograd.Function):
+    """A weight on its way to one linear; its backward runs the linear's weight-grad product."""
 
-    Args:
-        readers: weights that it may carry.
-        alone: where replicas reduce all that is in the graph, the identities of weights that were read without a cover.
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, late: LateProduct) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.late = late
+        return weight.detach()
 
-    Attributes:
-        node: the collective's, in the graph.
-    """
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        product = ctx.late.take()
+        return (grad if product is None else product.make(kept_grad(ctx, 0))), None
 
-    def __init__(self, readers: Iterable[Parameter] = (), alone: set[int] | None = None) -> None:
-        self.weights = list(readers)
-        self.node: Any = None
-        self._alone = alone
-        self._carried: dict[int, tuple[int, Tensor]] = {}
-        self._waiting: dict[int, list[WeightGrad]] = {}
-        self._made_in = self._run_in = torch._C._current_graph_task_id()
 
-    def carry(self, out: Tensor, aliases: Iterable[Tensor]) -> None:
-        """The collective ran: its result, and the weights as its node gives them out."""
-        self.node = out.grad_fn
-        pairs = zip(self.weights, aliases, strict=True)
-        self._carried = {id(weight): (at, alias) for at, (weight, alias) in enumerate(pairs) if alias.requires_grad}
+def late_weight(weight: Tensor, number: int | None) -> tuple[Tensor, LateProduct | None]:
+    """A weight for one linear, and where to leave its weight-grad product, to run at a collective's number."""
+    if number is None or not weight.requires_grad or type(weight) not in (Tensor, Parameter):
+        return weight, None
+    late = LateProduct()
+    given: Tensor = _Late.apply(weight, late)  # type: ignore[no-untyped-call]
+    _renumber(given, number)
+    return given, late
 
-    def is_below(self, x: Tensor) -> bool:
-        """Whether ``x`` is made of the collective's result: a gradient of ``x`` comes to it."""
-        if self.node is None or x.grad_fn is None:
-            return False
-        first = self.node._sequence_nr()
 
-        def below(node: Any) -> list[Any]:
-            return [
-                child for child in children(node) if child._sequence_nr() >= first and not hasattr(child, "variable")
-            ]
+def _renumber(x: Tensor, number: int) -> None:
+    node: Any = x.grad_fn
+    if hasattr(node, "_set_sequence_nr"):
+        node._set_sequence_nr(number)
 
-        return any(node is self.node for node in reach(x.grad_fn, below))
 
-    def lend(self, weight: Tensor) -> tuple[Tensor, Late | None]:
-        """The weight for one product, and where to put the product that makes its gradient; none if it is not carried."""
-        # A recompute in the backward is a graph of its own, which must not reach into that of the forward.
-        if id(weight) not in self._carried or self._made_in != torch._C._current_graph_task_id():
-            if self._alone is not None:
-                self._alone.add(id(weight))
-            return weight, None
-        at, alias = self._carried[id(weight)]
+# ---- collectives -----------------------------------------------------------------------------------------------
 
-        def late(product: WeightGrad) -> None:
-            task = torch._C._current_graph_task_id()
-            if self._run_in != task:  # of a backward that never came to the collective
-                self._waiting, self._run_in = {}, task
-            self._waiting.setdefault(at, []).append(product)
 
-        return alias, late
+class Slot:
+    """A collective that its backward has started, on its way to the node that waits for it."""
 
-    def run(self, ctx: Any) -> list[Tensor | None]:
-        """The gradients of the weights, for the running backward of the collective; none where nothing is left to add.
+    def __init__(self) -> None:
+        self._pending: PendingAllReduce | PendingGather | PendingReduceScatter | None = None
 
-        Raises:
-            RuntimeError: for such a weight where each must have one.
-        """
-        waiting = self._waiting if self._run_in == torch._C._current_graph_task_id() else {}
-        self._waiting = {}
-        missing = [weight for at, weight in enumerate(self.weights) if at not in waiting]
-        if self._alone is not None and any(id(weight) not in self._alone for weight in missing):
-            shapes = [list(weight.shape) for weight in missing]
-            raise RuntimeError(
-                f"column- or row-parallel weights of shape {shapes} got no gradient in this step, and the reduction over "
-                "replicas (dp > 1) waits for all; pass ddp={'find_unused_parameters': True}"
-            )
-        made: list[Tensor | None] = []
-        for at in range(len(self.weights)):
-            grads = [product.make(kept_grad(ctx, 1 + at)) for product in waiting.pop(at, [])]
-            found = [grad for grad in grads if grad is not None]
-            made.append(sum(found[1:], found[0]) if found else None)
-        return made
+    def give(self, pending: PendingAllReduce | PendingGather | PendingReduceScatter, like: Tensor) -> Tensor:
+        """Leave it; returns what autograd passes on in its place."""
+        if torch.is_anomaly_enabled():  # which looks at every gradient
+            return pending.wait()
+        self._pending = pending
+        return like
+
+    def take(self, grad: Tensor) -> Tensor:
+        """What the collective made; ``grad`` where none is under way."""
+        pending, self._pending = self._pending, None
+        return grad if pending is None else pending.wait()
+
+
+class _Wait(torch.autograd.Function):
+    """Forward: identity. Backward: the end of what the next node started."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slot: Slot) -> Tensor:
+        ctx.slot = slot
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.slot.take(grad), None
 
 
 class _GatherOver(torch.autograd.Function):
-    """Forward: all-gather. Backward: reduce-scatter, over the products of the weights that it carries."""
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
+        ctx.slot, ctx.dim, ctx.group, ctx.shape = slot, dim, group, x.shape
+        return all_gather(x, dim, group, length)
 
     @staticmethod
-    def forward(ctx: Any, cover: Cover, x: Tensor, dim: int, group: ProcessGroup, length: int, *weights: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.cover, ctx.dim, ctx.group = cover, dim, group
-        return all_gather(x, dim, group, length), *(weight.detach() for weight in weights)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        pending = None if grad is None else PendingReduceScatter(grad, ctx.dim, ctx.group, async_op=True)
-        made = ctx.cover.run(ctx)
-        return None, None if pending is None else pending.wait(), None, None, None, *made
-
-
-class _CopyOver(torch.autograd.Function):
-    """Forward: identity. Backward: all-reduce, over the products of the weights that it carries."""
-
-    @staticmethod
-    def forward(ctx: Any, cover: Cover, x: Tensor, group: ProcessGroup, *weights: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.cover, ctx.group = cover, group
-        return x.view_as(x), *(weight.detach() for weight in weights)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        pending = None if grad is None else PendingAllReduce(grad, ctx.group, async_op=True)
-        made = ctx.cover.run(ctx)
-        return None, None if pending is None else pending.wait(), None, *made
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # the result will be differentiated
+            return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), *_NONE
+        pending = PendingReduceScatter(grad, ctx.dim, ctx.group, async_op=True)
+        return ctx.slot.give(pending, _nothing(grad, ctx.shape)), *_NONE
 
 
 class _ReduceScatterOver(torch.autograd.Function):
-    """Forward: reduce-scatter. Backward: all-gather, over the products of the weights that it carries."""
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
+        ctx.slot, ctx.dim, ctx.group, ctx.shape = slot, dim, group, x.shape
+        return reduce_scatter(x, dim, group)
 
     @staticmethod
-    def forward(ctx: Any, cover: Cover, x: Tensor, dim: int, group: ProcessGroup, *weights: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.cover, ctx.dim, ctx.group, ctx.length = cover, dim, group, x.shape[dim]
-        return reduce_scatter(x, dim, group), *(weight.detach() for weight in weights)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        length = ctx.shape[ctx.dim]
+        if torch.is_grad_enabled():
+            return gather_from_sequence_parallel_region(grad, ctx.dim, ctx.group, length), *_NONE
+        pending = PendingGather(grad, ctx.dim, ctx.group, length, async_op=True)
+        return ctx.slot.give(pending, _nothing(grad, ctx.shape)), *_NONE
+
+
+class _CopyOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
+        ctx.slot, ctx.group, ctx.shape = slot, group, x.shape
+        return x.view_as(x)
 
     @staticmethod
-    @once
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        pending = None if grad is None else PendingGather(grad, ctx.dim, ctx.group, ctx.length, async_op=True)
-        made = ctx.cover.run(ctx)
-        return None, None if pending is None else pending.wait(), None, None, *made
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return reduce_from_tensor_parallel_region(grad, ctx.group), *_NONE
+        pending = PendingAllReduce(grad, ctx.group, async_op=True)
+        return ctx.slot.give(pending, _nothing(grad, ctx.shape)), *_NONE
 
 
-COVERS = (_GatherOver, _CopyOver, _ReduceScatterOver)
+_NONE = (None, None, None, None)
+
+
+def _nothing(like: Tensor, shape: torch.Size) -> Tensor:
+    return like.new_empty(()).expand(shape)
+
+
+def _over(function: Any, x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, int | None]:
+    slot = Slot()
+    waits: Tensor = _Wait.apply(x, slot)  # type: ignore[no-untyped-call]
+    number = None
+    if waits.grad_fn is not None:
+        number = waits.grad_fn._sequence_nr()
+        _renumber(waits, number - 1)  # below the number, the collective's own above it
+    return function.apply(waits, slot, dim, group, length), number
+
+
+def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, int | None]:
+    """As :func:`gather_from_sequence_parallel_region`; and the number of what runs under the backward's reduce-scatter."""
+    return _over(_GatherOver, x, dim, group, length)
+
+
+def copy_over(x: Tensor, group: ProcessGroup) -> tuple[Tensor, int | None]:
+    """As :func:`copy_to_tensor_parallel_region`; and the number of what runs under the backward's all-reduce."""
+    return _over(_CopyOver, x, 0, group, 0)
+
+
+def reduce_scatter_over(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, int | None]:
+    """As :func:`reduce_scatter_to_sequence_parallel_region`; and the number of what runs under the backward's gather."""
+    return _over(_ReduceScatterOver, x, dim, group, 0)
+
+
+READERS = (_Late,)
 """Whose nodes read the weights of linears."""
-
-
-def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int, cover: Cover) -> Tensor:
-    """As :func:`gather_from_sequence_parallel_region`; the backward has the products of ``cover`` made meanwhile."""
-    if not cover.weights or not x.requires_grad:
-        return gather_from_sequence_parallel_region(x, dim, group, length)
-    whole, *aliases = _GatherOver.apply(cover, x, dim, group, length, *cover.weights)  # type: ignore[no-untyped-call]
-    cover.carry(whole, aliases)
-    return whole  # type: ignore[no-any-return]
-
-
-def copy_over(x: Tensor, group: ProcessGroup, cover: Cover) -> Tensor:
-    """As :func:`copy_to_tensor_parallel_region`; the backward has the products of ``cover`` made meanwhile."""
-    if not cover.weights or not x.requires_grad:
-        return copy_to_tensor_parallel_region(x, group)
-    copied, *aliases = _CopyOver.apply(cover, x, group, *cover.weights)  # type: ignore[no-untyped-call]
-    cover.carry(copied, aliases)
-    return copied  # type: ignore[no-any-return]
-
-
-def reduce_scatter_over(x: Tensor, dim: int, group: ProcessGroup, cover: Cover) -> Tensor:
-    """As :func:`reduce_scatter_to_sequence_parallel_region`; the backward has the products of ``cover`` made meanwhile."""
-    if not cover.weights or not x.requires_grad:
-        return reduce_scatter_to_sequence_parallel_region(x, dim, group)
-    shard, *aliases = _ReduceScatterOver.apply(cover, x, dim, group, *cover.weights)  # type: ignore[no-untyped-call]
-    cover.carry(shard, aliases)
-    return shard  # type: ignore[no-any-return]

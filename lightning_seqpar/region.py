@@ -16,20 +16,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_seqpar.collectives import (
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
     gather_replicated_from_sequence_parallel_region,
     reduce_from_tensor_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     shard_length,
 )
 from lightning_seqpar.gathered import GatheredInput
 from lightning_seqpar.linearity import REDUCTIONS, Leaks, Parts
-from lightning_seqpar.overlap import Cover, Late, Readers, copy_over, gather_over, reduce_scatter_over
+from lightning_seqpar.overlap import LateProduct, copy_over, gather_over, late_weight, reduce_scatter_over
 from lightning_seqpar.parts import LocalParts
 from lightning_seqpar.random import RankStreams
 from lightning_seqpar.stretch import Stretches
@@ -58,8 +56,7 @@ class _Frame:
     copied: list[int] = field(default_factory=list)  # lengths of activations that were whole already
     unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)  # gathers whose row is still to come
     gathered: list[_Read] = field(default_factory=list)
-    last_row: Parameter | None = None  # the weight of the row that reduced last
-    ahead: Cover | None = None  # which carries the weight of the row to come
+    number: int | None = None  # of what runs under the backward of the last row's reduce-scatter
 
 
 class _Read(NamedTuple):
@@ -68,8 +65,7 @@ class _Read(NamedTuple):
     whole: weakref.ref[Tensor]
     version: int  # as it was gathered
     handle: GatheredInput | None  # what they keep for it, if not itself
-    cover: Cover
-    readers: Readers
+    number: int | None  # of what runs under its reduction in the backward
 
 
 class _Fact(NamedTuple):
@@ -116,12 +112,6 @@ class SequenceRegion:
         self.blocks: tuple[str, ...] = ()  # their names
         self._in_block = 0
         self.stretches = Stretches(self.saves)
-        self._alone: set[int] | None = None
-        self.overlaps = True  # whether weight-grad products run under collectives
-        self._readers: dict[
-            tuple[str, int], Readers
-        ] = {}  # by the module that gathers, and the how manieth of its gathers
-        self._rows: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by a row's weight: that of the row after it
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.regather)
@@ -184,19 +174,8 @@ class SequenceRegion:
             "forward ends (style: exit)"
         )
 
-    def overlap(self, *, replicas: bool, may_miss: bool) -> None:
-        """How weight-grad products may wait for collectives to run under.
-
-        Args:
-            replicas: their reduction waits for every weight that is in the graph.
-            may_miss: and weights in the graph may have no gradient, which nobody but the graph tells.
-        """
-        self._alone, self.overlaps = (set() if replicas else None), not may_miss
-
     def reset(self) -> None:
         """A new step: nothing of earlier calls is left."""
-        if self._alone:
-            self._alone.clear()
         self._frames = [_Frame()]
         self._seen = {}
         self.intervals = []
@@ -374,30 +353,24 @@ class SequenceRegion:
 
     def gather(self, x: Tensor, module: str) -> Tensor:
         """A shard on its way to column linears: gathered (g), or copied (f) where the sequence is not sharded."""
-        readers = self._readers.setdefault((module, len(self._frame.gathered)), Readers())
-        cover = self._cover(readers)
         handle = None
         if not self.sp:
-            whole = copy_over(x, self.group, cover)
+            whole, number = copy_over(x, self.group)
             if self.saves_activation(x.nbytes):
                 handle = GatheredInput(x, self.dim, self.group, None)
         else:
             length = self.length_for(x, module)
-            if (folded := self._fold(x, self.shard_length)) is not None:  # flattened tokens, in the order of [b, s]
-                whole = gather_over(folded, self.dim, self.group, length, cover).flatten(0, 1)
-            else:
-                whole = gather_over(x, self.dim, self.group, length, cover)
-                if self.saves(x.nbytes):
-                    handle = GatheredInput(x, self.dim, self.group, length)
+            folded = self._fold(x, self.shard_length)  # flattened tokens, in the order of [b, s]
+            whole, number = gather_over(x if folded is None else folded, self.dim, self.group, length)
+            if folded is not None:
+                whole = whole.flatten(0, 1)
+            elif self.saves(x.nbytes):
+                handle = GatheredInput(x, self.dim, self.group, length)
         if torch.is_grad_enabled():
             handle = handle if handle is not None and handle.is_lean else None
-            self._frame.gathered.append(_Read(weakref.ref(whole), whole._version, handle, cover, readers))
+            self._frame.gathered.append(_Read(weakref.ref(whole), whole._version, handle, number))
         self._note(whole)
         return whole
-
-    def _cover(self, readers: Readers) -> Cover:
-        lends = self.overlaps and torch.is_grad_enabled()
-        return Cover(readers if lends else (), self._alone)
 
     def saves(self, count: int) -> bool:
         """Whether an activation of ``count`` bytes on each rank is made (or gathered) again rather than kept."""
@@ -561,40 +534,25 @@ class SequenceRegion:
         return False
 
     def find_gathered(self, x: Tensor) -> GatheredInput | None:
-        """The gather that ``x`` is the result of, if it is one, keeps less and was not changed since."""
+        """The gather that ``x`` is the result of, if it is one that keeps less, and was not changed since."""
         read = self._find(x)
         return read.handle if read is not None and x._version == read.version else None
 
     def _find(self, x: Tensor) -> _Read | None:
         return next((read for read in self._frame.gathered if read.whole() is x), None)
 
-    def lend_column(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Late | None]:
-        """The weight with which a column linear multiplies ``x``, and where its weight-grad product may wait."""
+    def late_column(self, x: Tensor, weight: Tensor) -> tuple[Tensor, LateProduct | None]:
+        """The weight with which a column multiplies ``x``; its weight-grad product waits for the reduction of its input's."""
         read = self._find(x)
-        if read is None:
-            return weight, None
-        read.readers.add(weight)
-        return read.cover.lend(weight)
+        return late_weight(weight, read.number if read is not None else None)
 
-    def lend_row(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Late | None]:
-        """The weight with which a row linear multiplies ``x``, to :meth:`reduce`, and where its weight-grad product may wait."""
-        frame = self._frame
-        last, frame.last_row = frame.last_row, weight if type(weight) is Parameter else None
-        cover, frame.ahead = frame.ahead, None
-        if last is not None:
-            self._rows.setdefault(last, Readers()).only(weight)
-        if cover is None or not cover.is_below(x):
-            return weight, None  # made of nothing that the earlier row made, which may have no gradient then
-        return cover.lend(weight)
+    def late_row(self, weight: Tensor) -> tuple[Tensor, LateProduct | None]:
+        """The weight of a row; its weight-grad product waits for the gather of the row before it, next in the backward."""
+        return late_weight(weight, self._frame.number)
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
-        """ḡ; its backward has the weight-grad product of the row to come made meanwhile."""
-        frame = self._frame
-        readers = None if frame.last_row is None else self._rows.get(frame.last_row)
-        if readers is None:
-            return reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
-        frame.ahead = self._cover(readers)
-        return reduce_scatter_over(x, self.dim, self.group, frame.ahead)
+        shard, self._frame.number = reduce_scatter_over(x, self.dim, self.group)
+        return shard
 
     def check_column_input(self, x: Tensor, module: str) -> None:
         """A column linear must read a whole sequence, gathered for it."""

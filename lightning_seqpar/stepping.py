@@ -117,11 +117,6 @@ class SteppingStrategy(TopologyStrategy):
     def _wrap_ddp(self, module: LightningModule) -> None:
         self._reduced = [parameter for parameter in module.parameters() if parameter.requires_grad]
         options = dict(self.config.ddp)
-        record = record_of(module)
-        for region in record.regions if record is not None else ():
-            region.overlap(
-                replicas=True, may_miss=bool(options.get("find_unused_parameters") or options.get("static_graph"))
-            )
         devices = None if self.root_device.type == "cpu" else [self.root_device.index]
         stream = torch.cuda.stream(torch.cuda.Stream()) if devices is not None else nullcontext()
         with stream:

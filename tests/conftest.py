@@ -12,11 +12,11 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-for folder in (ROOT / "examples", ROOT / "tests"):
+for folder in (ROOT / "benchmarks", ROOT / "examples", ROOT / "tests"):
     sys.path.insert(0, str(folder))
 # Forked ranks find the same modules.
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(ROOT / "examples"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    [str(ROOT / "benchmarks"), str(ROOT / "examples"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
 )
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # started as python -c, where the strategy would start no processes

@@ -19,7 +19,7 @@ from lightning_seqpar.gathered import GatheredInput, remembered
 from lightning_seqpar.layers.kind import LinearKind, features
 from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.lean import NormCall, saved_by
-from lightning_seqpar.overlap import Late, WeightGrad, kept_grad, once
+from lightning_seqpar.overlap import LateProduct, WeightGrad, is_wanted, kept_grad, once
 from lightning_seqpar.region import SequenceRegion
 
 
@@ -52,7 +52,7 @@ class ShardedLinear(torch.autograd.Function):
     ============  ======================  =========================
 
     ``dx = dy W`` (a partial sum over tp), ``dW = dyᵀ x``, ``db = Σ dy``. Frozen parameters cost no work. With ``late``,
-    ``dW`` is made when a collective further down the backward is under way; ``transposed`` if ``weight`` is a parameter's
+    ``dW`` is made where a collective further down the backward is under way; ``transposed`` if ``weight`` is a parameter's
     transpose.
     """
 
@@ -63,7 +63,7 @@ class ShardedLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         gathered: GatheredInput | None,
-        late: Late | None,
+        late: LateProduct | None,
         transposed: bool,
     ) -> Tensor:
         dtype = _autocast_dtype(x)
@@ -83,7 +83,12 @@ class ShardedLinear(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept: Tensor | None
         kept, weight = saved_by(ctx, ctx.gathered.call if ctx.gathered is not None else None)
+        if kept is not None and not is_wanted(ctx, 1):
+            kept = None
+            if ctx.gathered is not None:
+                ctx.gathered.skip()
         if kept is not None and ctx.gathered is not None:
             ctx.gathered.start(kept)  # runs under the input-grad product
         grad_x = (grad @ weight.to(grad.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
@@ -91,7 +96,7 @@ class ShardedLinear(torch.autograd.Function):
         if kept is not None:
             read = ctx.gathered.take if ctx.gathered is not None else functools.partial(_itself, kept)
             if ctx.late is not None:
-                ctx.late(WeightGrad(grad, read, weight.dtype, ctx.transposed))
+                ctx.late.put(WeightGrad(grad, read, weight.dtype, ctx.transposed))
             else:
                 grad_w = WeightGrad(grad, read, weight.dtype).make(kept_grad(ctx, 1))
         grad_b = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
@@ -135,7 +140,7 @@ class GatherLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         shard, weight = saved_by(ctx, ctx.call)
         gathering = None
-        if shard is not None:
+        if shard is not None and is_wanted(ctx, 1):
             shard = shard if ctx.call is None else ctx.call.output(shard)
             gathering = PendingGather(shard.to(grad.dtype), ctx.dim, ctx.group, ctx.length, async_op=True)
         scattering = None
@@ -161,7 +166,7 @@ def sharded_linear(
     handle, late = None, None
     if torch.is_grad_enabled():
         handle = region.find_gathered(x)
-        weight, late = region.lend_column(x, weight)
+        weight, late = region.late_column(x, weight)
     matrix = weight.t() if transposed else weight
     return ShardedLinear.apply(x, matrix, bias, handle, late, transposed)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -313,6 +318,6 @@ class RowParallelLinear(_ParallelLinear):
     def _product(self, x: Tensor) -> Tensor:
         weight, late = self.weight, None
         if torch.is_grad_enabled() and not self.leaves_partial:
-            weight, late = self.region.lend_row(x, weight)
+            weight, late = self.region.late_row(weight)
         matrix = weight.t() if self.transposed else weight
         return ShardedLinear.apply(x, matrix, None, None, late, self.transposed)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,0 +1,377 @@
+"""Weight-grad products that run under collectives: the same gradients, whatever is done with the graph; and time gained."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peers
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_seqpar import ParallelGroups, ProcessTopology
+from lightning_seqpar.grad_sync import GradSync
+from lightning_seqpar.infer import infer_plan
+from lightning_seqpar.overlap import LateProduct, Slot
+from lightning_seqpar.parallelize import parallelize
+from lightning_seqpar.parity import gather_grads
+from lightning_seqpar.plan import resolve_plans
+from lightning_seqpar.testing import run_distributed
+
+ROUNDS = 4
+
+
+class Decoder(peers.Decoder):
+    """Whose layers are called in whatever way is asked for."""
+
+    calls: list[Callable[[nn.Module, Tensor], Tensor]]
+
+    def __init__(self, layers: int) -> None:
+        peers.HEAD = 4
+        super().__init__(32, layers, 64)
+        self.calls = [lambda layer, x: layer(x)] * layers
+        self.order = list(range(layers))
+        self.seen: list[Tensor] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        self.seen = []
+        for at in self.order:
+            x = self.calls[at](self.layers[at], x)
+            self.seen.append(x)
+        return self.head(self.norm(x))
+
+
+def loss_of(model: Decoder, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def plain(model: Decoder, batch: Tensor, at: int) -> None:
+    loss_of(model, batch).backward()
+
+
+def micro_batches(model: Decoder, batch: Tensor, at: int) -> None:
+    for part in batch.chunk(2):
+        loss_of(model, part).backward()
+
+
+def detached(model: Decoder, batch: Tensor, at: int) -> None:
+    model.calls[1] = lambda layer, x: layer(x.detach() if at != 2 else x)
+    loss_of(model, batch).backward()
+
+
+def detached_inside(model: Decoder, batch: Tensor, at: int) -> None:
+    """Between attention and MLP, where one row follows the other."""
+    model.calls[1] = lambda layer, x: (lambda y: y + layer.mlp(layer.mlp_norm(y)))(
+        (x + layer.attn(layer.attn_norm(x))).detach()
+    )
+    loss_of(model, batch).backward()
+
+
+def no_grad_below(model: Decoder, batch: Tensor, at: int) -> None:
+    def still(layer: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return layer(x)
+
+    model.calls[0] = still if at % 2 else lambda layer, x: layer(x)
+    loss_of(model, batch).backward()
+
+
+def skipped(model: Decoder, batch: Tensor, at: int) -> None:
+    model.order = [0, 1, 2] if at % 2 else [0, 2]
+    loss_of(model, batch).backward()
+
+
+def other_orders(model: Decoder, batch: Tensor, at: int) -> None:
+    model.order = [[0, 1, 2], [2, 1, 0], [1, 1, 0, 2], [0, 0, 0]][at]
+    loss_of(model, batch).backward()
+
+
+def _recomputed(reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant)
+
+
+def recomputed(model: Decoder, batch: Tensor, at: int) -> None:
+    model.calls = [_recomputed(False)] * 3
+    loss_of(model, batch).backward()
+
+
+def recomputed_reentrant(model: Decoder, batch: Tensor, at: int) -> None:
+    model.calls = [_recomputed(True)] * 3
+    loss_of(model, batch).backward()
+
+
+def recomputed_in_the_middle(model: Decoder, batch: Tensor, at: int) -> None:
+    model.calls[1] = _recomputed(at % 2 == 0)
+    loss_of(model, batch).backward()
+
+
+def retained(model: Decoder, batch: Tensor, at: int) -> None:
+    loss = loss_of(model, batch)
+    loss.backward(retain_graph=True)
+    (2 * loss).backward()
+
+
+def under_anomaly_mode(model: Decoder, batch: Tensor, at: int) -> None:
+    with torch.autograd.detect_anomaly():
+        loss_of(model, batch).backward()
+
+
+def two_forwards(model: Decoder, batch: Tensor, at: int) -> None:
+    (loss_of(model, batch) + loss_of(model, batch.flip(0))).backward()
+
+
+def some_weights(model: Decoder, batch: Tensor, at: int) -> None:
+    wanted = [model.layers[1].attn.k.weight, model.layers[0].mlp.down.weight, model.layers[2].mlp.up.weight]
+    for weight, grad in zip(wanted, torch.autograd.grad(loss_of(model, batch), wanted), strict=True):
+        weight.grad = grad + (0 if weight.grad is None else weight.grad)
+
+
+def some_then_all(model: Decoder, batch: Tensor, at: int) -> None:
+    """A part of the graph, then all of it."""
+    loss = loss_of(model, batch)
+    torch.autograd.grad(loss, [model.layers[1].attn.k.weight, model.layers[0].mlp.up.weight], retain_graph=True)
+    torch.autograd.grad(loss, model.seen[1], retain_graph=True)
+    loss.backward()
+
+
+def some_leaves(model: Decoder, batch: Tensor, at: int) -> None:
+    some = [model.layers[1].attn.q.weight, model.layers[1].mlp.gate.weight]
+    for _ in range(2):
+        loss_of(model, batch).backward(inputs=some)
+
+
+def some_after_all(model: Decoder, batch: Tensor, at: int) -> None:
+    """``torch.autograd.grad`` leaves gradients of an earlier backward alone."""
+    loss_of(model, batch).backward()
+    some = [model.layers[1].attn.q.weight, model.layers[1].mlp.down.weight]
+    torch.autograd.grad(loss_of(model, batch.flip(0)), some)
+    loss_of(model, batch.flip(0)).backward(inputs=some[:1])
+
+
+def frozen_in_turn(model: Decoder, batch: Tensor, at: int) -> None:
+    for number, weight in enumerate((model.layers[1].attn.k.weight, model.layers[1].mlp.down.weight)):
+        weight.requires_grad_(at % 2 == number)
+    loss_of(model, batch).backward()
+
+
+def halve(weight: Tensor) -> None:
+    weight.grad.mul_(0.5)
+
+
+def hooked(model: Decoder, batch: Tensor, at: int) -> None:
+    weights = [model.layers[1].attn.q.weight, model.layers[1].mlp.down.weight]
+    hooks = [weights[0].register_hook(lambda grad: 3 * grad)]
+    hooks.append(weights[1].register_post_accumulate_grad_hook(halve))
+    micro_batches(model, batch, at)
+    for hook in hooks:
+        hook.remove()
+
+
+def skipped_under_hooks(model: Decoder, batch: Tensor, at: int) -> None:
+    """Hooks of weights that get no gradient do not fire."""
+    fired = []
+    hooks = [weight.register_hook(lambda grad: 2 * grad) for weight in model.layers[1].parameters()]
+    hooks += [weight.register_post_accumulate_grad_hook(fired.append) for weight in model.layers[1].parameters()]
+    for number, part in enumerate(batch.chunk(2)):
+        model.order = [0, 1, 2] if number == at % 2 else [0, 2]
+        loss_of(model, part).backward()
+    assert len(fired) == 9
+    for hook in hooks:
+        hook.remove()
+
+
+def given_up(model: Decoder, batch: Tensor, at: int) -> None:
+    """A backward that raises half way leaves nothing for the next."""
+
+    def fail(grad: Tensor) -> None:
+        raise ArithmeticError
+
+    loss = loss_of(model, batch)
+    model.seen[0].register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss_of(model, batch).backward()
+
+
+def not_in_the_loss(model: Decoder, batch: Tensor, at: int) -> None:
+    """A forward whose loss is never taken, and one without gradients, between."""
+    loss_of(model, batch.flip(0))
+    with torch.no_grad():
+        loss_of(model, batch)
+    loss_of(model, batch).backward()
+
+
+USES = {
+    use.__name__: use
+    for use in (
+        plain, micro_batches, detached, detached_inside, no_grad_below, skipped, other_orders, recomputed, recomputed_reentrant,
+        recomputed_in_the_middle, retained, under_anomaly_mode, two_forwards, some_weights, some_then_all, some_leaves,
+        some_after_all, frozen_in_turn, hooked, skipped_under_hooks, given_up, not_in_the_loss,
+    )
+}  # fmt: skip
+
+
+def make(tp: int, sp: bool) -> tuple[Decoder, Any, ParallelGroups]:
+    groups = ParallelGroups(ProcessTopology(["dp", "tp"], [dist.get_world_size() // tp, tp]), dist.get_rank())
+    torch.manual_seed(0)
+    model = Decoder(3).double()
+    plans = resolve_plans("auto", model, lambda: infer_plan(model, (torch.zeros(4, 8, dtype=torch.long),), tp).plan)
+    return model, parallelize(model, plans, groups, sp=sp, regather=True), groups
+
+
+def check_uses(tp: int, sp: bool) -> dict[str, int]:
+    counts = {}
+    for name, use in USES.items():
+        model, record, groups = make(tp, sp)
+        torch.manual_seed(0)
+        reference = Decoder(3).double()
+        sync = GradSync(record.layout, groups)
+        with Late() as late:
+            for at in range(ROUNDS):
+                round_of(use, at, model, record, sync, reference)
+        counts[name] = late.count
+    return counts
+
+
+def round_of(use: Any, at: int, model: Decoder, record: Any, sync: GradSync, reference: Decoder) -> None:
+    batch = torch.randint(0, 64, (4, 7 + at), generator=torch.Generator().manual_seed(at))
+    for one in (model, reference):
+        for parameter in one.parameters():
+            parameter.grad = None
+        for region in record.regions if one is model else ():
+            region.reset()
+        sync.attach()
+        use(one, batch, at)
+    sync.flush_all()
+    compare(f"{use.__name__}, round {at}", gather_grads(model), reference)
+
+
+class Late:
+    """Counts the products that were made while a collective was under way."""
+
+    def __enter__(self) -> Late:
+        self.count, self._under_way = 0, 0
+        self._plain = (Slot.give, Slot.take, LateProduct.take)
+
+        def give(slot: Slot, *args: Any) -> Any:
+            self._under_way += 1
+            return self._plain[0](slot, *args)
+
+        def end(slot: Slot, *args: Any) -> Any:
+            self._under_way -= slot._pending is not None
+            return self._plain[1](slot, *args)
+
+        def take(late: LateProduct) -> Any:
+            self.count += self._under_way
+            return self._plain[2](late)
+
+        Slot.give, Slot.take, LateProduct.take = give, end, take
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        Slot.give, Slot.take, LateProduct.take = self._plain
+
+
+def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) -> None:
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    norm = torch.stack([grad.norm() for grad in expected.values() if grad is not None]).norm()
+    for name, grad in expected.items():
+        own = found[name]
+        assert (own is None) == (grad is None), f"{what}: {name} has {'no' if own is None else 'a'} gradient"
+        if grad is not None:
+            assert (own - grad).norm() <= 1e-12 * norm, f"{what}: {name} is off by {(own - grad).norm() / norm:.1e}"
+
+
+@pytest.mark.parametrize(("world", "tp", "sp"), [(2, 2, True), (4, 2, True), (4, 4, True), (2, 2, False)])
+def test_gradients_are_those_of_one_process_whatever_is_done(world, tp, sp):
+    counts = run_distributed(check_uses, world, tp, sp)[0]
+    assert all(counts.values())
+    assert counts["plain"] == ROUNDS * (5 * 3 + (2 * 3 - 1 if sp else 0))  # columns; rows but the first
+
+
+def straight() -> list[bool]:
+    model, record, _ = make(2, True)
+    batch = torch.randint(0, 64, (4, 9))
+    same = []
+    weights = [model.layers[1].attn.q.weight, model.layers[1].mlp.down.weight, model.head.weight]
+    for _ in range(3):
+        for region in record.regions:
+            region.reset()
+        loss_of(model, batch).backward()
+        same.append([weight.grad for weight in weights])
+    before = [grad.clone() for grad in same[0]]
+    loss = loss_of(model, batch)
+    with Products() as products:
+        loss.backward()
+    assert all(torch.allclose(weight.grad, 4 / 3 * one) for weight, one in zip(weights, before, strict=True))
+    shapes = {tuple(weight.shape) for weight in weights[:2]}
+    return [all(a is b for a, b in zip(same[0], one, strict=True)) for one in same[1:]] + [not shapes & products.made]
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Shapes of the tensors that products made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.made.add(tuple(out.shape))
+        return out
+
+
+def test_gradients_of_later_micro_batches_are_added_in_place():
+    assert run_distributed(straight, 2)[0] == [True, True, True]
+
+
+def forgotten() -> int:
+    """What a forward made goes with its loss, without the garbage collector."""
+    model, _, _ = make(2, True)
+    batch = torch.randint(0, 64, (4, 8))
+    for _ in range(2):
+        loss_of(model, batch).backward()
+    gc.collect()
+    gc.disable()
+    loss = loss_of(model, batch)
+    kept = [weakref.ref(x) for x in model.seen]
+    model.seen = []
+    del loss
+    left = sum(ref() is not None for ref in kept)
+    gc.enable()
+    return left
+
+
+def test_a_forward_whose_loss_is_dropped_is_dropped():
+    assert run_distributed(forgotten, 2)[0] == 0
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, dict[str, list[float]]]:
+    code = Path(peers.__file__).with_name("overlap.py")
+    done = subprocess.run([sys.executable, str(code), "counted"], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("case", "share"),
+    [("dp 2 × tp 2", 0.75), ("dp 2 × tp 4", 0.76), ("tp 2", 0.78), ("dp 2 × tp 2, no sp", 0.83)],
+)
+def test_products_run_while_collectives_are_under_way(counted, case, share):
+    """By a clock that counts multiplications, where a collective takes as long as a layer's product does on average."""
+    one = counted[case]
+    assert one["overlapped"][0] <= share * one["serial"][0]
+    assert one["products"][0] < one["overlapped"][0]
