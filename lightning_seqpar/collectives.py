@@ -13,6 +13,7 @@ all-reduce, at every size, so there they are made of it; a sum is then made by e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,9 +48,32 @@ def _exchanges(x: Tensor, group: ProcessGroup) -> bool:
     return x.is_cpu and group._get_backend(x.device).name() == "gloo"
 
 
-def _sum_parts(parts: Tensor) -> Tensor:
-    """``[tp, ...]`` → ``[...]``; 16-bit parts are added in float32."""
-    return parts[0] + parts[1] if len(parts) == 2 else parts.sum(0)
+class _Exchange:
+    """A tensor for each rank of the group under way, and one from each; all of one shape."""
+
+    def __init__(self, given: Sequence[Tensor], group: ProcessGroup, async_op: bool) -> None:
+        self._rank, self._own = group.rank(), given[group.rank()].detach()
+        count = self._own.numel()
+        splits = [0 if at == self._rank else count for at in range(len(given))]  # its own stays where it is
+        sent = [given[at].detach().reshape(-1) for at in range(len(given)) if at != self._rank]
+        self._sent = sent[0] if len(sent) == 1 else torch.cat(sent)  # kept until it has gone
+        self._out = self._own.new_empty(len(sent), count)
+        self._work = dist.all_to_all_single(self._out.view(-1), self._sent, splits, splits, group, async_op)
+
+    def wait(self) -> list[Tensor]:
+        """What came, by rank."""
+        if self._work is not None:
+            self._work.wait()
+        parts = [part.view(self._own.shape) for part in self._out.unbind()]
+        return [*parts[: self._rank], self._own, *parts[self._rank :]]
+
+
+_DENSE = torch.contiguous_format
+
+
+def _sum_parts(parts: Sequence[Tensor]) -> Tensor:
+    """16-bit parts are added in float32."""
+    return parts[0] + parts[1] if len(parts) == 2 else torch.stack(list(parts)).sum(0)
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -64,61 +88,60 @@ class PendingAllReduce:
     """A sum over the group under way; :meth:`wait` returns it, in a new tensor."""
 
     def __init__(self, x: Tensor, group: ProcessGroup, async_op: bool) -> None:
-        self._group, self._shape = group, x.shape
-        self._in_parts, self._at_once = _exchanges(x, group), group.size() == 2 or x.nbytes <= _AT_ONCE
-        size = group.size()
+        self._group, self._shape, size = group, x.shape, group.size()
+        self._in_parts, self._at_once = _exchanges(x, group), size == 2 or x.nbytes <= _AT_ONCE
         if not self._in_parts:
-            self._out = x.detach().clone(memory_format=torch.contiguous_format)
+            self._out = x.detach().clone(memory_format=_DENSE)
             self._work = dist.all_reduce(self._out, group=group, async_op=async_op)
             return
         stands_for("all_reduce", x.nbytes, 1 if self._at_once else 2)
         if self._at_once:
-            self._given = x.detach().expand(size, *x.shape).contiguous()
+            self._exchange = _Exchange([x] * size, group, async_op)
         else:
             flat = x.detach().reshape(-1)
-            self._given = _pad(flat, 0, shard_length(len(flat), size) * size).view(size, -1)
-        self._out = torch.empty_like(self._given)
-        self._work = dist.all_to_all_single(self._out, self._given, group=group, async_op=async_op)
+            self._exchange = _Exchange(_pad(flat, 0, shard_length(len(flat), size) * size).chunk(size), group, async_op)
 
     def wait(self) -> Tensor:
         """The sum."""
-        if self._work is not None:
-            self._work.wait()
         if not self._in_parts:
+            if self._work is not None:
+                self._work.wait()
             return self._out
+        summed = _sum_parts(self._exchange.wait())
         if self._at_once:
-            return _sum_parts(self._out)
-        summed = _sum_parts(self._out).expand_as(self._given).contiguous()
-        dist.all_to_all_single(self._out, summed, group=self._group)
-        return self._out.view(-1)[: self._shape.numel()].view(self._shape)
+            return summed.contiguous()
+        whole = torch.cat(_Exchange([summed] * self._group.size(), self._group, async_op=False).wait())
+        return whole[: self._shape.numel()].view(self._shape)
 
 
 class PendingGather:
     """An all-gather along ``dim`` under way; :meth:`wait` returns the whole tensor."""
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None, async_op: bool) -> None:
-        self._size = group.size()
+        self._size, self._shape = group.size(), x.shape
         self._dim, self._length = dim % x.ndim, length
-        self._shape = x.shape
-        self._out = x.new_empty(self._size * x.shape[0] if x.ndim else self._size, *x.shape[1:])
-        # Kept until the collective is done: the backend reads it meanwhile.
-        self._input = x.detach()
-        if _exchanges(x, group):
+        self._in_parts = _exchanges(x, group)
+        if self._in_parts:
             stands_for("all_gather", x.nbytes)
-            self._input = self._input.expand(self._size, *x.shape).contiguous().view(self._out.shape)
-            self._work = dist.all_to_all_single(self._out, self._input, group=group, async_op=async_op)
-        else:
-            self._input = self._input.contiguous()
-            self._work = dist.all_gather_single(self._out, self._input, group=group, async_op=async_op)
+            self._exchange = _Exchange([x] * self._size, group, async_op)
+            return
+        self._out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
+        # Kept until the collective is done: the backend reads it meanwhile.
+        self._input = x.detach().contiguous()
+        self._work = dist.all_gather_single(self._out, self._input, group=group, async_op=async_op)
 
     def wait(self) -> Tensor:
         """The gathered tensor, trimmed to the true length."""
-        if self._work is not None:
-            self._work.wait()
-        out, dim = self._out, self._dim
-        if dim:
-            # The collective stacks ranks along dim 0; the sequence may lie elsewhere.
-            out = out.view(self._size, *self._shape).movedim(0, dim).flatten(dim, dim + 1)
+        dim = self._dim
+        if self._in_parts:
+            out = torch.cat(self._exchange.wait(), dim)
+        else:
+            if self._work is not None:
+                self._work.wait()
+            out = self._out
+            if dim:
+                # The collective stacks ranks along dim 0; the sequence may lie elsewhere.
+                out = out.view(self._size, *self._shape).movedim(0, dim).flatten(dim, dim + 1)
         if self._length is not None and self._length != out.shape[dim]:
             out = out.narrow(dim, 0, self._length)
         return out.contiguous()
@@ -128,30 +151,26 @@ class PendingReduceScatter:
     """A reduce-scatter along ``dim`` under way; :meth:`wait` returns this rank's shard of the sum."""
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:
-        size = group.size()
-        dim = dim % x.ndim
+        size, dim = group.size(), dim % x.ndim
         chunk = shard_length(x.shape[dim], size)
         x = _pad(x.detach(), dim, chunk * size)
-        stacked = x.unflatten(dim, (size, chunk)).movedim(dim, 0) if dim else x
-        self._input = stacked.contiguous().view(-1, *(stacked.shape[2:] if dim else stacked.shape[1:]))
-        shape = list(x.shape)
-        shape[dim] = chunk
-        self._shape = shape
         self._in_parts = _exchanges(x, group)
         if self._in_parts:
-            stands_for("reduce_scatter", self._input.nbytes)
-            self._out = torch.empty_like(self._input)
-            self._work = dist.all_to_all_single(self._out, self._input, group=group, async_op=async_op)
-        else:
-            self._out = x.new_empty(self._input.shape[0] // size, *self._input.shape[1:])
-            self._work = dist.reduce_scatter_single(self._out, self._input, group=group, async_op=async_op)
+            stands_for("reduce_scatter", x.nbytes)
+            self._exchange = _Exchange([x.narrow(dim, at * chunk, chunk) for at in range(size)], group, async_op)
+            return
+        stacked = x.unflatten(dim, (size, chunk)).movedim(dim, 0).contiguous()
+        self._shape = stacked.shape[1:]
+        self._input = stacked.flatten(0, 1)
+        self._out = x.new_empty(self._input.shape[0] // size, *self._input.shape[1:])
+        self._work = dist.reduce_scatter_single(self._out, self._input, group=group, async_op=async_op)
 
     def wait(self) -> Tensor:
         """This rank's shard."""
+        if self._in_parts:
+            return _sum_parts(self._exchange.wait()).contiguous()
         if self._work is not None:
             self._work.wait()
-        if self._in_parts:
-            return _sum_parts(self._out.view(-1, *self._shape))
         return self._out.view(self._shape)
 
 
