@@ -134,7 +134,7 @@ def _overlap(found: dict[str, Any], out: Path) -> list[str]:
     for level, (kind, color) in enumerate({"collective": COLORS["dtensor"], "product": COLORS["ours"]}.items()):
         shown = [(a, b - a) for name, a, b in spans if name == kind]
         panel.broken_barh(shown, (level - 0.38, 0.76), facecolors=color, edgecolor="white", linewidth=0.4)
-    panel.axvspan(begin, end, color="#000000", alpha=0.05, linewidth=0)
+    panel.axvspan(begin, end, color="#f2f2f2", linewidth=0, zorder=0)
     panel.annotate("backward", (begin, 1.55), annotation_clip=False, fontsize=8)
     panel.set(yticks=[0, 1], yticklabels=["collectives", "products"], xlabel="ms", ylim=(-0.5, 1.5))
     panel.spines[["top", "right"]].set_visible(False)
