@@ -163,6 +163,10 @@ class Slot:
         self._pending = pending
         return like
 
+    def forget(self) -> None:
+        """None is under way; one that a backward started and never came to wait for is over."""
+        self._pending = None
+
     def take(self, grad: Tensor) -> Tensor:
         """What the collective made; ``grad`` where none is under way."""
         pending, self._pending = self._pending, None
@@ -191,6 +195,7 @@ class _GatherOver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # the result will be differentiated
+            ctx.slot.forget()
             return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), *_NONE
         pending = PendingReduceScatter(grad, ctx.dim, ctx.group, async_op=True)
         return ctx.slot.give(pending, _nothing(grad, ctx.shape)), *_NONE
@@ -206,6 +211,7 @@ class _ReduceScatterOver(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         length = ctx.shape[ctx.dim]
         if torch.is_grad_enabled():
+            ctx.slot.forget()
             return gather_from_sequence_parallel_region(grad, ctx.dim, ctx.group, length), *_NONE
         pending = PendingGather(grad, ctx.dim, ctx.group, length, async_op=True)
         return ctx.slot.give(pending, _nothing(grad, ctx.shape)), *_NONE
@@ -220,6 +226,7 @@ class _CopyOver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
+            ctx.slot.forget()
             return reduce_from_tensor_parallel_region(grad, ctx.group), *_NONE
         pending = PendingAllReduce(grad, ctx.group, async_op=True)
         return ctx.slot.give(pending, _nothing(grad, ctx.shape)), *_NONE
