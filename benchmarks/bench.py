@@ -110,7 +110,7 @@ def length(given: argparse.Namespace) -> dict[str, Any]:
     for recompute in (False, True):
         for way, tp in cases:
             peaks: dict[str, float] = {}
-            at = 512
+            at = 1024
             while at <= 16384:
                 peaks[str(at)] = launch(tp, way=way, length=at, recompute=recompute, **task)["step"]
                 if peaks[str(at)] > BUDGET:
