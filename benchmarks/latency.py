@@ -54,9 +54,9 @@ class ProductClock(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
-            left = args[1] if func.overloadpacket is torch.ops.aten.addmm else args[0]
-            self.time += out.numel() * left.shape[-1]
+        name = func.overloadpacket.__name__
+        if name in ("mm", "bmm", "addmm", "addmm_"):
+            self.time += out.numel() * args[1 if name.startswith("add") else 0].shape[-1]
         return out
 
 

@@ -142,7 +142,13 @@ def _traced(dim: int, length: int) -> dict[str, Any]:
         loss = model(batch).float().pow(2).mean()
         with torch.profiler.record_function("backward"):
             loss.backward()
-    kinds = {"aten::mm": "product", "aten::bmm": "product", "gloo:all_to_all": "collective", "backward": "backward"}
+    kinds = {
+        "aten::mm": "product",
+        "aten::bmm": "product",
+        "aten::addmm_": "product",
+        "gloo:all_to_all": "collective",
+        "backward": "backward",
+    }
     told = [(kinds[e.name], e.time_range.start, e.time_range.end) for e in seen.events() if e.name in kinds]
     first = min(begin for _, begin, _ in told)
     spans = sorted((kind, (begin - first) / 1e3, (end - first) / 1e3) for kind, begin, end in told)

@@ -151,10 +151,33 @@ def _renumber(x: Tensor, number: int) -> None:
 
 
 class Slot:
-    """A collective that its backward has started, on its way to the node that waits for it."""
+    """What the backward of a collective is made of, on its way from node to node.
+
+    Column linears leave their input-grad products here, summed in one tensor; the collective's node leaves the collective that
+    it has started to the one that waits.
+    """
 
     def __init__(self) -> None:
         self._pending: PendingAllReduce | PendingGather | PendingReduceScatter | None = None
+        self._sum: Tensor | None = None
+        self._task = -1
+
+    def add_product(self, grad: Tensor, weight: Tensor) -> None:
+        """``dx += dy W`` for ``grad`` ``[..., f/tp]`` and ``weight`` ``[f/tp, h]``."""
+        task = torch._C._current_graph_task_id()
+        left, right = grad.flatten(0, -2), weight.to(grad.dtype)
+        if self._sum is None or self._task != task:  # or one of a backward that never came to the collective
+            self._sum, self._task = left @ right, task
+        else:
+            self._sum.addmm_(left, right)
+
+    def total(self, grad: Tensor | None, shape: torch.Size) -> Tensor | None:
+        """The gradient of what the collective made: ``grad``, and the products of this backward."""
+        found, self._sum = self._sum, None
+        if found is None or self._task != torch._C._current_graph_task_id():
+            return grad
+        found = found.view(shape)
+        return found if grad is None else found.add_(grad)
 
     def give(self, pending: PendingAllReduce | PendingGather | PendingReduceScatter, like: Tensor) -> Tensor:
         """Leave it; returns what autograd passes on in its place."""
@@ -190,10 +213,16 @@ class _GatherOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
         ctx.slot, ctx.dim, ctx.group, ctx.shape = slot, dim, group, x.shape
-        return all_gather(x, dim, group, length)
+        ctx.set_materialize_grads(False)
+        whole = all_gather(x, dim, group, length)
+        ctx.whole = whole.shape
+        return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad = ctx.slot.total(grad, ctx.whole)
+        if grad is None:
+            return None, *_NONE
         if torch.is_grad_enabled():  # the result will be differentiated
             ctx.slot.forget()
             return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), *_NONE
@@ -221,10 +250,14 @@ class _CopyOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
         ctx.slot, ctx.group, ctx.shape = slot, group, x.shape
+        ctx.set_materialize_grads(False)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad = ctx.slot.total(grad, ctx.shape)
+        if grad is None:
+            return None, *_NONE
         if torch.is_grad_enabled():
             ctx.slot.forget()
             return reduce_from_tensor_parallel_region(grad, ctx.group), *_NONE
@@ -239,28 +272,35 @@ def _nothing(like: Tensor, shape: torch.Size) -> Tensor:
     return like.new_empty(()).expand(shape)
 
 
-def _over(function: Any, x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, int | None]:
+class Under(NamedTuple):
+    """Of a collective: the number of what runs under its backward, and where column linears leave their products."""
+
+    number: int | None
+    slot: Slot
+
+
+def _over(function: Any, x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, Under]:
     slot = Slot()
     waits: Tensor = _Wait.apply(x, slot)  # type: ignore[no-untyped-call]
     number = None
     if waits.grad_fn is not None:
         number = waits.grad_fn._sequence_nr()
         _renumber(waits, number - 1)  # below the number, the collective's own above it
-    return function.apply(waits, slot, dim, group, length), number
+    return function.apply(waits, slot, dim, group, length), Under(number, slot)
 
 
-def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, int | None]:
-    """As :func:`gather_from_sequence_parallel_region`; and the number of what runs under the backward's reduce-scatter."""
+def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, Under]:
+    """As :func:`gather_from_sequence_parallel_region`; and what may run under the backward's reduce-scatter."""
     return _over(_GatherOver, x, dim, group, length)
 
 
-def copy_over(x: Tensor, group: ProcessGroup) -> tuple[Tensor, int | None]:
-    """As :func:`copy_to_tensor_parallel_region`; and the number of what runs under the backward's all-reduce."""
+def copy_over(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Under]:
+    """As :func:`copy_to_tensor_parallel_region`; and what may run under the backward's all-reduce."""
     return _over(_CopyOver, x, 0, group, 0)
 
 
-def reduce_scatter_over(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, int | None]:
-    """As :func:`reduce_scatter_to_sequence_parallel_region`; and the number of what runs under the backward's gather."""
+def reduce_scatter_over(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, Under]:
+    """As :func:`reduce_scatter_to_sequence_parallel_region`; and what may run under the backward's gather."""
     return _over(_ReduceScatterOver, x, dim, group, 0)
 
 

@@ -27,7 +27,7 @@ from lightning_seqpar.collectives import (
 )
 from lightning_seqpar.gathered import GatheredInput
 from lightning_seqpar.linearity import REDUCTIONS, Leaks, Parts
-from lightning_seqpar.overlap import LateProduct, copy_over, gather_over, late_weight, reduce_scatter_over
+from lightning_seqpar.overlap import LateProduct, Slot, Under, copy_over, gather_over, late_weight, reduce_scatter_over
 from lightning_seqpar.parts import LocalParts
 from lightning_seqpar.random import RankStreams
 from lightning_seqpar.stretch import Stretches
@@ -65,7 +65,7 @@ class _Read(NamedTuple):
     whole: weakref.ref[Tensor]
     version: int  # as it was gathered
     handle: GatheredInput | None  # what they keep for it, if not itself
-    number: int | None  # of what runs under its reduction in the backward
+    under: Under
 
 
 class _Fact(NamedTuple):
@@ -355,20 +355,20 @@ class SequenceRegion:
         """A shard on its way to column linears: gathered (g), or copied (f) where the sequence is not sharded."""
         handle = None
         if not self.sp:
-            whole, number = copy_over(x, self.group)
+            whole, under = copy_over(x, self.group)
             if self.saves_activation(x.nbytes):
                 handle = GatheredInput(x, self.dim, self.group, None)
         else:
             length = self.length_for(x, module)
             folded = self._fold(x, self.shard_length)  # flattened tokens, in the order of [b, s]
-            whole, number = gather_over(x if folded is None else folded, self.dim, self.group, length)
+            whole, under = gather_over(x if folded is None else folded, self.dim, self.group, length)
             if folded is not None:
                 whole = whole.flatten(0, 1)
             elif self.saves(x.nbytes):
                 handle = GatheredInput(x, self.dim, self.group, length)
         if torch.is_grad_enabled():
             handle = handle if handle is not None and handle.is_lean else None
-            self._frame.gathered.append(_Read(weakref.ref(whole), whole._version, handle, number))
+            self._frame.gathered.append(_Read(weakref.ref(whole), whole._version, handle, under))
         self._note(whole)
         return whole
 
@@ -541,17 +541,24 @@ class SequenceRegion:
     def _find(self, x: Tensor) -> _Read | None:
         return next((read for read in self._frame.gathered if read.whole() is x), None)
 
-    def late_column(self, x: Tensor, weight: Tensor) -> tuple[Tensor, LateProduct | None]:
-        """The weight with which a column multiplies ``x``; its weight-grad product waits for the reduction of its input's."""
+    def late_column(self, x: Tensor, weight: Tensor) -> tuple[Tensor, LateProduct | None, Slot | None]:
+        """The weight with which a column multiplies ``x``; its weight-grad product waits for the reduction of its input's.
+
+        And where its input-grad product joins those of the other columns, if ``x`` is what was gathered for them.
+        """
         read = self._find(x)
-        return late_weight(weight, read.number if read is not None else None)
+        if read is None:
+            return weight, None, None
+        alone = x._version != read.version or x._backward_hooks or x.retains_grad  # somebody looks at its gradient
+        return *late_weight(weight, read.under.number), None if alone else read.under.slot
 
     def late_row(self, weight: Tensor) -> tuple[Tensor, LateProduct | None]:
         """The weight of a row; its weight-grad product waits for the gather of the row before it, next in the backward."""
         return late_weight(weight, self._frame.number)
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
-        shard, self._frame.number = reduce_scatter_over(x, self.dim, self.group)
+        shard, under = reduce_scatter_over(x, self.dim, self.group)
+        self._frame.number = under.number
         return shard
 
     def check_column_input(self, x: Tensor, module: str) -> None:

@@ -758,6 +758,20 @@ MUTANTS = [
         "tests/test_overlap.py",
     ),
     Mutant(
+        "the columns' products left out of the gradient of their input",
+        "overlap.py",
+        "        return found if grad is None else found.add_(grad)\n",
+        "        return found if grad is None else grad\n",
+        "tests/test_overlap.py tests/test_zoo.py tests/test_parity.py",
+    ),
+    Mutant(
+        "the sum of the columns' products passes by a hook",
+        "region.py",
+        "x._version != read.version or x._backward_hooks or x.retains_grad",
+        "x._version != read.version",
+        "tests/test_overlap.py",
+    ),
+    Mutant(
         "what a started collective stands in for taken for its result",
         "overlap.py",
         "        return grad if pending is None else pending.wait()\n",

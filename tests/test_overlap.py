@@ -190,6 +190,19 @@ def skipped_under_hooks(model: Decoder, batch: Tensor, at: int) -> None:
         hook.remove()
 
 
+def hooked_inside(model: Decoder, batch: Tensor, at: int) -> None:
+    """The gradient of what was gathered is scaled where the module's code has it."""
+
+    def scale(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args[0].requires_grad:
+            args[0].register_hook(lambda grad: 0.5 * grad)
+
+    hooks = [layer.attn.register_forward_pre_hook(scale) for layer in model.layers[1:]]
+    loss_of(model, batch).backward()
+    for hook in hooks:
+        hook.remove()
+
+
 def given_up(model: Decoder, batch: Tensor, at: int) -> None:
     """A backward that raises half way leaves nothing for the next."""
 
@@ -218,7 +231,7 @@ USES = {
     for use in (
         plain, micro_batches, detached, detached_inside, no_grad_below, skipped, other_orders, recomputed, recomputed_reentrant,
         recomputed_in_the_middle, retained, under_anomaly_mode, two_forwards, some_weights, some_then_all, some_leaves,
-        some_after_all, frozen_in_turn, hooked, skipped_under_hooks, given_up, not_in_the_loss,
+        some_after_all, frozen_in_turn, hooked, skipped_under_hooks, hooked_inside, given_up, not_in_the_loss,
     )
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from lightning_seqpar.gathered import GatheredInput, remembered
 from lightning_seqpar.layers.kind import LinearKind, features
 from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.lean import NormCall, saved_by
-from lightning_seqpar.overlap import LateProduct, WeightGrad, is_wanted, kept_grad, once
+from lightning_seqpar.overlap import LateProduct, Slot, WeightGrad, is_wanted, kept_grad, once
 from lightning_seqpar.region import SequenceRegion
 
 
@@ -65,9 +65,10 @@ class ShardedLinear(torch.autograd.Function):
         gathered: GatheredInput | None,
         late: LateProduct | None,
         transposed: bool,
+        slot: Slot | None,
     ) -> Tensor:
         dtype = _autocast_dtype(x)
-        ctx.late, ctx.transposed = late, transposed
+        ctx.late, ctx.transposed, ctx.slot = late, transposed, slot
         needs_x = weight.requires_grad
         if needs_x and gathered is not None:
             gathered.add_user()
@@ -91,7 +92,12 @@ class ShardedLinear(torch.autograd.Function):
                 ctx.gathered.skip()
         if kept is not None and ctx.gathered is not None:
             ctx.gathered.start(kept)  # runs under the input-grad product
-        grad_x = (grad @ weight.to(grad.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            if ctx.slot is not None and ctx.is_plain and grad.dtype == ctx.x_dtype and is_wanted(ctx, 0):
+                ctx.slot.add_product(grad, weight)
+            else:
+                grad_x = (grad @ weight.to(grad.dtype)).to(ctx.x_dtype)
         grad_w = None
         if kept is not None:
             read = ctx.gathered.take if ctx.gathered is not None else functools.partial(_itself, kept)
@@ -100,7 +106,7 @@ class ShardedLinear(torch.autograd.Function):
             else:
                 grad_w = WeightGrad(grad, read, weight.dtype).make(kept_grad(ctx, 1))
         grad_b = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_w, grad_b, None, None, None
+        return grad_x, grad_w, grad_b, None, None, None, None
 
 
 class GatherLinear(torch.autograd.Function):
@@ -163,12 +169,12 @@ def sharded_linear(
     Args:
         transposed: whether the weight is ``[h, f/tp]``.
     """
-    handle, late = None, None
+    handle, late, slot = None, None, None
     if torch.is_grad_enabled():
         handle = region.find_gathered(x)
-        weight, late = region.late_column(x, weight)
+        weight, late, slot = region.late_column(x, weight)
     matrix = weight.t() if transposed else weight
-    return ShardedLinear.apply(x, matrix, bias, handle, late, transposed)  # type: ignore[no-untyped-call, no-any-return]
+    return ShardedLinear.apply(x, matrix, bias, handle, late, transposed, slot)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def shrink(parameter: Tensor, shard: Shard, rank: int) -> None:
@@ -320,4 +326,4 @@ class RowParallelLinear(_ParallelLinear):
         if torch.is_grad_enabled() and not self.leaves_partial:
             weight, late = self.region.late_row(weight)
         matrix = weight.t() if self.transposed else weight
-        return ShardedLinear.apply(x, matrix, None, None, late, self.transposed)  # type: ignore[no-untyped-call, no-any-return]
+        return ShardedLinear.apply(x, matrix, None, None, late, self.transposed, None)  # type: ignore[no-untyped-call, no-any-return]
