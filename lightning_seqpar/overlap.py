@@ -269,7 +269,7 @@ _NONE = (None, None, None, None)
 
 
 def _nothing(like: Tensor, shape: torch.Size) -> Tensor:
-    return like.new_empty(()).expand(shape)
+    return like.new_full((), float("nan")).expand(shape)  # whoever reads it is found out
 
 
 class Under(NamedTuple):
