@@ -68,11 +68,8 @@ class _Exchange:
         return [*parts[: self._rank], self._own, *parts[self._rank :]]
 
 
-_DENSE = torch.contiguous_format
-
-
 def _sum_parts(parts: Sequence[Tensor]) -> Tensor:
-    """16-bit parts are added in float32."""
+    """``tp`` tensors → their sum; more than two 16-bit parts are added in float32."""
     return parts[0] + parts[1] if len(parts) == 2 else torch.stack(list(parts)).sum(0)
 
 
@@ -91,7 +88,7 @@ class PendingAllReduce:
         self._group, self._shape, size = group, x.shape, group.size()
         self._in_parts, self._at_once = _exchanges(x, group), size == 2 or x.nbytes <= _AT_ONCE
         if not self._in_parts:
-            self._out = x.detach().clone(memory_format=_DENSE)
+            self._out = x.detach().clone(memory_format=torch.contiguous_format)
             self._work = dist.all_reduce(self._out, group=group, async_op=async_op)
             return
         stands_for("all_reduce", x.nbytes, 1 if self._at_once else 2)

@@ -160,24 +160,32 @@ class Slot:
     def __init__(self) -> None:
         self._pending: PendingAllReduce | PendingGather | PendingReduceScatter | None = None
         self._sum: Tensor | None = None
+        self._stand_in: Tensor | None = None
         self._task = -1
 
-    def add_product(self, grad: Tensor, weight: Tensor) -> None:
-        """``dx += dy W`` for ``grad`` ``[..., f/tp]`` and ``weight`` ``[f/tp, h]``."""
+    def watch(self, x: Tensor) -> None:
+        """Add the products to the gradient of ``x``, what the collective made, before any other hook sees it."""
+        if x.requires_grad:
+            x.register_hook(self._total)
+
+    def add_product(self, grad: Tensor, weight: Tensor) -> Tensor | None:
+        """``dx += dy W`` for ``grad`` ``[..., f/tp]`` and ``weight`` ``[f/tp, h]``; returns what autograd is to add up."""
         task = torch._C._current_graph_task_id()
         left, right = grad.flatten(0, -2), weight.to(grad.dtype)
-        if self._sum is None or self._task != task:  # or one of a backward that never came to the collective
-            self._sum, self._task = left @ right, task
-        else:
+        if self._sum is not None and self._task == task:
             self._sum.addmm_(left, right)
+            return None
+        self._sum, self._task = left @ right, task  # a sum of another task is of one that never came to the collective
+        self._stand_in = grad.new_full((), -0.0).expand(*grad.shape[:-1], right.shape[1])
+        return self._stand_in
 
-    def total(self, grad: Tensor | None, shape: torch.Size) -> Tensor | None:
-        """The gradient of what the collective made: ``grad``, and the products of this backward."""
+    def _total(self, grad: Tensor | None) -> Tensor | None:
         found, self._sum = self._sum, None
-        if found is None or self._task != torch._C._current_graph_task_id():
+        only, self._stand_in = grad is self._stand_in, None
+        if found is None or grad is None or self._task != torch._C._current_graph_task_id():
             return grad
-        found = found.view(shape)
-        return found if grad is None else found.add_(grad)
+        found = found.view(grad.shape)
+        return found if only else found.add_(grad)
 
     def give(self, pending: PendingAllReduce | PendingGather | PendingReduceScatter, like: Tensor) -> Tensor:
         """Leave it; returns what autograd passes on in its place."""
@@ -214,13 +222,10 @@ class _GatherOver(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
         ctx.slot, ctx.dim, ctx.group, ctx.shape = slot, dim, group, x.shape
         ctx.set_materialize_grads(False)
-        whole = all_gather(x, dim, group, length)
-        ctx.whole = whole.shape
-        return whole
+        return all_gather(x, dim, group, length)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad = ctx.slot.total(grad, ctx.whole)
         if grad is None:
             return None, *_NONE
         if torch.is_grad_enabled():  # the result will be differentiated
@@ -255,7 +260,6 @@ class _CopyOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad = ctx.slot.total(grad, ctx.shape)
         if grad is None:
             return None, *_NONE
         if torch.is_grad_enabled():
@@ -291,12 +295,16 @@ def _over(function: Any, x: Tensor, dim: int, group: ProcessGroup, length: int) 
 
 def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, Under]:
     """As :func:`gather_from_sequence_parallel_region`; and what may run under the backward's reduce-scatter."""
-    return _over(_GatherOver, x, dim, group, length)
+    whole, under = _over(_GatherOver, x, dim, group, length)
+    under.slot.watch(whole)
+    return whole, under
 
 
 def copy_over(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Under]:
     """As :func:`copy_to_tensor_parallel_region`; and what may run under the backward's all-reduce."""
-    return _over(_CopyOver, x, 0, group, 0)
+    whole, under = _over(_CopyOver, x, 0, group, 0)
+    under.slot.watch(whole)
+    return whole, under
 
 
 def reduce_scatter_over(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, Under]:

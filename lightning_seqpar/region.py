@@ -549,8 +549,7 @@ class SequenceRegion:
         read = self._find(x)
         if read is None:
             return weight, None, None
-        alone = x._version != read.version or x._backward_hooks or x.retains_grad  # somebody looks at its gradient
-        return *late_weight(weight, read.under.number), None if alone else read.under.slot
+        return *late_weight(weight, read.under.number), read.under.slot if x._version == read.version else None
 
     def late_row(self, weight: Tensor) -> tuple[Tensor, LateProduct | None]:
         """The weight of a row; its weight-grad product waits for the gather of the row before it, next in the backward."""

@@ -760,15 +760,15 @@ MUTANTS = [
     Mutant(
         "the columns' products left out of the gradient of their input",
         "overlap.py",
-        "        return found if grad is None else found.add_(grad)\n",
-        "        return found if grad is None else grad\n",
+        "        return found if only else found.add_(grad)",
+        "        return found if only else grad",
         "tests/test_overlap.py tests/test_zoo.py tests/test_parity.py",
     ),
     Mutant(
-        "the sum of the columns' products passes by a hook",
-        "region.py",
-        "x._version != read.version or x._backward_hooks or x.retains_grad",
-        "x._version != read.version",
+        "what others than columns add to a shared input's gradient dropped",
+        "overlap.py",
+        "        return found if only else found.add_(grad)",
+        "        return found",
         "tests/test_overlap.py",
     ),
     Mutant(

@@ -197,7 +197,30 @@ def hooked_inside(model: Decoder, batch: Tensor, at: int) -> None:
         if args[0].requires_grad:
             args[0].register_hook(lambda grad: 0.5 * grad)
 
-    hooks = [layer.attn.register_forward_pre_hook(scale) for layer in model.layers[1:]]
+    def scale_after(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        scale(module, args)
+
+    kept = []
+    hooks = [
+        model.layers[1].attn.register_forward_pre_hook(scale),
+        model.layers[2].mlp.up.register_forward_hook(scale_after),
+        model.layers[2].attn.register_forward_pre_hook(lambda module, args: kept.append(args[0])),
+    ]
+    loss = loss_of(model, batch)
+    kept.pop().register_hook(lambda grad: 0.5 * grad)  # nobody holds the tensor any more
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+
+
+def read_beside(model: Decoder, batch: Tensor, at: int) -> None:
+    """Others than columns read what was gathered for them."""
+
+    def scaled(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        return out * args[0].mean(-1, keepdim=True)
+
+    names = ("gate", "up") if at % 2 else ("up",)
+    hooks = [getattr(model.layers[1].mlp, name).register_forward_hook(scaled) for name in names]
     loss_of(model, batch).backward()
     for hook in hooks:
         hook.remove()
@@ -231,7 +254,7 @@ USES = {
     for use in (
         plain, micro_batches, detached, detached_inside, no_grad_below, skipped, other_orders, recomputed, recomputed_reentrant,
         recomputed_in_the_middle, retained, under_anomaly_mode, two_forwards, some_weights, some_then_all, some_leaves,
-        some_after_all, frozen_in_turn, hooked, skipped_under_hooks, hooked_inside, given_up, not_in_the_loss,
+        some_after_all, frozen_in_turn, hooked, skipped_under_hooks, hooked_inside, read_beside, given_up, not_in_the_loss,
     )
 }  # fmt: skip
 
@@ -335,6 +358,19 @@ def straight() -> list[bool]:
     assert all(torch.allclose(weight.grad, 4 / 3 * one) for weight, one in zip(weights, before, strict=True))
     shapes = {tuple(weight.shape) for weight in weights[:2]}
     return [all(a is b for a, b in zip(same[0], one, strict=True)) for one in same[1:]] + [not shapes & products.made]
+
+
+def joined() -> int:
+    model, _, _ = make(2, True)
+    plain, calls = Slot.add_product, []
+    Slot.add_product = lambda slot, *args: calls.append(1) or plain(slot, *args)
+    loss_of(model, torch.randint(0, 64, (4, 8))).backward()
+    Slot.add_product = plain
+    return len(calls)
+
+
+def test_columns_that_share_an_input_add_to_one_gradient():
+    assert run_distributed(joined, 2)[0] == 3 * 5
 
 
 class Products(torch.utils._python_dispatch.TorchDispatchMode):

@@ -95,7 +95,7 @@ class ShardedLinear(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             if ctx.slot is not None and ctx.is_plain and grad.dtype == ctx.x_dtype and is_wanted(ctx, 0):
-                ctx.slot.add_product(grad, weight)
+                grad_x = ctx.slot.add_product(grad, weight)
             else:
                 grad_x = (grad @ weight.to(grad.dtype)).to(ctx.x_dtype)
         grad_w = None
