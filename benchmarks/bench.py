@@ -27,6 +27,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from peers import ALONE  # noqa: E402
 from tables import write  # noqa: E402
 
 WAYS = ("ours", "ours, gathered kept", "ours, no sp", "dtensor", "dtensor, no sp", "ddp")
@@ -61,10 +62,11 @@ def launch(ranks: int, **task: Any) -> dict[str, Any]:
 def steps(given: argparse.Namespace) -> dict[str, Any]:
     """ms of a step at tp 2, in each round; and at tp 1 beside plain Lightning."""
     found: dict[str, Any] = {}
+    ways = (*WAYS, ALONE)
     for dim in given.dims:
-        found[str(dim)] = {way: [] for way in WAYS}
+        found[str(dim)] = {way: [] for way in ways}
         for _ in range(given.rounds):
-            for way in WAYS:
+            for way in ways:
                 found[str(dim)][way].append(launch(2, way=way, dim=dim, **SHAPES[dim])["ms"])
     dim = min(given.dims)
     found["one rank"] = {"ours": [], "plain": []}
@@ -98,7 +100,7 @@ def kept(given: argparse.Namespace) -> dict[str, Any]:
 def loss(given: argparse.Namespace) -> dict[str, Any]:
     """Peak over what lies between steps, with a vocabulary that makes all else small."""
     ways = ("plain", "dtensor", "ours", "ours, loss in chunks")
-    task = {"dim": 128, "length": 256, "batch": 1, "layers": 1, "vocab": 131_072, "steps": 1, "memory": True}
+    task = {"dim": 128, "length": 1024, "batch": 1, "layers": 1, "vocab": 131_072, "steps": 1, "memory": True}
     return {way: launch(1 if way == "plain" else 2, way=way, **task) for way in ways}
 
 

@@ -116,8 +116,8 @@ def run(
     data = [torch.randint(0, vocab, (batch, one + 1), generator=numbers) for one in lengths]
     trainer = L.Trainer(
         accelerator="auto",
-        devices=1 if tp == 1 else int(os.environ["LOCAL_WORLD_SIZE"]),
-        num_nodes=tp // int(os.environ["LOCAL_WORLD_SIZE"]),
+        devices=1 if tp == 1 or way == peers.ALONE else int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=1 if way == peers.ALONE else tp // int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=strategy,
         max_steps=len(data),
         logger=False,

@@ -190,7 +190,7 @@ def _loss(found: dict[str, Any], out: Path) -> list[str]:
     lines = [
         "## Memory of head and loss",
         "",
-        "Vocabulary 131,072, 256 tokens, tp 2; one rank holds logits of 128 MiB in float32.",
+        "Vocabulary 131,072, 1,024 tokens, tp 2; one rank holds logits of 256 MiB in float32.",
     ]
     lines += ["", *_head("way", "peak of a step, MiB")]
     lines += [_row(way, f"{one['step'] / MIB:.0f}") for way, one in found.items()]

@@ -67,10 +67,10 @@ class _Exchange:
         parts = [part.view(self._own.shape) for part in self._out.unbind()]
         return [*parts[: self._rank], self._own, *parts[self._rank :]]
 
-
-def _sum_parts(parts: Sequence[Tensor]) -> Tensor:
-    """``tp`` tensors → their sum; more than two 16-bit parts are added in float32."""
-    return parts[0] + parts[1] if len(parts) == 2 else torch.stack(list(parts)).sum(0)
+    def sum(self) -> Tensor:
+        """The sum of what came and its own, the same bits on all ranks; more than two 16-bit parts are added in float32."""
+        parts = self.wait()
+        return parts[1 - self._rank].add_(self._own) if len(parts) == 2 else torch.stack(parts).sum(0)
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -104,9 +104,9 @@ class PendingAllReduce:
             if self._work is not None:
                 self._work.wait()
             return self._out
-        summed = _sum_parts(self._exchange.wait())
+        summed = self._exchange.sum()
         if self._at_once:
-            return summed.contiguous()
+            return summed
         whole = torch.cat(_Exchange([summed] * self._group.size(), self._group, async_op=False).wait())
         return whole[: self._shape.numel()].view(self._shape)
 
@@ -165,7 +165,7 @@ class PendingReduceScatter:
     def wait(self) -> Tensor:
         """This rank's shard."""
         if self._in_parts:
-            return _sum_parts(self._exchange.wait()).contiguous()
+            return self._exchange.sum()
         if self._work is not None:
             self._work.wait()
         return self._out.view(self._shape)
