@@ -765,6 +765,20 @@ MUTANTS = [
         "tests/test_overlap.py tests/test_zoo.py tests/test_parity.py",
     ),
     Mutant(
+        "a product is not let go after it ran",
+        "overlap.py",
+        "product, self._product = self._product, None",
+        "product = self._product",
+        "tests/test_overlap.py",
+    ),
+    Mutant(
+        "what was gathered again is not let go after its last user",
+        "gathered.py",
+        "            self._whole, self._task = None, -1",
+        "            self._task = -1",
+        "tests/test_overlap.py",
+    ),
+    Mutant(
         "what others than columns add to a shared input's gradient dropped",
         "overlap.py",
         "        return found if only else found.add_(grad)",

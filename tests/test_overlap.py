@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar import ParallelGroups, ProcessTopology
+from lightning_seqpar.gathered import GatheredInput
 from lightning_seqpar.grad_sync import GradSync
 from lightning_seqpar.infer import infer_plan
-from lightning_seqpar.overlap import LateProduct, Slot
+from lightning_seqpar.overlap import LateProduct, Slot, WeightGrad
 from lightning_seqpar.parallelize import parallelize
 from lightning_seqpar.parity import gather_grads
 from lightning_seqpar.plan import resolve_plans
@@ -371,6 +372,24 @@ def joined() -> int:
 
 def test_columns_that_share_an_input_add_to_one_gradient():
     assert run_distributed(joined, 2)[0] == 3 * 5
+
+
+def left_over() -> int:
+    """Of a backward whose graph is kept: products to run, and what was gathered, summed or sent."""
+    model, _, _ = make(2, True)
+    loss = loss_of(model, torch.randint(0, 64, (4, 8)))
+    loss.backward(retain_graph=True)
+    found = {kind: [one for one in gc.get_objects() if type(one) is kind] for kind in (WeightGrad, GatheredInput, Slot)}
+    held = [*found[WeightGrad]]
+    held += [x for one in found[GatheredInput] for x in (one._whole, one._pending) if x is not None]
+    held += [x for one in found[Slot] for x in (one._sum, one._stand_in, one._pending) if x is not None]
+    assert found[GatheredInput]
+    assert found[Slot]
+    return len(held)
+
+
+def test_a_backward_lets_go_of_what_it_made_though_the_graph_is_kept():
+    assert run_distributed(left_over, 2)[0] == 0
 
 
 class Products(torch.utils._python_dispatch.TorchDispatchMode):
