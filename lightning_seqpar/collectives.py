@@ -56,7 +56,7 @@ class _Exchange:
         count = self._own.numel()
         splits = [0 if at == self._rank else count for at in range(len(given))]  # its own stays where it is
         sent = [given[at].detach().reshape(-1) for at in range(len(given)) if at != self._rank]
-        self._sent = sent[0] if len(sent) == 1 else torch.cat(sent)  # kept until it has gone
+        self._sent = sent[0].contiguous() if len(sent) == 1 else torch.cat(sent)  # kept until it has gone
         self._out = self._own.new_empty(len(sent), count)
         self._work = dist.all_to_all_single(self._out.view(-1), self._sent, splits, splits, group, async_op)
 
@@ -64,13 +64,20 @@ class _Exchange:
         """What came, by rank."""
         if self._work is not None:
             self._work.wait()
+        del self._sent
         parts = [part.view(self._own.shape) for part in self._out.unbind()]
         return [*parts[: self._rank], self._own, *parts[self._rank :]]
 
     def sum(self) -> Tensor:
         """The sum of what came and its own, the same bits on all ranks; more than two 16-bit parts are added in float32."""
-        parts = self.wait()
-        return parts[1 - self._rank].add_(self._own) if len(parts) == 2 else torch.stack(parts).sum(0)
+        first, second, *others = self.wait()
+        if not others:
+            return (first if self._rank else second).add_(self._own)  # what came
+        kind = torch.promote_types(first.dtype, torch.float32) if first.is_floating_point() else first.dtype
+        total = first.to(kind) + second
+        for part in others:
+            total += part
+        return total.to(first.dtype)
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.collectives import PendingGather
-from lightning_seqpar.lean import NormCall, norm_of
+from lightning_seqpar.lean import NormCall, keeper, norm_of
 
 
 def remembered(x: Tensor) -> tuple[Tensor, NormCall | None]:
@@ -31,11 +31,13 @@ class GatheredInput:
     Attributes:
         kept: what they keep, while the module that reads it runs.
         call: how a norm makes the activation of it; none if it is the activation.
+        keeper: who decided what is kept when this was gathered.
     """
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> None:
         self.kept: Tensor | None
         self.kept, self.call = remembered(x)
+        self.keeper = keeper()
         self._dim, self._group, self._length = dim, group, length
         self._users = self._left = 0
         self._task = -1
@@ -69,11 +71,12 @@ class GatheredInput:
         else:
             self._pending = PendingGather(shard, self._dim, self._group, self._length, async_op=True)
 
-    def take(self) -> Tensor:
+    def take(self, kept: Tensor) -> Tensor:
         """The whole activation; let go when the last user has taken it."""
+        self.start(kept)  # nothing, unless a hook ran another backward since
         if self._pending is not None:
             self._whole, self._pending = self._pending.wait(), None
-        assert self._whole is not None, "start() comes before take()"
+        assert self._whole is not None
         whole = self._whole
         self._end()
         return whole

@@ -52,6 +52,16 @@ def is_plain(x: Any) -> bool:
     return type(x) is Tensor or isinstance(x, FakeTensor)
 
 
+def keeper() -> Any:
+    """Whose hooks decide what the graph keeps now; none where it is nobody, or one who changes nothing.
+
+    Under activation checkpointing a forward runs again from tensors that are what they were and have another past. What is
+    kept in place of a tensor must not depend on what was done before the checkpoint began: only on what is done within it.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if top is None or getattr(getattr(top[0], "__self__", None), "is_transparent", False) else top[0]
+
+
 # ---- norms -----------------------------------------------------------------------------------------------------
 
 
@@ -79,6 +89,7 @@ class NormCall:
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
         self.version = 0
+        self._keeper = keeper()
         self._source, self._read = weakref.ref(x), x._version
         self._module, self._autocast = module, Autocast(x.device.type)
         # Those of this call: others may stand in the module when the backward comes.
@@ -88,9 +99,9 @@ class NormCall:
 
     @property
     def source(self) -> Tensor | None:
-        """The input, if it is still what the norm read."""
+        """The input, if it is still what the norm read, and the norm will run again wherever the caller does."""
         x = self._source()
-        return x if x is not None and x._version == self._read else None
+        return x if x is not None and x._version == self._read and self._keeper == keeper() else None
 
     def __repr__(self) -> str:
         return f"a {type(self._module).__name__} of {[list(p.shape) for p in self._parameters.values()]}"

@@ -33,6 +33,8 @@ class SavedBytes:
     Use as a context manager around the forward; :attr:`total` is in bytes, on this rank.
     """
 
+    is_transparent = True  # it changes nothing of what is kept
+
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
         # By the storage's own address: on the meta device no storage has a memory's.
         self._excluded = {_local(tensor).untyped_storage()._cdata for tensor in exclude}

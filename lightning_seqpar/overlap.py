@@ -9,8 +9,9 @@ gradients like all others, and where a torch can't number nodes they are only ma
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,24 @@ from lightning_seqpar.collectives import (
     reduce_scatter,
     reduce_scatter_to_sequence_parallel_region,
 )
+
+T = TypeVar("T")
+
+
+class PerBackward(Generic[T]):
+    """One thing for each backward under way: a hook may run another one of the same graph."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, T] = {}
+
+    def put(self, thing: T) -> None:
+        """It is the running backward's."""
+        self._held[torch._C._current_graph_task_id()] = thing
+
+    def take(self) -> T | None:
+        """The running backward's, once."""
+        return self._held.pop(torch._C._current_graph_task_id(), None)
+
 
 # ---- products --------------------------------------------------------------------------------------------------
 
@@ -78,6 +97,21 @@ def is_wanted(ctx: Any, at: int) -> bool:
         return True
 
 
+def _is_hooked(node: Any) -> bool:
+    """Whether Python code has hooks on the node that accumulates a weight's gradient."""
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_ignore)  # the one way to those that are there
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def _ignore(*grads: Any) -> None:
+    return None
+
+
 def kept_grad(ctx: Any, at: int) -> Tensor | None:
     """The gradient of earlier micro-batches that tensor argument ``at`` of a running backward has, if one may add to it.
 
@@ -86,9 +120,9 @@ def kept_grad(ctx: Any, at: int) -> Tensor | None:
     """
     node = ctx.next_functions[at][0]
     weight = getattr(node, "variable", None)
-    if weight is None or weight.grad is None or not ctx.is_plain:
-        return None
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    if weight is None or weight.grad is None or not ctx.is_plain or not weight.requires_grad:
+        return None  # the last: frozen since the forward
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks or _is_hooked(node):
         return None
     kept: Tensor = weight.grad
     if type(kept) is not Tensor or kept.requires_grad or kept.layout != torch.strided or kept.shape != weight.shape:
@@ -99,20 +133,8 @@ def kept_grad(ctx: Any, at: int) -> Tensor | None:
         return None
 
 
-class LateProduct:
+class LateProduct(PerBackward[WeightGrad]):
     """Where the backward of one linear leaves its weight-grad product."""
-
-    def __init__(self) -> None:
-        self._product: WeightGrad | None = None
-
-    def put(self, product: WeightGrad) -> None:
-        """It may run now."""
-        self._product = product
-
-    def take(self) -> WeightGrad | None:
-        """The product, once."""
-        product, self._product = self._product, None
-        return product
 
 
 class _Late(torch.autograd.Function):
@@ -137,11 +159,12 @@ def late_weight(weight: Tensor, number: int | None) -> tuple[Tensor, LateProduct
         return weight, None
     late = LateProduct()
     given: Tensor = _Late.apply(weight, late)  # type: ignore[no-untyped-call]
-    _renumber(given, number)
+    renumber(given, number)
     return given, late
 
 
-def _renumber(x: Tensor, number: int) -> None:
+def renumber(x: Tensor, number: int) -> None:
+    """Let what made ``x`` run at another place of the backward, as soon as it can."""
     node: Any = x.grad_fn
     if hasattr(node, "_set_sequence_nr"):
         node._set_sequence_nr(number)
@@ -150,57 +173,64 @@ def _renumber(x: Tensor, number: int) -> None:
 # ---- collectives -----------------------------------------------------------------------------------------------
 
 
+class _Sum(NamedTuple):
+    """Of the input-grad products of one backward.
+
+    Attributes:
+        left: columns that will still come.
+        total: of those that came; none before the first.
+    """
+
+    left: int
+    total: Tensor | None
+
+
 class Slot:
     """What the backward of a collective is made of, on its way from node to node.
 
-    Column linears leave their input-grad products here, summed in one tensor; the collective's node leaves the collective that
-    it has started to the one that waits.
+    Column linears that read what it made sum their input-grad products here, in one tensor; the collective's node leaves the
+    collective that it has started to the one that waits.
     """
 
     def __init__(self) -> None:
-        self._pending: PendingAllReduce | PendingGather | PendingReduceScatter | None = None
-        self._sum: Tensor | None = None
-        self._stand_in: Tensor | None = None
-        self._task = -1
+        self._pending: PerBackward[PendingAllReduce | PendingGather | PendingReduceScatter] = PerBackward()
+        self._sums: PerBackward[_Sum] = PerBackward()
+        self._columns: list[weakref.ref[Any]] = []
 
-    def watch(self, x: Tensor) -> None:
-        """Add the products to the gradient of ``x``, what the collective made, before any other hook sees it."""
-        if x.requires_grad:
-            x.register_hook(self._total)
+    def add_column(self, ctx: Any) -> None:
+        """A node whose backward will call :meth:`add_product`."""
+        self._columns.append(weakref.ref(ctx))
 
-    def add_product(self, grad: Tensor, weight: Tensor) -> Tensor | None:
-        """``dx += dy W`` for ``grad`` ``[..., f/tp]`` and ``weight`` ``[f/tp, h]``; returns what autograd is to add up."""
-        task = torch._C._current_graph_task_id()
-        left, right = grad.flatten(0, -2), weight.to(grad.dtype)
-        if self._sum is not None and self._task == task:
-            self._sum.addmm_(left, right)
+    def add_product(self, grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """``dx += dy W`` for ``grad`` ``[..., f/tp]`` and ``weight`` ``[f/tp, h]``; the last column of a backward gets the sum."""
+        left, total = self._sums.take() or _Sum(self._count(), None)
+        rows, right = grad.flatten(0, -2), weight.to(grad.dtype)
+        if total is None:
+            total = (rows @ right).to(dtype)
+        elif grad.dtype == dtype:
+            total.addmm_(rows, right)
+        else:
+            total += rows @ right
+        if left > 1:
+            self._sums.put(_Sum(left - 1, total))
             return None
-        self._sum, self._task = left @ right, task  # a sum of another task is of one that never came to the collective
-        self._stand_in = grad.new_full((), -0.0).expand(*grad.shape[:-1], right.shape[1])
-        return self._stand_in
+        return total.view(*grad.shape[:-1], right.shape[1])
 
-    def _total(self, grad: Tensor | None) -> Tensor | None:
-        found, self._sum = self._sum, None
-        only, self._stand_in = grad is self._stand_in, None
-        if found is None or grad is None or self._task != torch._C._current_graph_task_id():
-            return grad
-        found = found.view(grad.shape)
-        return found if only else found.add_(grad)
+    def _count(self) -> int:
+        """Columns that the running backward comes to."""
+        nodes = [node for ref in self._columns if (node := ref()) is not None]
+        return sum(torch._C._will_engine_execute_node(node) for node in nodes)
 
     def give(self, pending: PendingAllReduce | PendingGather | PendingReduceScatter, like: Tensor) -> Tensor:
         """Leave it; returns what autograd passes on in its place."""
         if torch.is_anomaly_enabled():  # which looks at every gradient
             return pending.wait()
-        self._pending = pending
+        self._pending.put(pending)
         return like
-
-    def forget(self) -> None:
-        """None is under way; one that a backward started and never came to wait for is over."""
-        self._pending = None
 
     def take(self, grad: Tensor) -> Tensor:
         """What the collective made; ``grad`` where none is under way."""
-        pending, self._pending = self._pending, None
+        pending = self._pending.take()
         return grad if pending is None else pending.wait()
 
 
@@ -229,7 +259,6 @@ class _GatherOver(torch.autograd.Function):
         if grad is None:
             return None, *_NONE
         if torch.is_grad_enabled():  # the result will be differentiated
-            ctx.slot.forget()
             return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), *_NONE
         pending = PendingReduceScatter(grad, ctx.dim, ctx.group, async_op=True)
         return ctx.slot.give(pending, _nothing(grad, ctx.shape)), *_NONE
@@ -245,7 +274,6 @@ class _ReduceScatterOver(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         length = ctx.shape[ctx.dim]
         if torch.is_grad_enabled():
-            ctx.slot.forget()
             return gather_from_sequence_parallel_region(grad, ctx.dim, ctx.group, length), *_NONE
         pending = PendingGather(grad, ctx.dim, ctx.group, length, async_op=True)
         return ctx.slot.give(pending, _nothing(grad, ctx.shape)), *_NONE
@@ -263,7 +291,6 @@ class _CopyOver(torch.autograd.Function):
         if grad is None:
             return None, *_NONE
         if torch.is_grad_enabled():
-            ctx.slot.forget()
             return reduce_from_tensor_parallel_region(grad, ctx.group), *_NONE
         pending = PendingAllReduce(grad, ctx.group, async_op=True)
         return ctx.slot.give(pending, _nothing(grad, ctx.shape)), *_NONE
@@ -289,22 +316,18 @@ def _over(function: Any, x: Tensor, dim: int, group: ProcessGroup, length: int) 
     number = None
     if waits.grad_fn is not None:
         number = waits.grad_fn._sequence_nr()
-        _renumber(waits, number - 1)  # below the number, the collective's own above it
+        renumber(waits, number - 1)  # below the number, the collective's own above it
     return function.apply(waits, slot, dim, group, length), Under(number, slot)
 
 
 def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, Under]:
     """As :func:`gather_from_sequence_parallel_region`; and what may run under the backward's reduce-scatter."""
-    whole, under = _over(_GatherOver, x, dim, group, length)
-    under.slot.watch(whole)
-    return whole, under
+    return _over(_GatherOver, x, dim, group, length)
 
 
 def copy_over(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Under]:
     """As :func:`copy_to_tensor_parallel_region`; and what may run under the backward's all-reduce."""
-    whole, under = _over(_CopyOver, x, 0, group, 0)
-    under.slot.watch(whole)
-    return whole, under
+    return _over(_CopyOver, x, 0, group, 0)
 
 
 def reduce_scatter_over(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, Under]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import subprocess
@@ -29,6 +30,30 @@ from lightning_seqpar.plan import resolve_plans
 from lightning_seqpar.testing import run_distributed
 
 ROUNDS = 4
+COLUMNS = 5 + 5 + 4
+
+
+class Single(nn.Module):
+    """An MLP of one column."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class Within(peers.Mlp):
+    """What is between its linears is run in whatever way is asked for."""
+
+    run: Callable[..., Tensor] = staticmethod(lambda made, x: made(x))
+
+    def made(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(self.gate(x)) * self.up(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.run(self.made, x))
 
 
 class Decoder(peers.Decoder):
@@ -39,6 +64,7 @@ class Decoder(peers.Decoder):
     def __init__(self, layers: int) -> None:
         peers.HEAD = 4
         super().__init__(32, layers, 64)
+        self.layers[0].mlp, self.layers[-1].mlp = Within(32, 1), Single(32)
         self.calls = [lambda layer, x: layer(x)] * layers
         self.order = list(range(layers))
         self.seen: list[Tensor] = []
@@ -116,6 +142,30 @@ def recomputed_in_the_middle(model: Decoder, batch: Tensor, at: int) -> None:
     loss_of(model, batch).backward()
 
 
+def _mlp_recomputed(layer: nn.Module, x: Tensor) -> Tensor:
+    x = x + layer.attn(layer.attn_norm(x))
+    return x + checkpoint(layer.mlp, layer.mlp_norm(x), use_reentrant=False)
+
+
+def recomputed_inside(model: Decoder, batch: Tensor, at: int) -> None:
+    """The columns are run again, their norm and its gather are not."""
+    model.layers[0].mlp.run = functools.partial(checkpoint, use_reentrant=False)
+    loss_of(model, batch).backward()
+    del model.layers[0].mlp.run
+
+
+def recomputed_twice(model: Decoder, batch: Tensor, at: int) -> None:
+    model.calls[1:] = [lambda layer, x: checkpoint(_mlp_recomputed, layer, x, use_reentrant=False)] * 2
+    loss_of(model, batch).backward()
+
+
+def recomputed_from_copies(model: Decoder, batch: Tensor, at: int) -> None:
+    model.calls[1:] = [_mlp_recomputed] * 2
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+        loss = loss_of(model, batch)
+    loss.backward()
+
+
 def retained(model: Decoder, batch: Tensor, at: int) -> None:
     loss = loss_of(model, batch)
     loss.backward(retain_graph=True)
@@ -169,6 +219,51 @@ def halve(weight: Tensor) -> None:
     weight.grad.mul_(0.5)
 
 
+def frozen_between(model: Decoder, batch: Tensor, at: int) -> None:
+    """Between a forward and its backward."""
+    loss_of(model, batch).backward()
+    loss = loss_of(model, batch.flip(0))
+    weights = [model.layers[1].attn.q.weight, model.layers[2].mlp.down.weight, model.layers[2].mlp.up.weight]
+    for weight in weights:
+        weight.requires_grad_(False)
+    loss.backward()
+    for weight in weights:
+        weight.requires_grad_(True)
+
+
+def hooked_at_nodes(model: Decoder, batch: Tensor, at: int) -> None:
+    """Hooks of the nodes that accumulate gradients."""
+    weights = [model.layers[1].attn.q.weight, model.layers[2].mlp.down.weight]
+    nodes = [weight.view_as(weight).grad_fn.next_functions[0][0] for weight in weights]
+    told = []
+    hooks = [
+        nodes[0].register_prehook(lambda grads: (2 * grads[0],)),
+        nodes[1].register_hook(lambda _, grads: told.append(grads[0] is not None)),
+    ]
+    micro_batches(model, batch, at)
+    assert told == [True, True]
+    for hook in hooks:
+        hook.remove()
+
+
+def backward_in_a_hook(model: Decoder, batch: Tensor, at: int) -> None:
+    """Of the same graph, in the middle of its backward."""
+    again, beside = [True], []
+
+    def other(grad: Tensor) -> None:
+        if again and again.pop():
+            wanted = [model.layers[1].attn.q.weight, model.layers[0].mlp.down.weight]
+            for weight, one in zip(wanted, torch.autograd.grad(loss, wanted, retain_graph=True), strict=True):
+                beside.append((weight, one))
+
+    hook = model.layers[1].attn.k.register_forward_hook(lambda module, args, out: out.register_hook(other) and None)
+    loss = loss_of(model, batch)
+    loss.backward(retain_graph=True)
+    hook.remove()
+    for weight, one in beside:
+        weight.grad += one
+
+
 def hooked(model: Decoder, batch: Tensor, at: int) -> None:
     weights = [model.layers[1].attn.q.weight, model.layers[1].mlp.down.weight]
     hooks = [weights[0].register_hook(lambda grad: 3 * grad)]
@@ -214,6 +309,21 @@ def hooked_inside(model: Decoder, batch: Tensor, at: int) -> None:
         hook.remove()
 
 
+def flattened(model: Decoder, batch: Tensor, at: int) -> None:
+    """Tokens in one dim; and a hook sees the gradient of what is read so."""
+
+    def flat(layer: nn.Module, x: Tensor) -> Tensor:
+        x = x + layer.attn(layer.attn_norm(x))
+        return x + layer.mlp(layer.mlp_norm(x).flatten(0, 1)).view_as(x)
+
+    model.calls[1] = flat
+    hook = model.layers[1].mlp.register_forward_pre_hook(
+        lambda _, args: args[0].register_hook(lambda grad: 0.5 * grad) and None
+    )
+    loss_of(model, batch).backward()
+    hook.remove()
+
+
 def read_beside(model: Decoder, batch: Tensor, at: int) -> None:
     """Others than columns read what was gathered for them."""
 
@@ -254,8 +364,10 @@ USES = {
     use.__name__: use
     for use in (
         plain, micro_batches, detached, detached_inside, no_grad_below, skipped, other_orders, recomputed, recomputed_reentrant,
-        recomputed_in_the_middle, retained, under_anomaly_mode, two_forwards, some_weights, some_then_all, some_leaves,
-        some_after_all, frozen_in_turn, hooked, skipped_under_hooks, hooked_inside, read_beside, given_up, not_in_the_loss,
+        recomputed_in_the_middle, recomputed_inside, recomputed_twice, recomputed_from_copies, retained, under_anomaly_mode,
+        two_forwards, some_weights, some_then_all, some_leaves, some_after_all, frozen_in_turn, frozen_between, hooked,
+        hooked_at_nodes, backward_in_a_hook, skipped_under_hooks, hooked_inside, flattened, read_beside, given_up,
+        not_in_the_loss,
     )
 }  # fmt: skip
 
@@ -311,7 +423,7 @@ class Late:
             return self._plain[0](slot, *args)
 
         def end(slot: Slot, *args: Any) -> Any:
-            self._under_way -= slot._pending is not None
+            self._under_way -= bool(slot._pending._held)
             return self._plain[1](slot, *args)
 
         def take(late: LateProduct) -> Any:
@@ -339,7 +451,7 @@ def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) ->
 def test_gradients_are_those_of_one_process_whatever_is_done(world, tp, sp):
     counts = run_distributed(check_uses, world, tp, sp, FEW if world > 2 else list(USES))[0]
     assert all(counts.values())
-    assert counts["plain"] == ROUNDS * (5 * 3 + (2 * 3 - 1 if sp else 0))  # columns; rows but the first
+    assert counts["plain"] == ROUNDS * (COLUMNS + sp)  # and the row behind a single one
 
 
 def straight() -> list[bool]:
@@ -371,7 +483,7 @@ def joined() -> int:
 
 
 def test_columns_that_share_an_input_add_to_one_gradient():
-    assert run_distributed(joined, 2)[0] == 3 * 5
+    assert run_distributed(joined, 2)[0] == COLUMNS
 
 
 def left_over() -> int:
@@ -382,7 +494,7 @@ def left_over() -> int:
     found = {kind: [one for one in gc.get_objects() if type(one) is kind] for kind in (WeightGrad, GatheredInput, Slot)}
     held = [*found[WeightGrad]]
     held += [x for one in found[GatheredInput] for x in (one._whole, one._pending) if x is not None]
-    held += [x for one in found[Slot] for x in (one._sum, one._stand_in, one._pending) if x is not None]
+    held += [x for one in found[Slot] for x in (*one._sums._held.values(), *one._pending._held.values())]
     assert found[GatheredInput]
     assert found[Slot]
     return len(held)
@@ -390,6 +502,55 @@ def left_over() -> int:
 
 def test_a_backward_lets_go_of_what_it_made_though_the_graph_is_kept():
     assert run_distributed(left_over, 2)[0] == 0
+
+
+def captured(sp: bool) -> list[bool]:
+    """Gradients of what was gathered: asked for with others, and of a leaf that it was made."""
+    torch.manual_seed(0)
+    reference = Decoder(3).double()
+    model, _, _ = make(2, sp)
+    batch = torch.randint(0, 64, (4, 8))
+    found: list[list[Tensor]] = []
+    for one in (model, reference):
+        kept: list[Tensor] = []
+        hook = one.layers[1].mlp.register_forward_pre_hook(lambda module, args, kept=kept: kept.append(args[0]))
+        loss = loss_of(one, batch)
+        hook.remove()
+        weight = one.layers[0].mlp.down.weight
+        grads = [torch.autograd.grad(loss, [*kept, weight], retain_graph=True)[0], *torch.autograd.grad(loss, kept)]
+        for still in (one.tokens, one.layers[0].attn_norm):
+            still.requires_grad_(False)
+        leaf: list[Tensor] = []
+        hook = one.layers[0].attn.register_forward_pre_hook(
+            lambda module, args, leaf=leaf: leaf.append(args[0].requires_grad_())
+        )
+        loss_of(one, batch).backward()
+        hook.remove()
+        found.append([*grads, leaf[0].grad])
+    for grad in found[0]:
+        dist.all_reduce(grad)  # those of ranks are parts
+    return [torch.allclose(a, b, rtol=1e-10, atol=0) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_gradients_of_what_was_gathered_are_whole_for_those_who_ask(sp):
+    assert run_distributed(captured, 2, sp)[0] == [True, True, True]
+
+
+def penalized(name: str) -> str:
+    model, _, _ = make(2, True)
+    loss = loss_of(model, torch.randint(0, 64, (4, 8)))
+    (grad,) = torch.autograd.grad(loss, [model.get_parameter(name)], create_graph=True)
+    try:
+        (loss + grad.square().sum()).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["layers.1.attn.q.weight", "layers.2.mlp.down.weight"])
+def test_a_penalty_on_gradients_of_linears_is_refused(name):
+    assert "differentiate twice" in run_distributed(penalized, 2, name)[0]
 
 
 class Products(torch.utils._python_dispatch.TorchDispatchMode):

@@ -69,6 +69,8 @@ class ShardedLinear(torch.autograd.Function):
     ) -> Tensor:
         dtype = _autocast_dtype(x)
         ctx.late, ctx.transposed, ctx.slot = late, transposed, slot
+        if slot is not None and ctx.needs_input_grad[0]:
+            slot.add_column(ctx)
         needs_x = weight.requires_grad
         if needs_x and gathered is not None:
             gathered.add_user()
@@ -94,14 +96,14 @@ class ShardedLinear(torch.autograd.Function):
             ctx.gathered.start(kept)  # runs under the input-grad product
         grad_x = None
         if ctx.needs_input_grad[0]:
-            if ctx.slot is not None and ctx.is_plain and grad.dtype == ctx.x_dtype and is_wanted(ctx, 0):
-                grad_x = ctx.slot.add_product(grad, weight)
+            if ctx.slot is not None and ctx.is_plain:
+                grad_x = ctx.slot.add_product(grad, weight, ctx.x_dtype)
             else:
                 grad_x = (grad @ weight.to(grad.dtype)).to(ctx.x_dtype)
         grad_w = None
         if kept is not None:
-            read = ctx.gathered.take if ctx.gathered is not None else functools.partial(_itself, kept)
-            if ctx.late is not None:
+            read = functools.partial(ctx.gathered.take if ctx.gathered is not None else _itself, kept)
+            if ctx.late is not None and ctx.is_plain:
                 ctx.late.put(WeightGrad(grad, read, weight.dtype, ctx.transposed))
             else:
                 grad_w = WeightGrad(grad, read, weight.dtype).make(kept_grad(ctx, 1))
