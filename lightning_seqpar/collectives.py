@@ -53,6 +53,8 @@ class _Exchange:
 
     def __init__(self, given: Sequence[Tensor], group: ProcessGroup, async_op: bool) -> None:
         self._rank, self._own = group.rank(), given[group.rank()].detach()
+        if async_op and self._own.nbytes < self._own.untyped_storage().nbytes():
+            self._own = self._own.clone()  # what it is a part of may go meanwhile
         count = self._own.numel()
         splits = [0 if at == self._rank else count for at in range(len(given))]  # its own stays where it is
         sent = [given[at].detach().reshape(-1) for at in range(len(given)) if at != self._rank]

@@ -8,6 +8,7 @@ linears' weight gradients and the norm's own gradient share that one run.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -53,13 +54,15 @@ def is_plain(x: Any) -> bool:
 
 
 def keeper() -> Any:
-    """Whose hooks decide what the graph keeps now; none where it is nobody, or one who changes nothing.
+    """Whose hooks decide what the graph keeps now, weakly; none where it is nobody, or one who changes nothing.
 
     Under activation checkpointing a forward runs again from tensors that are what they were and have another past. What is
     kept in place of a tensor must not depend on what was done before the checkpoint began: only on what is done within it.
     """
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if top is None or getattr(getattr(top[0], "__self__", None), "is_transparent", False) else top[0]
+    if top is None or getattr(getattr(top[0], "__self__", None), "is_transparent", False):
+        return None
+    return weakref.WeakMethod(top[0]) if inspect.ismethod(top[0]) else weakref.ref(top[0])
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------

@@ -159,12 +159,11 @@ def late_weight(weight: Tensor, number: int | None) -> tuple[Tensor, LateProduct
         return weight, None
     late = LateProduct()
     given: Tensor = _Late.apply(weight, late)  # type: ignore[no-untyped-call]
-    renumber(given, number)
+    _renumber(given, number)
     return given, late
 
 
-def renumber(x: Tensor, number: int) -> None:
-    """Let what made ``x`` run at another place of the backward, as soon as it can."""
+def _renumber(x: Tensor, number: int) -> None:
     node: Any = x.grad_fn
     if hasattr(node, "_set_sequence_nr"):
         node._set_sequence_nr(number)
@@ -316,7 +315,7 @@ def _over(function: Any, x: Tensor, dim: int, group: ProcessGroup, length: int) 
     number = None
     if waits.grad_fn is not None:
         number = waits.grad_fn._sequence_nr()
-        renumber(waits, number - 1)  # below the number, the collective's own above it
+        _renumber(waits, number - 1)  # below the number, the collective's own above it
     return function.apply(waits, slot, dim, group, length), Under(number, slot)
 
 

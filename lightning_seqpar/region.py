@@ -28,16 +28,7 @@ from lightning_seqpar.collectives import (
 from lightning_seqpar.gathered import GatheredInput
 from lightning_seqpar.lean import keeper
 from lightning_seqpar.linearity import REDUCTIONS, Leaks, Parts
-from lightning_seqpar.overlap import (
-    LateProduct,
-    Slot,
-    Under,
-    copy_over,
-    gather_over,
-    late_weight,
-    reduce_scatter_over,
-    renumber,
-)
+from lightning_seqpar.overlap import LateProduct, Slot, Under, copy_over, gather_over, late_weight, reduce_scatter_over
 from lightning_seqpar.parts import LocalParts
 from lightning_seqpar.random import RankStreams
 from lightning_seqpar.stretch import Stretches
@@ -67,7 +58,6 @@ class _Frame:
     unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)  # gathers whose row is still to come
     gathered: list[_Read] = field(default_factory=list)
     number: int | None = None  # of what runs under the backward of the last row's reduce-scatter
-    late: list[Tensor] = field(default_factory=list)  # weights of columns whose products wait, until their row
 
 
 class _Read(NamedTuple):
@@ -511,7 +501,7 @@ class SequenceRegion:
             for read in frame.gathered:
                 if read.handle is not None:
                     read.handle.kept = None  # now the graph alone holds it
-            frame.gathered, frame.stand_ins, frame.late = [], [], []
+            frame.gathered, frame.stand_ins = [], []
         if out is not None and out.grad_fn is not None and nodes and self._passes_by(out.grad_fn, nodes):
             frame.unreduced.append((module, nodes))  # the row may stand behind the module, but in the block
 
@@ -562,23 +552,11 @@ class SequenceRegion:
         read = self._find(x)
         if read is None:
             return weight, None, None
-        given, late = late_weight(weight, read.under.number)
-        if late is not None:
-            self._frame.late.append(given)
-        return given, late, read.under.slot if x._version == read.version else None
+        return *late_weight(weight, read.under.number), read.under.slot if x._version == read.version else None
 
     def late_row(self, weight: Tensor) -> tuple[Tensor, LateProduct | None]:
-        """The weight of a row, and what runs under the gather of the row before it, which comes next in the backward.
-
-        That is the weight-grad product of one of its columns, if another is left to run under their reduction; else its own,
-        which holds its input and its output's gradient until then.
-        """
-        frame = self._frame
-        columns, frame.late = frame.late, []
-        if len(columns) < 2 or frame.number is None:
-            return late_weight(weight, frame.number)
-        renumber(columns[0], frame.number)
-        return weight, None
+        """The weight of a row; its weight-grad product waits for the gather of the row before it, next in the backward."""
+        return late_weight(weight, self._frame.number)
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         shard, under = reduce_scatter_over(x, self.dim, self.group)

@@ -451,7 +451,7 @@ def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) ->
 def test_gradients_are_those_of_one_process_whatever_is_done(world, tp, sp):
     counts = run_distributed(check_uses, world, tp, sp, FEW if world > 2 else list(USES))[0]
     assert all(counts.values())
-    assert counts["plain"] == ROUNDS * (COLUMNS + sp)  # and the row behind a single one
+    assert counts["plain"] == ROUNDS * (COLUMNS + (2 * 3 - 1 if sp else 0))  # and rows but the first
 
 
 def straight() -> list[bool]:
@@ -590,6 +590,26 @@ def forgotten() -> int:
 
 def test_a_forward_whose_loss_is_dropped_is_dropped():
     assert run_distributed(forgotten, 2)[0] == 0
+
+
+def hooks_left() -> bool:
+    """Hooks of saved tensors hold what a checkpoint runs again; they go with the tensors, though the loss stays."""
+    model, _, _ = make(2, True)
+
+    def pack(x: Tensor) -> Tensor:
+        return x
+
+    kept = weakref.ref(pack)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = loss_of(model, torch.randint(0, 64, (4, 8)))
+    del pack
+    loss.backward()
+    gc.collect()
+    return kept() is not None
+
+
+def test_a_checkpoint_goes_with_what_it_kept():
+    assert run_distributed(hooks_left, 2) == [False, False]
 
 
 @pytest.fixture(scope="module")
