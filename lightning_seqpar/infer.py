@@ -89,7 +89,15 @@ def infer_plan(
     with kept_streams(cpu), default_dtype(dtype):
         copied = without_checkpoints(without_adapters(detached_copy(model, cpu, dtype)))
         prepare(copied)
-        return _infer(copied, example.to(cpu, dtype), tp, own, sums=sums)
+        try:
+            return _infer(copied, example.to(cpu, dtype), tp, own, sums=sums)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise CantInferError(
+                f"{type(model).__name__}: its forward runs blocks under reentrant checkpointing, through which no plan can be "
+                "inferred; write checkpoint(..., use_reentrant=False), or name the linears by rules"
+            ) from error
 
 
 def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None, *, sums: bool) -> Inference:

@@ -11,11 +11,13 @@ from typing import Any
 
 import byte_gpt
 import models
+import peers
 import pytest
 import torch
 import zoo
 from fit import fit
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar import ShardingPlan
 from lightning_seqpar.dataflow import CantInferError
@@ -172,6 +174,19 @@ def test_where_it_stops_it_names_the_module_and_the_rule(kind, tp, says):
     with pytest.raises(CantInferError, match=says) as caught:
         infer_plan(zoo.Decoder(kind), IDS, tp)
     assert "{pattern: 'h.*.attn', style: whole}" in str(caught.value)
+
+
+class Reentrant(peers.Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+def test_reentrant_checkpointing_says_what_to_write():
+    model = peers.Decoder(64, 2, 64)
+    for layer in model.layers:
+        layer.mlp = Reentrant(64, 1)
+    with pytest.raises(CantInferError, match=r"Decoder: .* reentrant checkpointing.* use_reentrant=False\)"):
+        infer_plan(model, IDS, 2)
 
 
 class Closed(nn.Module):
