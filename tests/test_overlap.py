@@ -256,7 +256,12 @@ def backward_in_a_hook(model: Decoder, batch: Tensor, at: int) -> None:
             for weight, one in zip(wanted, torch.autograd.grad(loss, wanted, retain_graph=True), strict=True):
                 beside.append((weight, one))
 
-    hook = model.layers[1].attn.k.register_forward_hook(lambda module, args, out: out.register_hook(other) and None)
+    attn = model.layers[1].attn
+    hook = (
+        attn.k.register_forward_hook(lambda module, args, out: out.register_hook(other) and None)
+        if at % 2
+        else attn.register_forward_pre_hook(lambda module, args: args[0].register_hook(other) and None)
+    )
     loss = loss_of(model, batch)
     loss.backward(retain_graph=True)
     hook.remove()
