@@ -317,7 +317,11 @@ def switch_streams(region: SequenceRegion, what: Literal["begin", "end", "pause"
     """From here on draws come from another stream: see :class:`~lightning_seqpar.random.RankStreams`."""
 
     def hook(module: nn.Module, *args: Any) -> None:
-        getattr(region.streams, what)()
+        streams = region.streams
+        if what == "resume":
+            streams.resume(id(module))
+        else:
+            getattr(streams, what)()
 
     return hook
 

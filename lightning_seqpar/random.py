@@ -68,9 +68,12 @@ class RankStreams:
 
     Whole activations must be dropped out alike on every rank, shards and local heads each for themselves. The own stream
     is no second state to keep: it is seeded from the replicated one where it begins, so that ``seed_everything`` alone
-    decides both, a resumed run goes on as it would have, and a recompute draws what the forward drew (activation
-    checkpointing puts the replicated state back first). Where nothing was drawn from it, the replicated stream is left as
-    one process would have it.
+    decides both, and a resumed run goes on as it would have. Where nothing was drawn from it, the replicated stream is left
+    as one process would have it.
+
+    A recompute draws what the forward drew. Activation checkpointing gives back the state of the generators at its start,
+    wherever that was, and may run a part of what lay between two switches: so a switch in a backward does not count what
+    began and ended, but does what the forward did at this state.
 
     Args:
         rank: the tensor-parallel rank.
@@ -83,79 +86,170 @@ class RankStreams:
         self._started: list[Tensor] = []
         self._depth = 0
         self._paused = False
-        self._paired: dict[bytes, list[Tensor]] = {}
-        self._key = b""
+        self._done: dict[tuple[Any, bytes], list[Tensor] | None] = {}  # what a switch led to; none where it did twice
+        self._again = _Again()
 
     @property
     def on(self) -> bool:
         """Whether the rank's own stream is begun (paused or not)."""
-        return self._depth > 0
+        return (self._again.depth if _recomputes() else self._depth) > 0
 
     @property
     def own(self) -> bool:
         """Whether draws come from the rank's own stream now."""
-        return self._depth > 0 and not self._paused
+        return self._again.own if _recomputes() else self._depth > 0 and not self._paused
 
     def forget(self) -> None:
         """A new step: nothing is begun, no recompute is to come."""
         while self._depth:
-            self.end()
-        self._paired = {}
+            self._end()
+        self._done, self._again = {}, _Again()
 
-    def begin(self) -> None:
-        """From here on draws are this rank's own; calls nest."""
-        self._depth += 1
-        if self._depth > 1:
+    def begin(self, *, nests: bool = True) -> None:
+        """From here on draws are this rank's own; calls nest, or do nothing where one is begun."""
+        if _recomputes():
+            if self._repeat("begin"):
+                self._again.depth, self._again.own = 1, True
+            elif nests and self._again.depth:
+                self._again.depth += 1
             return
+        if self._depth:
+            self._depth += nests
+            return
+        self._depth = 1
         self._replicated = _states()
         _reseed(self._replicated, self._rank)
         self._started = _states()
+        self._note("begin", self._replicated)
 
     def end(self) -> None:
         """Draws are replicated again, as they were, or one draw further if the own stream was used."""
+        if not _recomputes():
+            self._end()
+            return
+        self._again.depth = max(0, self._again.depth - 1)
+        if self._again.depth == 0:
+            self._repeat("end")
+            self._again.own = False
+
+    def _end(self) -> None:
         if self._depth == 0:
             return
         self._depth -= 1
         if self._depth:
             return
-        if self._paused:
-            self.resume()
+        before = _states()
+        self._resume("end")
         used = [not torch.equal(a, b) for a, b in zip(_states(), self._started, strict=True)]
         _restore(self._replicated)
         _advance(used)
+        self._note("end", before)
 
     def pause(self) -> None:
         """A whole activation: draws are replicated until :meth:`resume`."""
-        if self._paused:
+        if _recomputes():
+            now = _states()
+            if self._repeat("pause"):
+                self._again.paused, self._again.base, self._again.own = now, _states(), False
             return
-        now = _states()
-        self._key = b"".join(state.numpy().tobytes() for state in now)
-        if self._depth == 0:
-            # Outside any block this may be the recompute of a part of one, which began with the rank's own state.
-            if (found := self._paired.get(self._key)) is not None:
-                self._own, self._paused = now, True
-                _restore(found)
+        if self._paused or self._depth == 0:
             return
-        self._own, self._paused = now, True
+        self._own, self._paused = _states(), True
         _restore(self._replicated)
 
-    def resume(self) -> None:
-        """The activation is dealt out: draws are the rank's own again."""
+    def resume(self, where: Any = None) -> None:
+        """The activation is dealt out: draws are the rank's own again.
+
+        Args:
+            where: tells calls of different places apart.
+
+        Raises:
+            ValueError: in a recompute, where the forward did two things at this state.
+        """
+        if not _recomputes():
+            self._resume(where)
+            return
+        again, now = self._again, _states()
+        before, again.paused = again.paused, None
+        if self._repeat("resume", where, optional=before is not None):
+            again.own = True
+        elif before is not None:
+            _restore(before)
+            if _differ(now, again.base):
+                _advance([True] * len(now))
+            again.own = True
+
+    def _resume(self, where: Any) -> None:
         if not self._paused:
             return
         now = _states()
-        if self._depth:
-            if any(not torch.equal(a, b) for a, b in zip(now, self._replicated, strict=True)):
-                self._paired[self._key] = self._replicated
-            self._replicated = now
-        self._paused = False
         _restore(self._own)
+        if moved := _differ(now, self._replicated):
+            self._note("pause", self._own, self._replicated)
+            fresh = not _differ(self._own, self._started)
+            _advance([True] * len(now))  # the next pause begins at a state of its own
+            if fresh:
+                self._started = _states()
+        self._replicated, self._paused = now, False
+        if moved or where != "end":
+            self._note(("resume", where), now)
+
+    def _note(self, what: Any, before: list[Tensor], after: list[Tensor] | None = None) -> None:
+        key, after = (what, _key(before)), after or _states()
+        known = self._done.get(key, after)
+        self._done[key] = None if known is None or _differ(known, after) else after
+
+    def _repeat(self, what: str, where: Any = None, *, optional: bool = False) -> bool:
+        """Do what the forward did at this state, if it did."""
+        key = ((what, where) if what == "resume" else what, _key(_states()))
+        found = self._done.get(key)
+        if found is None:
+            if key in self._done and not optional:
+                raise ValueError(
+                    f"random numbers: {where or what} ran twice at one state of the generators, and an activation checkpoint that "
+                    "begins between a whole activation and its columns can't tell which of the two it runs again; let the "
+                    "checkpoint begin in front of the module, or set its dropout to 0"
+                )
+            return False
+        _restore(found)
+        return True
+
+
+class _Again:
+    """What the recompute under way did.
+
+    Attributes:
+        depth: begun and not ended in it, as far as is known.
+        own: whether its last switch led to the rank's own stream.
+        paused: the own stream's state at its pause.
+        base: the replicated stream's state then.
+    """
+
+    def __init__(self) -> None:
+        self.depth, self.own = 0, False
+        self.paused: list[Tensor] | None = None
+        self.base: list[Tensor] = []
+
+
+def _recomputes() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _differ(a: list[Tensor], b: list[Tensor]) -> bool:
+    return any(not torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _key(states: list[Tensor]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for state in states:
+        digest.update(state.numpy().tobytes())
+    return digest.digest()
 
 
 class OneStream(RankStreams):
     """For a step that computes no numbers: whose stream a draw comes from does not matter."""
 
-    def begin(self) -> None:
+    def begin(self, *, nests: bool = True) -> None:
         """Nothing is switched."""
 
     def end(self) -> None:
@@ -164,7 +258,7 @@ class OneStream(RankStreams):
     def pause(self) -> None:
         """Nothing is switched."""
 
-    def resume(self) -> None:
+    def resume(self, where: Any = None) -> None:
         """Nothing is switched."""
 
 

@@ -282,12 +282,12 @@ class SequenceRegion:
                 self.streams.end()
         self.stretches.drop()
 
-    def begin_columns(self) -> None:
+    def begin_columns(self, module: str) -> None:
         """A column linear: its features are this rank's own, and so are the draws on them."""
         if self.sp:
-            self.streams.resume()
-        elif not self.streams.on:
-            self.streams.begin()
+            self.streams.resume(module)
+        else:
+            self.streams.begin(nests=False)
 
     def _end_columns(self) -> None:
         """A row linear: without sequence parallelism its output is whole again."""
@@ -431,7 +431,7 @@ class SequenceRegion:
                 f"{module}: its output has shape {list(x.shape)}, which is no activation of {self._frame.length} positions at "
                 f"dim {self.dim}; 'whole' takes a module that maps activations to activations"
             )
-        self.streams.resume()
+        self.streams.resume(module)
         return scatter_to_sequence_parallel_region(x, self.dim, self.group)
 
     def slice(self, x: Tensor, dim: int, what: str) -> Tensor:
@@ -494,7 +494,7 @@ class SequenceRegion:
     def close_gather(self, out: Tensor | None = None, module: str = "") -> None:
         """It ended, with ``out``: what did not pass a row linear in it must do so in its block."""
         if self.sp:
-            self.streams.resume()
+            self.streams.resume(("behind", module))
         frame = self._frame
         nodes = frame.scopes.pop() if frame.scopes else []
         if not frame.scopes:
@@ -565,7 +565,7 @@ class SequenceRegion:
 
     def check_column_input(self, x: Tensor, module: str) -> None:
         """A column linear must read a whole sequence, gathered for it."""
-        self.begin_columns()
+        self.begin_columns(module)
         frame = self._frame
         if self._recomputes():
             return

@@ -69,6 +69,13 @@ def test_the_seed_alone_decides():
     assert not any(torch.equal(a, b) for a, b in zip(draws(1), draws(1, seed=2), strict=True))
 
 
+def in_backward(act: Any) -> None:
+    x = torch.ones((), requires_grad=True)
+    y = 2 * x
+    y.register_hook(act)
+    y.backward()
+
+
 def test_a_recompute_draws_what_the_forward_drew():
     """Checkpointing gives back the state at its start; what is paused then is found again by it."""
     torch.manual_seed(1)
@@ -80,11 +87,15 @@ def test_a_recompute_draws_what_the_forward_drew():
     streams.resume()
     own = torch.rand(4)
     streams.end()
-    torch.set_rng_state(before)
-    streams.pause()
-    assert torch.equal(torch.rand(4), whole)
-    streams.resume()
-    assert torch.equal(torch.rand(4), own)
+
+    def again(grad: Tensor) -> None:
+        torch.set_rng_state(before)
+        streams.pause()
+        assert torch.equal(torch.rand(4), whole)
+        streams.resume()
+        assert torch.equal(torch.rand(4), own)
+
+    in_backward(again)
 
 
 # ---- in training -----------------------------------------------------------------------------------------------

@@ -275,7 +275,7 @@ class ColumnParallelLinear(_ParallelLinear):
         finally:
             region.close_gather()
             region.finish(self.full_name)
-            region.begin_columns()
+            region.begin_columns(self.full_name)
         return self._tell(out)
 
     def _tell(self, out: Tensor) -> Tensor:
