@@ -62,7 +62,9 @@ def keeper() -> Any:
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if top is None or getattr(getattr(top[0], "__self__", None), "is_transparent", False):
         return None
-    return weakref.WeakMethod(top[0]) if inspect.ismethod(top[0]) else weakref.ref(top[0])
+    if inspect.ismethod(top[0]):
+        return weakref.WeakMethod(top[0])
+    return weakref.ref(top[0]) if inspect.isfunction(top[0]) else top[0]
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------

@@ -57,10 +57,11 @@ class _Step(NamedTuple):
 class _Packed:
     """What a graph node keeps in place of a tensor: the tensor, or where in the stretch it comes from."""
 
-    __slots__ = ("_offset", "_shape", "_slot", "_stretch", "_stride", "tensor")
+    __slots__ = ("_offset", "_shape", "_slot", "_stretch", "_stride", "_version", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
+        self._version = tensor._version
         self._slot, self._stretch = -1, cast(Stretch | None, None)
 
     def drop(self, stretch: Stretch, slot: int) -> None:
@@ -73,6 +74,11 @@ class _Packed:
     def unpack(self) -> Tensor:
         """The tensor."""
         if self.tensor is not None:
+            if self.tensor._version != self._version:  # hooks take this check from autograd
+                raise RuntimeError(
+                    f"a tensor of shape {list(self.tensor.shape)} between column and row linears was modified by an inplace "
+                    "operation, and the backward needs it as it was; write the change as a new tensor"
+                )
             return self.tensor
         assert self._stretch is not None
         made = self._stretch.value(self._slot, self)
@@ -183,6 +189,9 @@ class Stretch(TorchFunctionMode):
     def _dropout(self, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor | None:
         if not training or inplace or not drops(x, p):
             return None
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None or top[0] != self._pack:
+            return None  # a checkpoint's part runs again without this mode, and must keep the same
         out, mask = dropout(x, p)
         self._note(apply_mask, (x, mask, p), {}, out)
         return out

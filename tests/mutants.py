@@ -765,6 +765,27 @@ MUTANTS = [
         "tests/test_overlap.py tests/test_zoo.py tests/test_parity.py",
     ),
     Mutant(
+        "two pauses of one block share a state",
+        "random.py",
+        "            _advance([True] * len(now))  # the next pause begins at a state of its own\n",
+        "",
+        "tests/test_random.py",
+    ),
+    Mutant(
+        "a recompute that begins behind a pause goes on with its stream",
+        "random.py",
+        '        if moved or where != "end":\n',
+        "        if False:\n",
+        "tests/test_random.py",
+    ),
+    Mutant(
+        "a checkpoint's dropout kept as bytes",
+        "stretch.py",
+        "if top is None or top[0] != self._pack:",
+        "if False:",
+        "tests/test_random.py",
+    ),
+    Mutant(
         "what a backward left is not let go",
         "overlap.py",
         "return self._held.pop(torch._C._current_graph_task_id(), None)",
@@ -802,7 +823,7 @@ MUTANTS = [
     Mutant(
         "a checkpoint is held by its norms",
         "lean.py",
-        "weakref.WeakMethod(top[0]) if inspect.ismethod(top[0]) else weakref.ref(top[0])",
+        "weakref.ref(top[0]) if inspect.isfunction(top[0]) else top[0]",
         "top[0]",
         "tests/test_overlap.py",
     ),

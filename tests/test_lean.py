@@ -383,6 +383,21 @@ def test_what_is_no_function_of_the_columns_is_kept(body, gains):
     assert less <= kept
 
 
+def test_what_a_stretch_keeps_may_not_change_either():
+    """Hooks of saved tensors take that check from autograd."""
+    column = F.linear(torch.randn(2, 4, 8), nn.Parameter(torch.randn(16, 8)))
+    stretch = Stretch.open()
+    stretch.add(column)
+    shares = F.silu(column).softmax(-1)
+    stretch.pause()
+    out = F.linear(shares, nn.Parameter(torch.randn(8, 16)))
+    stretch.close(done=True)
+    with torch.no_grad():
+        shares.mul_(2.0)
+    with pytest.raises(RuntimeError, match=r"between column and row linears was modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_a_column_changed_behind_its_row_is_told():
     weight = nn.Parameter(torch.randn(16, 8))
     column = F.linear(torch.randn(2, 4, 8), weight)

@@ -15,6 +15,7 @@ from fit import fit, quiet_trainer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.layers import Shard, ShardedLogits, cross_entropy
@@ -242,6 +243,14 @@ def refusals() -> None:
     with pytest.raises(ValueError, match="average is not a valid value"):
         cross_entropy(logits, target, reduction="average")
     assert torch.isnan(F.cross_entropy(logits, torch.full_like(target, -100)))
+    x, head = torch.randn(TOKENS, 8, requires_grad=True), torch.nn.Parameter(torch.randn(6, 8))
+    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
+    for made in (
+        lambda x: ShardedLogits.wrap(F.linear(x, head), shard, dist.group.WORLD, dist.get_rank()),
+        lambda x: ShardedLogits.product(x, head, None, 7, shard, dist.group.WORLD, dist.get_rank()),
+    ):
+        with pytest.raises(RuntimeError, match="out of a reentrant activation checkpoint"):
+            F.cross_entropy(checkpoint(made, x, use_reentrant=True), target)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half, _ = sharded(whole.bfloat16())
         assert F.cross_entropy(half, target).dtype == F.cross_entropy(whole.bfloat16(), target).dtype == torch.float32

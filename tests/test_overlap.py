@@ -329,6 +329,15 @@ def flattened(model: Decoder, batch: Tensor, at: int) -> None:
     hook.remove()
 
 
+def column_beside(model: Decoder, batch: Tensor, at: int) -> None:
+    """What a column made is kept, and is not in the loss."""
+    kept = []
+    mlp = model.layers[1].mlp
+    hook = (mlp.up if at % 2 else mlp.gate).register_forward_hook(lambda _, args, out: kept.append(out) or out.detach())
+    loss_of(model, batch).backward()
+    hook.remove()
+
+
 def read_beside(model: Decoder, batch: Tensor, at: int) -> None:
     """Others than columns read what was gathered for them."""
 
@@ -371,7 +380,7 @@ USES = {
         plain, micro_batches, detached, detached_inside, no_grad_below, skipped, other_orders, recomputed, recomputed_reentrant,
         recomputed_in_the_middle, recomputed_inside, recomputed_twice, recomputed_from_copies, retained, under_anomaly_mode,
         two_forwards, some_weights, some_then_all, some_leaves, some_after_all, frozen_in_turn, frozen_between, hooked,
-        hooked_at_nodes, backward_in_a_hook, skipped_under_hooks, hooked_inside, flattened, read_beside, given_up,
+        hooked_at_nodes, backward_in_a_hook, skipped_under_hooks, hooked_inside, flattened, column_beside, read_beside, given_up,
         not_in_the_loss,
     )
 }  # fmt: skip

@@ -98,6 +98,79 @@ def test_a_recompute_draws_what_the_forward_drew():
     in_backward(again)
 
 
+def test_a_recompute_finds_every_pause_though_nothing_of_its_own_is_drawn_between():
+    """As where adapters drop out one whole activation each."""
+    torch.manual_seed(1)
+    streams, drawn, states = RankStreams(1), [], []
+    streams.begin()
+    for at in range(3):
+        states.append(torch.get_rng_state())
+        streams.pause()
+        states.append(torch.get_rng_state())
+        drawn.append(torch.rand(4))
+        streams.resume(at)
+    drawn.append(torch.rand(4))
+    streams.end()
+
+    def again(grad: Tensor) -> None:
+        for start in (0, 1, 2):
+            torch.set_rng_state(states[2 * start])
+            for at in range(start, 3):
+                streams.pause()
+                assert torch.equal(torch.rand(4), drawn[at])
+                streams.resume(at)
+            assert torch.equal(torch.rand(4), drawn[3])
+        torch.set_rng_state(states[5])  # a part that begins in the pause
+        assert torch.equal(torch.rand(4), drawn[2])
+        streams.resume(2)
+        assert torch.equal(torch.rand(4), drawn[3])
+
+    in_backward(again)
+
+
+def test_a_recompute_leaves_no_stream_begun():
+    torch.manual_seed(1)
+    streams = RankStreams(1)
+    before = torch.get_rng_state()
+    streams.begin(nests=False)
+    own = torch.rand(4)
+    streams.end()
+
+    def again(grad: Tensor) -> None:
+        for _ in range(2):
+            torch.set_rng_state(before)
+            streams.begin(nests=False)
+            streams.begin(nests=False)
+            assert torch.equal(torch.rand(4), own)
+
+    after = torch.get_rng_state()
+    in_backward(again)
+    assert not streams.on
+    torch.set_rng_state(after)
+    streams.begin(nests=False)
+    assert not torch.equal(torch.rand(4), own)
+
+
+def test_what_a_recompute_cannot_tell_apart_is_refused():
+    torch.manual_seed(1)
+    streams = RankStreams(1)
+    streams.begin()
+    whole = []
+    for _ in range(2):
+        streams.pause()
+        whole.append(torch.get_rng_state())
+        streams.resume("attn.q")
+        torch.rand(1)
+    streams.end()
+
+    def again(grad: Tensor) -> None:
+        torch.set_rng_state(whole[1])
+        with pytest.raises(ValueError, match=r"attn\.q ran twice at one state"):
+            streams.resume("attn.q")
+
+    in_backward(again)
+
+
 # ---- in training -----------------------------------------------------------------------------------------------
 
 
@@ -112,16 +185,25 @@ class Recorder(nn.Dropout):
 
 
 class DropAttention(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, recompute: str = "") -> None:
         super().__init__()
         self.heads, self.qkv, self.proj = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.before, self.probs, self.behind = Recorder(P), Recorder(P), Recorder(P)
+        self.before, self.probs, self.behind, self.recompute = Recorder(P), Recorder(P), Recorder(P), recompute
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        y = checkpoint(self._heads, x, use_reentrant=False) if self.recompute == "columns" else self._heads(x)
+        return self.behind(self.proj(y))
+
+    def _heads(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
+        qkv = [t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)]
+        y = checkpoint(self._mix, *qkv, use_reentrant=False) if self.recompute == "between" else self._mix(*qkv)
+        return y.transpose(1, 2).reshape(b, s, -1)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weights = self.probs((q @ k.transpose(-1, -2)).softmax(-1))
-        return self.behind(self.proj((weights @ v).transpose(1, 2).reshape(b, s, -1)))
+        return (F.dropout(weights, P) if self.recompute in ("between", "called") else weights) @ v
 
 
 class DropPath(nn.Module):
@@ -136,7 +218,7 @@ class DropPath(nn.Module):
 class Block(nn.Module):
     def __init__(self, dim: int = 16, heads: int = 4, recompute: str = "") -> None:
         super().__init__()
-        self.n1, self.n2, self.attn = nn.LayerNorm(dim), nn.LayerNorm(dim), DropAttention(dim, heads)
+        self.n1, self.n2, self.attn = nn.LayerNorm(dim), nn.LayerNorm(dim), DropAttention(dim, heads, recompute)
         self.up, self.down = nn.Linear(dim, 32), nn.Linear(32, dim)
         self.inner, self.path, self.recompute = Recorder(P), DropPath(), recompute
 
@@ -217,10 +299,10 @@ def test_seed_everything_alone_reproduces_a_run(sp):
 
 
 @pytest.mark.parametrize("sp", [True, False])
-@pytest.mark.parametrize("recompute", ["block", "attn"])
-def test_recomputed_blocks_drop_what_they_dropped(recompute, sp):
+@pytest.mark.parametrize(("recompute", "plain"), [("block", ""), ("attn", ""), ("columns", ""), ("between", "called")])
+def test_recomputed_blocks_drop_what_they_dropped(recompute, plain, sp):
     """Another mask in the recompute would be another gradient, and another loss at the next step."""
-    kept = run_distributed(train, 2, 2, sp, steps=4)[0]["losses"]
+    kept = run_distributed(train, 2, 2, sp, steps=4, recompute=plain)[0]["losses"]
     again = run_distributed(train, 2, 2, sp, steps=4, recompute=recompute)[0]["losses"]
     assert again[0] == pytest.approx(kept[0], rel=1e-12)
     assert again == pytest.approx(kept, rel=1e-9)

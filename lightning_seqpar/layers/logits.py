@@ -191,6 +191,7 @@ class ShardedLogits(Tensor):
                 "only where they are used. Write logits = logits.whole() first (on all ranks), or the same out of place "
                 "(logits = logits.masked_fill(...)), or leave the head whole in the plan"
             )
+        tree_map_only(ShardedLogits, _check_graph, (args, kwargs))
         keep = _KEEPING.get(func)
         if keep is not None and isinstance(args[0], ShardedLogits):
             kept = keep(func, args[0], args[1:], kwargs)
@@ -210,6 +211,16 @@ class ShardedLogits(Tensor):
 
         plain_args, plain_kwargs = tree_map_only(ShardedLogits, read, (args, dict(kwargs or {})))
         return func(*plain_args, **plain_kwargs)
+
+
+def _check_graph(logits: ShardedLogits) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        node = logits.grad_fn
+    if node is not None and node.name() == "CheckpointFunctionBackward":
+        raise RuntimeError(
+            "logits that are sharded by vocabulary came out of a reentrant activation checkpoint, and their parts have no graph: "
+            "what the loss says would not reach the model. Write checkpoint(..., use_reentrant=False), or take the head out of it"
+        )
 
 
 class _Wrap(torch.autograd.Function):
