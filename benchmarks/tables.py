@@ -70,7 +70,11 @@ def _bars(file: Path, groups: dict[str, dict[str, float]], label: str) -> None:
     for panel, (title, values) in zip(panels[0], groups.items(), strict=True):
         names = list(values)[::-1]
         bars = panel.barh(names, [values[name] for name in names], color=[_color(name) for name in names])
-        panel.bar_label(bars, fmt="%.3g", padding=3)
+        panel.bar_label(
+            bars,
+            [f"{bar.get_width():,.0f}" if bar.get_width() >= 100 else f"{bar.get_width():.3g}" for bar in bars],
+            padding=3,
+        )
         panel.set_title(title)
         panel.set_xlabel(label)
         panel.margins(x=0.18)
@@ -227,13 +231,14 @@ def _length(found: dict[str, Any], out: Path) -> list[str]:
     for panel, how in zip(panels, ("kept", "recompute"), strict=True):
         for way, tp in keys:
             points = sorted((int(at), peak / MIB) for at, peak in peaks[f"{way}/{tp}/{how}"].items())
-            style = {"1": "-", "2": "-", "4": "--"}[tp]
+            style = ":" if way == "ddp" else "--" if tp == "4" else "-"  # DDP lies on the whole model's line
             panel.plot(
                 *zip(*points, strict=True), style, marker="o", markersize=3, color=_color(way), label=f"{way}, tp {tp}"
             )
         panel.axhline(budget / MIB, color="#b00020", linewidth=1)
         panel.set(xscale="log", xlabel="positions", title={"kept": "kept", "recompute": "recomputed by the model"}[how])
         panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:,.0f}")
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("peak of a step over the rest, MiB")
     panels[0].legend(frameon=False, fontsize=8)
