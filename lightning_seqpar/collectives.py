@@ -79,7 +79,7 @@ class _Exchange:
         total = first.to(kind) + second
         for part in others:
             total += part
-        return total.to(first.dtype)
+        return total.to(first.dtype).contiguous()
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -148,9 +148,7 @@ class RankStreams:
     def pause(self) -> None:
         """A whole activation: draws are replicated until :meth:`resume`."""
         if _recomputes():
-            now = _states()
-            if self._repeat("pause"):
-                self._again.paused, self._again.base, self._again.own = now, _states(), False
+            self._again.own &= not self._repeat("pause")
             return
         if self._paused or self._depth == 0:
             return
@@ -169,15 +167,7 @@ class RankStreams:
         if not _recomputes():
             self._resume(where)
             return
-        again, now = self._again, _states()
-        before, again.paused = again.paused, None
-        if self._repeat("resume", where, optional=before is not None):
-            again.own = True
-        elif before is not None:
-            _restore(before)
-            if _differ(now, again.base):
-                _advance([True] * len(now))
-            again.own = True
+        self._again.own |= self._repeat(("resume", where))
 
     def _resume(self, where: Any) -> None:
         if not self._paused:
@@ -199,18 +189,18 @@ class RankStreams:
         known = self._done.get(key, after)
         self._done[key] = None if known is None or _differ(known, after) else after
 
-    def _repeat(self, what: str, where: Any = None, *, optional: bool = False) -> bool:
+    def _repeat(self, what: Any) -> bool:
         """Do what the forward did at this state, if it did."""
-        key = ((what, where) if what == "resume" else what, _key(_states()))
-        found = self._done.get(key)
-        if found is None:
-            if key in self._done and not optional:
-                raise ValueError(
-                    f"random numbers: {where or what} ran twice at one state of the generators, and an activation checkpoint that "
-                    "begins between a whole activation and its columns can't tell which of the two it runs again; let the "
-                    "checkpoint begin in front of the module, or set its dropout to 0"
-                )
+        key = (what, _key(_states()))
+        if key not in self._done:
             return False
+        found = self._done[key]
+        if found is None:
+            raise ValueError(
+                f"random numbers: {what[1] if isinstance(what, tuple) else what} ran twice at one state of the generators, and an "
+                "activation checkpoint that begins between a whole activation and its columns can't tell which of the two it runs "
+                "again; let the checkpoint begin in front of the module, or set its dropout to 0"
+            )
         _restore(found)
         return True
 
@@ -221,14 +211,10 @@ class _Again:
     Attributes:
         depth: begun and not ended in it, as far as is known.
         own: whether its last switch led to the rank's own stream.
-        paused: the own stream's state at its pause.
-        base: the replicated stream's state then.
     """
 
     def __init__(self) -> None:
         self.depth, self.own = 0, False
-        self.paused: list[Tensor] | None = None
-        self.base: list[Tensor] = []
 
 
 def _recomputes() -> bool:

@@ -338,6 +338,28 @@ def column_beside(model: Decoder, batch: Tensor, at: int) -> None:
     hook.remove()
 
 
+class Cut(torch.autograd.Function):
+    """Whose input gets no gradient at all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def cut_behind_a_column(model: Decoder, batch: Tensor, at: int) -> None:
+    """The columns' sum does not wait for what it is not given; the column's own weight gets zeros where autograd has none."""
+    column = model.layers[1].mlp.up if at % 2 else model.layers[1].mlp.gate
+    hook = column.register_forward_hook(lambda _, args, out: Cut.apply(out))
+    loss_of(model, batch).backward()
+    hook.remove()
+    if column.weight.grad is None:
+        column.weight.grad = torch.zeros_like(column.weight)
+
+
 def read_beside(model: Decoder, batch: Tensor, at: int) -> None:
     """Others than columns read what was gathered for them."""
 
@@ -380,7 +402,8 @@ USES = {
         plain, micro_batches, detached, detached_inside, no_grad_below, skipped, other_orders, recomputed, recomputed_reentrant,
         recomputed_in_the_middle, recomputed_inside, recomputed_twice, recomputed_from_copies, retained, under_anomaly_mode,
         two_forwards, some_weights, some_then_all, some_leaves, some_after_all, frozen_in_turn, frozen_between, hooked,
-        hooked_at_nodes, backward_in_a_hook, skipped_under_hooks, hooked_inside, flattened, column_beside, read_beside, given_up,
+        hooked_at_nodes, backward_in_a_hook, skipped_under_hooks, hooked_inside, flattened, column_beside, cut_behind_a_column,
+        read_beside, given_up,
         not_in_the_loss,
     )
 }  # fmt: skip

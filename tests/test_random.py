@@ -128,6 +128,34 @@ def test_a_recompute_finds_every_pause_though_nothing_of_its_own_is_drawn_betwee
     in_backward(again)
 
 
+def test_a_recompute_that_ends_in_a_pause_leaves_nothing_to_the_next():
+    """As where a block's last kept tensor is that of its DropPath: checkpointing stops there."""
+    torch.manual_seed(1)
+    streams, starts, own = RankStreams(1), [], []
+    for draws in (False, True):
+        starts.append(torch.get_rng_state())
+        streams.begin()
+        streams.pause()
+        if draws:
+            torch.rand(4)
+        streams.resume("attn.q")
+        own.append(torch.rand(4))
+        streams.end()
+
+    def again(grad: Tensor) -> None:
+        torch.set_rng_state(starts[1])
+        streams.begin()
+        streams.pause()
+        torch.rand(4)
+        torch.set_rng_state(starts[0])
+        streams.begin()
+        streams.pause()
+        streams.resume("attn.q")
+        assert torch.equal(torch.rand(4), own[0])
+
+    in_backward(again)
+
+
 def test_a_recompute_leaves_no_stream_begun():
     torch.manual_seed(1)
     streams = RankStreams(1)
