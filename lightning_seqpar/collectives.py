@@ -13,7 +13,8 @@ all-reduce, at every size, so there they are made of it; a sum is then made by e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -214,13 +215,29 @@ def _fill_padding(piece: Tensor, x: Tensor, dim: int, group: ProcessGroup) -> Te
     return piece
 
 
+def passes_none(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that returns no gradients where it gets none, as torch's own do: none is not zero to an optimizer.
+
+    For functions of one output that call ``ctx.set_materialize_grads(False)``. Nothing is sent for it: what has no gradient
+    on one rank has none on the others.
+    """
+
+    @functools.wraps(backward)
+    def passing(ctx: Any, grad: Tensor | None) -> Any:
+        return (None,) * len(ctx.needs_input_grad) if grad is None else backward(ctx, grad)
+
+    return passing
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
+    @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return reduce_from_tensor_parallel_region(grad, ctx.group), None
 
@@ -228,10 +245,12 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.group = group
         return all_reduce(x, group)
 
     @staticmethod
+    @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return copy_to_tensor_parallel_region(grad, ctx.group), None
 
@@ -239,10 +258,12 @@ class _Reduce(torch.autograd.Function):
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
         return _fill_padding(split(x, dim, group), x, dim, group)
 
     @staticmethod
+    @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return (
             gather_replicated_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length),
@@ -254,10 +275,12 @@ class _Scatter(torch.autograd.Function):
 class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.dim, ctx.group = dim, group
         return all_gather(x, dim, group, length)
 
     @staticmethod
+    @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _SplitGrad.apply(grad, ctx.dim, ctx.group), None, None, None  # type: ignore[no-untyped-call]
 
@@ -267,10 +290,12 @@ class _SplitGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
         return split(x, dim, group)
 
     @staticmethod
+    @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return (
             gather_replicated_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length),
@@ -282,10 +307,12 @@ class _SplitGrad(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.dim, ctx.group = dim, group
         return all_gather(x, dim, group, length)
 
     @staticmethod
+    @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), None, None, None
 
@@ -293,10 +320,12 @@ class _Gather(torch.autograd.Function):
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
         return reduce_scatter(x, dim, group)
 
     @staticmethod
+    @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return gather_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length), None, None
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import _get_current_function_mode, has_torch_function_unary
 
+from lightning_seqpar.collectives import passes_none
 from lightning_seqpar.random import get_streams, set_streams
 
 TRUSTED = "_seqpar_norm_trusted"
@@ -183,11 +184,13 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: NormCall, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.save_for_backward(x, *parameters)
         return call.compute(x)
 
     @staticmethod
+    @passes_none
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *_ = saved_by(ctx, ctx.call)
@@ -285,11 +288,13 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, mask: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.p = p
         ctx.save_for_backward(mask)
         return apply_mask(x, mask, p)
 
     @staticmethod
+    @passes_none
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors

@@ -25,6 +25,7 @@ from lightning_seqpar.collectives import (
     PendingReduceScatter,
     all_gather,
     gather_from_sequence_parallel_region,
+    passes_none,
     reduce_from_tensor_parallel_region,
     reduce_scatter,
     reduce_scatter_to_sequence_parallel_region,
@@ -205,15 +206,23 @@ class Slot:
         left, total = self._sums.take() or _Sum(self._count(), None)
         rows, right = grad.flatten(0, -2), weight.to(grad.dtype)
         if total is None:
-            total = (rows @ right).to(dtype)
+            total = (rows @ right).to(dtype).view(*grad.shape[:-1], right.shape[1])
         elif grad.dtype == dtype:
-            total.addmm_(rows, right)
+            total.view(-1, right.shape[1]).addmm_(rows, right)
         else:
-            total += rows @ right
-        if left > 1:
-            self._sums.put(_Sum(left - 1, total))
-            return None
-        return total.view(*grad.shape[:-1], right.shape[1])
+            total += (rows @ right).view_as(total)
+        return self._end(left, total)
+
+    def skip_product(self) -> Tensor | None:
+        """A column whose output has no gradient; it may be the last."""
+        left, total = self._sums.take() or _Sum(self._count(), None)
+        return self._end(left, total)
+
+    def _end(self, left: int, total: Tensor | None) -> Tensor | None:
+        if left <= 1:
+            return total
+        self._sums.put(_Sum(left - 1, total))
+        return None
 
     def _count(self) -> int:
         """Columns that the running backward comes to."""
@@ -238,10 +247,12 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: Slot) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.slot = slot
         return x.view_as(x)
 
     @staticmethod
+    @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.slot.take(grad), None
 
@@ -249,14 +260,13 @@ class _Wait(torch.autograd.Function):
 class _GatherOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
-        ctx.slot, ctx.dim, ctx.group, ctx.shape = slot, dim, group, x.shape
         ctx.set_materialize_grads(False)
+        ctx.slot, ctx.dim, ctx.group, ctx.shape = slot, dim, group, x.shape
         return all_gather(x, dim, group, length)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return None, *_NONE
+    @passes_none
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # the result will be differentiated
             return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), *_NONE
         pending = PendingReduceScatter(grad, ctx.dim, ctx.group, async_op=True)
@@ -266,10 +276,12 @@ class _GatherOver(torch.autograd.Function):
 class _ReduceScatterOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.slot, ctx.dim, ctx.group, ctx.shape = slot, dim, group, x.shape
         return reduce_scatter(x, dim, group)
 
     @staticmethod
+    @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         length = ctx.shape[ctx.dim]
         if torch.is_grad_enabled():
@@ -281,14 +293,13 @@ class _ReduceScatterOver(torch.autograd.Function):
 class _CopyOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
-        ctx.slot, ctx.group, ctx.shape = slot, group, x.shape
         ctx.set_materialize_grads(False)
+        ctx.slot, ctx.group, ctx.shape = slot, group, x.shape
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return None, *_NONE
+    @passes_none
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             return reduce_from_tensor_parallel_region(grad, ctx.group), *_NONE
         pending = PendingAllReduce(grad, ctx.group, async_op=True)

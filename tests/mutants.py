@@ -760,7 +760,7 @@ MUTANTS = [
     Mutant(
         "the columns' products left out of the gradient of their input",
         "overlap.py",
-        "            total.addmm_(rows, right)",
+        "            total.view(-1, right.shape[1]).addmm_(rows, right)",
         "            pass",
         "tests/test_overlap.py tests/test_zoo.py tests/test_parity.py",
     ),
@@ -853,6 +853,34 @@ MUTANTS = [
         "overlap.py",
         "return sum(torch._C._will_engine_execute_node(node) for node in nodes)",
         "return len(nodes)",
+        "tests/test_overlap.py",
+    ),
+    Mutant(
+        "zeros where the output of a column has no gradient",
+        "layers/linear.py",
+        "        ctx.set_materialize_grads(False)\n        dtype = _autocast_dtype(x)\n        ctx.late",
+        "        dtype = _autocast_dtype(x)\n        ctx.late",
+        "tests/test_overlap.py",
+    ),
+    Mutant(
+        "columns' sum waits for one that has no gradient",
+        "layers/linear.py",
+        "total = ctx.slot.skip_product()",
+        "pass",
+        "tests/test_overlap.py",
+    ),
+    Mutant(
+        "zeros where the output of a norm has no gradient",
+        "lean.py",
+        "        ctx.set_materialize_grads(False)\n        ctx.call = call\n",
+        "        ctx.call = call\n",
+        "tests/test_overlap.py",
+    ),
+    Mutant(
+        "zeros where the output of a row has no gradient",
+        "overlap.py",
+        "        ctx.set_materialize_grads(False)\n        ctx.slot, ctx.dim, ctx.group, ctx.shape = slot, dim, group, x.shape\n        return reduce_scatter",
+        "        ctx.slot, ctx.dim, ctx.group, ctx.shape = slot, dim, group, x.shape\n        return reduce_scatter",
         "tests/test_overlap.py",
     ),
     Mutant(

@@ -351,13 +351,33 @@ class Cut(torch.autograd.Function):
 
 
 def cut_behind_a_column(model: Decoder, batch: Tensor, at: int) -> None:
-    """The columns' sum does not wait for what it is not given; the column's own weight gets zeros where autograd has none."""
+    """The columns' sum does not wait for what it is not given, and the column's own weight has no gradient."""
     column = model.layers[1].mlp.up if at % 2 else model.layers[1].mlp.gate
     hook = column.register_forward_hook(lambda _, args, out: Cut.apply(out))
     loss_of(model, batch).backward()
     hook.remove()
-    if column.weight.grad is None:
-        column.weight.grad = torch.zeros_like(column.weight)
+    assert column.weight.grad is None
+
+
+def cut_behind_columns(model: Decoder, batch: Tensor, at: int) -> None:
+    """Neither of the columns behind a gather gets one, nor the norm before it."""
+    mlp = model.layers[1].mlp
+    hooks = [column.register_forward_hook(lambda _, args, out: Cut.apply(out)) for column in (mlp.gate, mlp.up)]
+    loss_of(model, batch).backward()
+    for hook in hooks:
+        hook.remove()
+    assert mlp.gate.weight.grad is None
+    assert mlp.up.weight.grad is None
+
+
+def cut_behind_a_part(model: Decoder, batch: Tensor, at: int) -> None:
+    """All that comes before has no gradient: behind a row, between the blocks, behind a norm, behind the embedding."""
+    second = model.layers[1]
+    module = (second.mlp.down, second, second.mlp_norm, model.tokens)[at % 4]
+    hook = module.register_forward_hook(lambda _, args, out: Cut.apply(out))
+    loss_of(model, batch).backward()
+    hook.remove()
+    assert any(parameter.grad is None for parameter in model.parameters())
 
 
 def read_beside(model: Decoder, batch: Tensor, at: int) -> None:
@@ -403,7 +423,7 @@ USES = {
         recomputed_in_the_middle, recomputed_inside, recomputed_twice, recomputed_from_copies, retained, under_anomaly_mode,
         two_forwards, some_weights, some_then_all, some_leaves, some_after_all, frozen_in_turn, frozen_between, hooked,
         hooked_at_nodes, backward_in_a_hook, skipped_under_hooks, hooked_inside, flattened, column_beside, cut_behind_a_column,
-        read_beside, given_up,
+        cut_behind_columns, cut_behind_a_part, read_beside, given_up,
         not_in_the_loss,
     )
 }  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_seqpar.collectives import PendingGather, PendingReduceScatter
+from lightning_seqpar.collectives import PendingGather, PendingReduceScatter, passes_none
 from lightning_seqpar.gathered import GatheredInput, remembered
 from lightning_seqpar.layers.kind import LinearKind, features
 from lightning_seqpar.layers.shard import Shard
@@ -67,25 +67,26 @@ class ShardedLinear(torch.autograd.Function):
         transposed: bool,
         slot: Slot | None,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         dtype = _autocast_dtype(x)
         ctx.late, ctx.transposed, ctx.slot = late, transposed, slot
         if slot is not None and ctx.needs_input_grad[0]:
             slot.add_column(ctx)
         needs_x = weight.requires_grad
+        keep = x if needs_x else None
         if needs_x and gathered is not None:
             gathered.add_user()
-        keep = (gathered.kept if gathered is not None else x) if needs_x else None
+            keep = gathered.kept
         ctx.save_for_backward(keep, weight)
-        ctx.gathered, ctx.x_dtype, ctx.bias_dtype = (
-            gathered,
-            x.dtype,
-            bias.dtype if bias is not None else None,
-        )
+        ctx.gathered, ctx.x_dtype = gathered if needs_x else None, x.dtype
+        ctx.bias_dtype = bias.dtype if bias is not None else None
         return _product(x, weight, bias, dtype)
 
     @staticmethod
     @once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return ShardedLinear._skip(ctx)
         kept: Tensor | None
         kept, weight = saved_by(ctx, ctx.gathered.call if ctx.gathered is not None else None)
         if kept is not None and not is_wanted(ctx, 1):
@@ -109,6 +110,16 @@ class ShardedLinear(torch.autograd.Function):
                 grad_w = WeightGrad(grad, read, weight.dtype).make(kept_grad(ctx, 1))
         grad_b = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_w, grad_b, None, None, None, None
+
+    @staticmethod
+    def _skip(ctx: Any) -> tuple[Tensor | None, ...]:
+        """No gradient came. Others that read the same input do not wait for this one, which may be their last."""
+        if ctx.gathered is not None:
+            ctx.gathered.skip()
+        total = None
+        if ctx.slot is not None and ctx.is_plain and ctx.needs_input_grad[0]:
+            total = ctx.slot.skip_product()
+        return total, None, None, None, None, None, None
 
 
 class GatherLinear(torch.autograd.Function):
@@ -135,6 +146,7 @@ class GatherLinear(torch.autograd.Function):
         length: int,
         kept: tuple[Tensor, NormCall | None],
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         dtype, dim, group = _autocast_dtype(x), region.dim, region.group
         keep, ctx.call = kept
         ctx.save_for_backward(keep if weight.requires_grad else None, weight)
@@ -145,6 +157,7 @@ class GatherLinear(torch.autograd.Function):
 
     @staticmethod
     @once
+    @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         shard, weight = saved_by(ctx, ctx.call)
         gathering = None

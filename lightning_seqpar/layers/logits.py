@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
-from lightning_seqpar.collectives import all_gather, gather_replicated_from_sequence_parallel_region
+from lightning_seqpar.collectives import all_gather, gather_replicated_from_sequence_parallel_region, passes_none
 from lightning_seqpar.layers.shard import Shard
 
 AT_ONCE = 2**22
@@ -237,6 +237,7 @@ class _Wrap(torch.autograd.Function):
         group: ProcessGroup,
         rank: int,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.start, ctx.width = shard.ranges[rank][0], part.shape[-1]
         ctx.is_product, ctx.dtype = weight is not None, x.dtype
         if ctx.is_product:
@@ -245,6 +246,7 @@ class _Wrap(torch.autograd.Function):
         return ShardedLogits._make(detached, shard, group, rank)
 
     @staticmethod
+    @passes_none
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         start, stop = ctx.start
@@ -456,6 +458,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         rank: int,
         group: ProcessGroup,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         if isinstance(part, _Product):
             part.check()
         how = (part.dtype, part.compute if isinstance(part, _Product) else x.dtype, part.chunk)
@@ -496,6 +499,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return losses.to(part.dtype)
 
     @staticmethod
+    @passes_none
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, head, bias, target, valid, own, weights, top, total = ctx.saved_tensors
