@@ -29,7 +29,7 @@ from lightning_seqpar.infer import infer_plan
 from lightning_seqpar.layers import LinearKind, features, linear_kind
 from lightning_seqpar.measure import SavedBytes, Traffic
 from lightning_seqpar.parallelize import ShardedModel, parallelize, record_of
-from lightning_seqpar.plan import ShardingPlan, inside, resolve_plans
+from lightning_seqpar.plan import ShardingPlan, inside, refuse_compiled, resolve_plans
 from lightning_seqpar.probe import answer_harmlessly, kept_streams
 from lightning_seqpar.random import OneStream
 from lightning_seqpar.topology import ProcessTopology
@@ -162,6 +162,8 @@ def describe(
     topology = ProcessTopology.from_config(config, world_size or config.tp * config.pp * config.cp)
     with kept_streams(torch.device("cpu")):
         model = _configured(model)
+    if config.tp > 1:
+        refuse_compiled(model)
     with kept_streams(torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
         planned = without_numbers(model)
         with unset_fake_temporarily():

@@ -66,6 +66,7 @@ from lightning_seqpar.plan import (
     ShardingPlan,
     WholeRule,
     inside,
+    refuse_compiled,
 )
 from lightning_seqpar.region import SequenceRegion
 
@@ -557,6 +558,7 @@ def parallelize(
     """
     if record_of(model) is not None:
         raise ValueError("the model is parallelised already; call unshard(model) first")
+    refuse_compiled(model)
     return _Swap(model, plans, groups, sp, regather, loss_chunk).apply()
 
 

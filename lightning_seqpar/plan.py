@@ -539,6 +539,20 @@ def _search_families(model: nn.Module, known: Sequence[Family], *, strict: bool)
     return search
 
 
+def refuse_compiled(model: nn.Module) -> None:
+    """What torch.compile made of modules knows nothing of shards.
+
+    Raises:
+        ValueError: naming the module.
+    """
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            raise ValueError(
+                f"{name or 'the model'} was compiled (torch.compile, or the module's own compile()), and a compiled graph knows "
+                "nothing of shards. With tp > 1 leave torch.compile away; tp=1 runs it"
+            )
+
+
 def resolve_plans(
     spec: str | PlanSpec, model: nn.Module, infer: Callable[[], ShardingPlan] | None = None
 ) -> list[ShardingPlan]:

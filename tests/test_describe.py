@@ -115,6 +115,11 @@ def test_a_model_that_a_plan_can_not_shard_is_refused_in_the_words_of_the_strate
         describe(nn.Sequential(nn.Linear(4, 4)), ParallelConfig(tp=2))
     with pytest.raises(ValueError, match="optimizer='lion' is none of adamw"):
         describe(build("llama"), ParallelConfig(tp=2), optimizer="lion")
+    model = build("llama")
+    model.model.layers[1].compile()
+    with pytest.raises(ValueError, match=r"model\.layers\.1 was compiled"):
+        describe(model, ParallelConfig(tp=2))
+    assert describe(model, ParallelConfig(tp=1))
 
 
 def test_an_unknown_model_is_inferred_from_its_example():

@@ -362,12 +362,27 @@ CASES = {
         {"plan": "torch_encoder_batch_first"},
         r"the model has no module of class torch.nn",
     ),
+    "a compiled module": ("Compiled", {}, r"model was compiled .*\. With tp > 1 leave torch.compile away"),
+    "blocks that were compiled, own plan": ("CompiledBlocks", {"plan": models.plan()}, r"model.blocks.0 was compiled"),
     "auto finds nothing": (
         "NoBlocks",
         {},
         r"no shipped plan fits NoBlocks, and inference stops at\n  NoBlocks: no repeated blocks found",
     ),
 }
+
+
+class Compiled(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.compile(self.model)
+
+
+class CompiledBlocks(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.model.blocks:
+            block.compile()
 
 
 class NoBlocks(models.GPT):
