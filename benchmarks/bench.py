@@ -31,7 +31,11 @@ from peers import ALONE  # noqa: E402
 from tables import write  # noqa: E402
 
 WAYS = ("ours", "ours, gathered kept", "ours, no sp", "dtensor", "dtensor, no sp", "ddp")
-SHAPES = {128: {"length": 128, "steps": 30}, 512: {"length": 512, "steps": 4}, 1024: {"length": 256, "steps": 3}}
+SHAPES = {
+    128: ({"length": 128, "steps": 30},),
+    512: ({"length": 512, "steps": 4}, {"length": 128, "steps": 12}),
+    1024: ({"length": 256, "steps": 4}, {"length": 128, "steps": 6}),
+}
 """Of each dim: positions of a sequence and timed steps of a launch; 4 sequences, 4 layers, a vocabulary of 512."""
 BUDGET = 128 * 2**20
 
@@ -63,16 +67,16 @@ def steps(given: argparse.Namespace) -> dict[str, Any]:
     """ms of a step at tp 2, in each round; and at tp 1 beside plain Lightning."""
     found: dict[str, Any] = {}
     ways = (*WAYS, ALONE)
-    for dim in given.dims:
-        found[str(dim)] = {way: [] for way in ways}
+    for dim, shape in [(dim, shape) for dim in given.dims for shape in SHAPES[dim]]:
+        times = found[f"{dim}, 4 × {shape['length']} tokens"] = {way: [] for way in ways}
         for _ in range(given.rounds):
             for way in ways:
-                found[str(dim)][way].append(launch(2, way=way, dim=dim, **SHAPES[dim])["ms"])
-    dim = min(given.dims)
+                times[way].append(launch(2, way=way, dim=dim, **shape)["ms"])
+    smallest = min(given.dims)
     found["one rank"] = {"ours": [], "plain": []}
     for _ in range(given.rounds):
         for way, times in found["one rank"].items():
-            times.append(launch(1, way=way, dim=dim, **SHAPES[dim])["ms"])
+            times.append(launch(1, way=way, dim=smallest, **SHAPES[smallest][0])["ms"])
     return found
 
 

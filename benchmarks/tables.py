@@ -65,9 +65,12 @@ def _timed(times: dict[str, list[float]], base: str = BASE) -> list[str]:
 
 
 def _bars(file: Path, groups: dict[str, dict[str, float]], label: str) -> None:
-    """Horizontal bars, a panel for each group."""
-    figure, panels = plt.subplots(1, len(groups), figsize=(4.6 * len(groups) + 1, 3.4), squeeze=False)
-    for panel, (title, values) in zip(panels[0], groups.items(), strict=True):
+    """Horizontal bars, a panel for each group, three in a row."""
+    wide, high = min(len(groups), 3), -(-len(groups) // 3)
+    figure, panels = plt.subplots(high, wide, figsize=(4.6 * wide + 1, 3.4 * high), squeeze=False)
+    for panel in panels.flat[len(groups) :]:
+        panel.set_axis_off()
+    for panel, (title, values) in zip(panels.flat, groups.items(), strict=False):
         names = list(values)[::-1]
         bars = panel.barh(names, [values[name] for name in names], color=[_color(name) for name in names])
         panel.bar_label(
