@@ -67,11 +67,12 @@ def steps(given: argparse.Namespace) -> dict[str, Any]:
     """ms of a step at tp 2, in each round; and at tp 1 beside plain Lightning."""
     found: dict[str, Any] = {}
     ways = (*WAYS, ALONE)
-    for dim, shape in [(dim, shape) for dim in given.dims for shape in SHAPES[dim]]:
-        times = found[f"{dim}, 4 × {shape['length']} tokens"] = {way: [] for way in ways}
-        for _ in range(given.rounds):
-            for way in ways:
-                times[way].append(launch(2, way=way, dim=dim, **shape)["ms"])
+    for dim in given.dims:
+        for shape in SHAPES[dim]:
+            times = found[f"{dim}, 4 × {shape['length']} tokens"] = {way: [] for way in ways}
+            for _ in range(given.rounds):
+                for way in ways:
+                    times[way].append(launch(2, way=way, dim=dim, **shape)["ms"])
     smallest = min(given.dims)
     found["one rank"] = {"ours": [], "plain": []}
     for _ in range(given.rounds):
