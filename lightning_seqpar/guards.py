@@ -196,18 +196,25 @@ class OutputWatch:
             )
 
 
-def check_readers(loss: Tensor, record: ShardedModel) -> None:
+def check_readers(loss: Tensor, record: ShardedModel, *, inside: bool = True) -> None:
     """Who reads the parameters whose data or gradient come in parts.
 
     Only the parallel layers may read a sharded parameter, and one with a partial gradient may be read between the
     region's first and last block alone: a loss that reads them (an L2 term) sees a part, or is counted tp times.
+
+    Args:
+        inside: whether to look at what is read between the region's first and last block too, which is most of the graph.
 
     Raises:
         RuntimeError: naming the parameter and the operation that reads it.
     """
     check_sums(loss, record)
     allowed = {f"{kind.__name__}Backward" for kind in (ShardedLinear, GatherLinear, *READERS)}
-    for node in reach(loss.grad_fn):
+
+    def made_inside(node: Any) -> bool:
+        return any(region.made(node) for region in record.regions)
+
+    for node in reach(loss.grad_fn, children if inside else lambda node: [] if made_inside(node) else children(node)):
         for child in children(node):
             variable = getattr(child, "variable", None)
             found = record.layout.of(variable) if variable is not None else None
@@ -219,7 +226,7 @@ def check_readers(loss: Tensor, record: ShardedModel) -> None:
                     "a part of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the "
                     "module out of the plan"
                 )
-            if found.name in record.on_shards and not any(region.made(node) for region in record.regions):
+            if found.name in record.on_shards and not made_inside(node):
                 raise RuntimeError(
                     f"{found.name}: {node.name()} reads it outside the sequence region, where its gradient is whole, but "
                     f"inside it is partial ({found.reason}): no one rule can sync both. Keep parameters out of the loss "

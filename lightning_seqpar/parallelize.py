@@ -164,6 +164,10 @@ class ShardedModel:
         for region in self.regions:
             region.check_draw(name, shape)
 
+    def drawn(self) -> tuple[tuple[bytes, ...], ...]:
+        """Which draws this step made from the ranks' own streams, as far as their ends tell."""
+        return tuple(tuple(region.streams.drawn) for region in self.regions)
+
     def check_closed(self, out: Any = None) -> None:
         """A step ended with ``out``: every region must have been left, and no shard given away."""
         for region in self.regions:
@@ -392,8 +396,8 @@ class _Swap(Blueprint):
             yield module.register_forward_hook(narrow(region, name))
         yield from self._hook_adapters()
         for name, module in self.modules.items():
-            stochastic = type(module).__name__.lower() in ("droppath", "stochasticdepth")
-            if stochastic and self.sp_at(name) and any(stack.covers(name) for stack in self.stacks):
+            stochastic = type(module).__name__.lower().endswith(("droppath", "stochasticdepth"))
+            if stochastic and any(stack.covers(name) for stack in self.stacks):
                 region = self.region_of(name)
                 yield module.register_forward_pre_hook(switch_streams(region, "pause"))
                 yield module.register_forward_hook(switch_streams(region, "resume"), always_call=True)

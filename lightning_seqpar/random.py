@@ -77,10 +77,15 @@ class RankStreams:
 
     Args:
         rank: the tensor-parallel rank.
+
+    Attributes:
+        drawn: in this step, how far each stretch of the own stream went, and whether anything was drawn between two of them.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self.drawn: list[bytes] = []
+        self._behind: list[Tensor] = []  # the replicated stream behind the last stretch
         self._replicated: list[Tensor] = []
         self._own: list[Tensor] = []
         self._started: list[Tensor] = []
@@ -104,6 +109,7 @@ class RankStreams:
         while self._depth:
             self._end()
         self._done, self._again = {}, _Again()
+        self.drawn, self._behind = [], []
 
     def begin(self, *, nests: bool = True) -> None:
         """From here on draws are this rank's own; calls nest, or do nothing where one is begun."""
@@ -118,6 +124,8 @@ class RankStreams:
             return
         self._depth = 1
         self._replicated = _states()
+        if self._behind and _differ(self._behind, self._replicated):
+            self.drawn.append(b"between")
         _reseed(self._replicated, self._rank)
         self._started = _states()
         self._note("begin", self._replicated)
@@ -140,10 +148,12 @@ class RankStreams:
             return
         before = _states()
         self._resume("end")
-        used = [not torch.equal(a, b) for a, b in zip(_states(), self._started, strict=True)]
+        own = _states()
+        self.drawn.append(b"".join(_position(state) for state in own))
         _restore(self._replicated)
-        _advance(used)
-        self._note("end", before)
+        _advance([not torch.equal(a, b) for a, b in zip(own, self._started, strict=True)])
+        self._behind = _states()
+        self._note("end", before, self._behind)
 
     def pause(self) -> None:
         """A whole activation: draws are replicated until :meth:`resume`."""
@@ -257,6 +267,11 @@ def _generators() -> list[torch.Generator]:
 
 def _states() -> list[Tensor]:
     return [generator.get_state() for generator in _generators()]
+
+
+def _position(state: Tensor) -> bytes:
+    """Where a generator stands in its sequence: behind the seed in torch's states, on a CPU in front of the numbers."""
+    return state[8:24].numpy().tobytes()
 
 
 def _restore(states: list[Tensor]) -> None:

@@ -6,6 +6,7 @@ opens a frame and closes it, whether it returns or raises, so that repeated, nes
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +59,17 @@ class _Frame:
     unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)  # gathers whose row is still to come
     gathered: list[_Read] = field(default_factory=list)
     number: int | None = None  # of what runs under the backward of the last row's reduce-scatter
+    tokens: tuple[int, ...] | None = (
+        None  # from a column to its row: the dims of the column's input in front of its features
+    )
+
+
+def _is_of_tokens(shape: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
+    """Whether what was drawn says nothing of features or heads: one number for all, for each sample or for each token."""
+    apart = [tokens, (tokens[0], 1, *tokens[1:])] if tokens else [tokens]  # [b, s, ...], [b, heads, s, ...]
+    return any(
+        all(size in (1, *like[at : at + 1]) for at, size in enumerate(shape)) for like in (*apart, (math.prod(tokens),))
+    )
 
 
 class _Read(NamedTuple):
@@ -103,6 +115,7 @@ class SequenceRegion:
         self.group, self.dim, self.sp, self.regather = group, dim, sp, regather
         self.name = name or "the model"
         self.size, self.rank = group.size(), group.rank()
+        self.is_copy = False
         self._frames = [_Frame()]
         # What each block's input was, by its shape: a recompute in the backward runs outside any frame.
         self._seen: dict[tuple[str, tuple[int, ...]], _Fact | None] = {}
@@ -117,6 +130,7 @@ class SequenceRegion:
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.regather)
         memo[id(self)] = copied
+        copied.is_copy = True
         return copied
 
     @property
@@ -275,6 +289,7 @@ class SequenceRegion:
     def end_block(self, *, aborted: bool) -> None:
         """It ended; one that raised may have left a row linear undone."""
         self._in_block = max(0, self._in_block - 1)
+        self._frame.tokens = None
         if self.sp or aborted:
             self.streams.end()
         if aborted and self._in_block == 0:
@@ -282,8 +297,9 @@ class SequenceRegion:
                 self.streams.end()
         self.stretches.drop()
 
-    def begin_columns(self, module: str) -> None:
-        """A column linear: its features are this rank's own, and so are the draws on them."""
+    def begin_columns(self, module: str, tokens: tuple[int, ...]) -> None:
+        """A column linear: its features are this rank's own, and so are the draws on them; ``tokens`` are its other dims."""
+        self._frame.tokens = tokens
         if self.sp:
             self.streams.resume(module)
         else:
@@ -291,6 +307,7 @@ class SequenceRegion:
 
     def _end_columns(self) -> None:
         """A row linear: without sequence parallelism its output is whole again."""
+        self._frame.tokens = None
         if not self.sp:
             self.streams.end()
 
@@ -298,6 +315,7 @@ class SequenceRegion:
         """A row linear whose partial sums are reduced later: what is drawn for them must be drawn alike."""
         if partial.grad_fn is not None:
             self._frame.parts.append(partial.grad_fn)
+        self._frame.tokens = None
         if self.sp:
             self.streams.pause()
         else:
@@ -326,9 +344,18 @@ class SequenceRegion:
                 "behind its first column linear, which are not for the features of a column: each rank would draw its own. "
                 "Draw them before the experts, outside the module, or not at all"
             )
+        frame = self._frame
+        if frame.tokens is not None and self.streams.own:
+            if _is_of_tokens(shape, frame.tokens):
+                raise ValueError(
+                    f"between a column linear of {self.name} and its row random numbers ({name}) of shape {list(shape)} are drawn, "
+                    "which are not for the features or heads that are this rank's: each rank would draw its own, and one process "
+                    "draws one for all of them (stochastic depth?). Draw them in a module whose class is called "
+                    "...DropPath or ...StochasticDepth, before the module or behind it, or not at all"
+                )
+            return
         if not self.active:
             return
-        frame = self._frame
         is_shard = len(shape) > self.dim and shape[self.dim] == self.shard_length
         is_shard |= (
             frame.ndim == 3 and len(shape) == 2 and shape[0] == frame.batch * self.shard_length
@@ -336,18 +363,19 @@ class SequenceRegion:
         is_local = (
             len(shape) > self.dim and shape[self.dim] == self._length
         )  # between a column that gathers and its row
-        if self._in_block and self.streams.own and not self._frame.scopes and not is_shard and not is_local:
+        if self._in_block and self.streams.own and not is_shard and not is_local:
             raise ValueError(
                 f"a block of {self.name} draws random numbers ({name}) of shape {list(shape)}, which has no sequence dim of "
                 f"{self.shard_length}: each rank would draw its own for its part of the sequence, and one process draws one "
-                "for all of it (stochastic depth?). Draw them in a module whose class is called DropPath or StochasticDepth, "
-                "between the blocks, or set sp=False"
+                "for all of it (stochastic depth?). Draw them in a module whose class is called ...DropPath or "
+                "...StochasticDepth, between the blocks, or set sp=False"
             )
-        if not self._in_block and is_shard and len(shape) == self._frame.ndim:
+        alike = not self._in_block or not (self.streams.own or frame.scopes or shape[self.dim : self.dim + 1] == (1,))
+        if alike and is_shard and len(shape) == self._frame.ndim:
             raise ValueError(
-                f"between the blocks of {self.name} random numbers ({name}) of shape {list(shape)} are drawn for shards of the "
-                "sequence, and every rank would draw the same for other positions; drop out inside the blocks or behind the "
-                "region's end"
+                f"between the blocks of {self.name} (or in a DropPath) random numbers ({name}) of shape {list(shape)} are drawn "
+                "for shards of the sequence, and every rank would draw the same for other positions; drop out inside the blocks or "
+                "behind the region's end"
             )
 
     # ---- tensor-parallel parts -------------------------------------------------------------------------------
@@ -565,7 +593,7 @@ class SequenceRegion:
 
     def check_column_input(self, x: Tensor, module: str) -> None:
         """A column linear must read a whole sequence, gathered for it."""
-        self.begin_columns(module)
+        self.begin_columns(module, tuple(x.shape[:-1]))
         frame = self._frame
         if self._recomputes():
             return
@@ -573,6 +601,11 @@ class SequenceRegion:
         if not self.sp:
             return
         if not frame.scopes:
+            if self.is_copy:
+                raise ValueError(
+                    f"{module}: this is a copy of a module that was made while it was sharded, and nothing gathers for copies. "
+                    "Make copies (an average of weights, a reference) in __init__ or configure_model, or set sp=False"
+                )
             raise ValueError(
                 f"{module}: this column-parallel linear runs where nothing was gathered for it, so it would see a part "
                 f"of the sequence only; add a rule {{pattern: {module}, style: gather}}, or one for the module around it"
@@ -648,7 +681,8 @@ class SequenceRegion:
         if x.ndim != self._frame.ndim or x.shape[self.dim] != self.shard_length:
             raise ValueError(
                 f"{module}: its input has shape {list(x.shape)}; a shard of {self.name} has {self.shard_length} of "
-                f"{self._frame.length} positions at dim {self.dim}"
+                f"{self._frame.length} positions at dim {self.dim}. Where a block cuts the sequence itself (feed-forward in "
+                "chunks), switch that off or set sp=False"
             )
 
     # ---- lengths ---------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from lightning_seqpar.guards import (
     check_buffers,
     check_parameters,
     check_readers,
-    check_sums,
     refuse_added,
     warn_of_equal_replicas,
 )
@@ -41,6 +40,8 @@ from lightning_seqpar.metrics import share_metrics
 from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.precision import with_global_clipping
 from lightning_seqpar.random import DrawWatch
+
+_BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 
 
 class SteppingStrategy(TopologyStrategy):
@@ -59,6 +60,8 @@ class SteppingStrategy(TopologyStrategy):
         self._ddp_model: DistributedDataParallel | None = None
         self._reduced: list[Tensor] = []  # by DDP, over the replicas
         self._outputs = OutputWatch()
+        self._draws: set[Any] = set()  # how much steps drew whose draws were watched
+        self._watches_draws = False
 
     def _share_metrics(self) -> None:
         share_metrics([self._module, *self._trainer.callbacks], self.groups["dp"])  # type: ignore[attr-defined]
@@ -80,18 +83,27 @@ class SteppingStrategy(TopologyStrategy):
             check_batch(args[0], self.groups, self.root_device, loop)
             if loop == "training" and self._calls[loop] == 1:
                 warn_of_equal_replicas(args[0], self.groups, self.root_device)
+        watched = loop == "training" and (due or self._watches_draws)
         try:
-            with DrawWatch(record.check_draw) if due and loop == "training" else nullcontext():
+            with DrawWatch(record.check_draw) if watched else nullcontext():
                 out = step(*args, **kwargs)
         except RuntimeError:
             refuse_added(record.added_inside(), record)  # the likelier cause of shapes that do not fit
             raise
         record.check_closed(out)
-        if loop != "training":
+        if loop == "training":
+            self._note_draws(record.drawn(), watched=watched)
+        else:
             self._outputs.note(out, self.root_device)
             if due or self._is_due(self._since_start[loop]) or self._outputs.is_full:
                 self._outputs.check(self.groups, loop)
         return out
+
+    def _note_draws(self, drawn: Any, *, watched: bool) -> None:
+        """A step that draws as none before did (a rate that rises from zero) has the next one watched."""
+        if watched:
+            self._draws.add(drawn)
+        self._watches_draws = drawn not in self._draws
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step; at due steps its random draws are watched."""
@@ -155,7 +167,7 @@ class SteppingStrategy(TopologyStrategy):
                 check_parameters(record)
                 check_buffers(record, self.groups, self.root_device)
             else:
-                check_sums(closure_loss, record)  # a loss may begin to read a router at any step
+                check_readers(closure_loss, record, inside=False)  # a loss may begin to read a parameter at any step
         if isinstance(self.model, DistributedDataParallel):
             if self._thawed():
                 raise RuntimeError(
@@ -231,11 +243,20 @@ class SteppingStrategy(TopologyStrategy):
         record = record_of(self._module)
         if record is not None:
             refuse_added(_parameters(optimizer), record)
-        watched = not self._module.automatic_optimization or is_overridden("configure_gradient_clipping", self._module)
-        if watched or self._is_due(step):
+        if self._may_change_gradients() or self._is_due(step):
             check_reduced(_parameters(optimizer), self.groups)
             if record is not None:
                 check_replicated(_parameters(optimizer), record.layout, self.groups)
+
+    def _may_change_gradients(self) -> bool:
+        """Whether code of the user's runs between the backward and the update."""
+        module, callbacks = self._module, self._trainer.callbacks  # type: ignore[attr-defined]
+        own = ("configure_gradient_clipping", "optimizer_step", *_BEHIND_BACKWARD)
+        return (
+            not module.automatic_optimization
+            or any(is_overridden(hook, module) for hook in own)
+            or any(is_overridden(hook, one, Callback) for hook in _BEHIND_BACKWARD for one in callbacks)
+        )
 
     def global_norm(self, parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:
         """Norm of the whole model's gradient over ``parameters``; equal on all ranks."""

@@ -176,6 +176,28 @@ class LateClip(models.GPT):
             torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
 
 
+class LateNormInLoss(NormInLoss):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (super() if batch_idx == 17 else super(NormInLoss, self)).training_step(batch, batch_idx)
+
+
+class LateClipBehindBackward(models.GPT):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.global_step == 18:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+
+
+class ClipByCallback(L.Callback):
+    def on_after_backward(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.global_step == 18:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+
+
+class LateClipByCallback(models.GPT):
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [ClipByCallback()]
+
+
 class LateInit(models.GPT):
     def on_fit_start(self) -> None:
         nn.init.normal_(self.model.blocks[0].mlp.up.weight)
@@ -339,6 +361,13 @@ CASES = {
     "a norm in the loss": ("NormInLoss", {}, r"norm1.weight: AbsBackward0 reads it outside the sequence region"),
     "a user's hook on a norm": ("HookedNorm", {}, r"norm1.weight: it has a gradient hook of yours"),
     "torch's clipping, late": ("LateClip", {}, r"clipped by torch.nn.utils.clip_grad_norm_"),
+    "torch's clipping in a hook, late": ("LateClipBehindBackward", {}, r"clipped by torch.nn.utils.clip_grad_norm_"),
+    "torch's clipping in a callback, late": ("LateClipByCallback", {}, r"clipped by torch.nn.utils.clip_grad_norm_"),
+    "a norm in the loss, late": (
+        "LateNormInLoss",
+        {},
+        r"norm1.weight: AbsBackward0 reads it outside the sequence region",
+    ),
     "weights initialised late": ("LateInit", {}, r"mlp.up.weight: changed in place after the model was sharded"),
     "an unknown optimizer steps": (
         "HiddenOptimizer",

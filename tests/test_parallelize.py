@@ -200,3 +200,61 @@ def keyword_blocks() -> None:
 
 def test_arguments_by_keyword_and_tuple_outputs():
     run_distributed(keyword_blocks, 2)
+
+
+class Scored(nn.Module):
+    """An MLP that reads scores of a wider type than its activations, as experts read a router's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x, scores):
+        assert (x.dtype, scores.dtype) == (torch.float32, torch.float64)
+        return self.down(self.up(x).relu() * scores.to(x.dtype))
+
+
+class ScoredBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.mlp = nn.LayerNorm(16), nn.Linear(16, 1), Scored()
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.mlp(h, self.gate(h).double().sigmoid())
+
+
+class ScoredStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ScoredBlock() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def arguments_of_two_types(sp: bool) -> None:
+    torch.manual_seed(0)
+    model = ScoredStack()
+    x = torch.randn(2, 7, 16, requires_grad=True)
+    expected = model(x)
+    expected.pow(2).sum().backward()
+    grad, x.grad = x.grad.clone(), None
+    rules = [
+        {"pattern": "layers.*", "style": "blocks"},
+        {"pattern": "layers.*.mlp", "style": "gather", "args": [0, 1]},
+        {"pattern": "layers.*.mlp.up", "style": "column"},
+        {"pattern": "layers.*.mlp.down", "style": "row"},
+    ]
+    parallelize(model, [ShardingPlan.from_rules(rules)], groups(), sp=sp)
+    out = model(x)
+    out.pow(2).sum().backward()
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad, grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_gathered_arguments_keep_their_types(sp):
+    run_distributed(arguments_of_two_types, 2, sp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import lightning as L
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.random import RankStreams
-from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.testing import run_distributed
 
 P = 0.25
 
@@ -345,25 +346,105 @@ def test_the_loss_has_the_distribution_of_one_process():
         assert abs(float(dense.mean() - ours.mean())) < 4 * spread
 
 
-class Noisy(Dropping):
-    """A draw per sample inside a block, in no module of its own."""
+class Stray(Dropping):
+    """Draws for whole samples, in no module of their own.
 
-    def __init__(self) -> None:
+    Args:
+        where: in the block's own forward, or in that of its attention: between the columns and the row, or behind it.
+        late: how many steps the rate stays zero.
+    """
+
+    def __init__(self, where: str, late: int = 0) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(NoisyBlock() for _ in range(2))
+        self.blocks = nn.ModuleList(StrayBlock(where) for _ in range(2))
+        self.late = late
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for module in self.modules():
+            if hasattr(module, "rate"):
+                module.rate = 0.1 if self.global_step >= self.late else 0.0
 
 
-class NoisyBlock(Block):
+class StrayBlock(Block):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.attn, self.where, self.rate = StrayAttention(where), where, 0.1
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (torch.rand(x.shape[0], 1, 1) > 0.1)
+        x = super().forward(x)
+        return x * (torch.rand(len(x), 1, 1) > self.rate) if self.rate and self.where == "block" else x
 
 
-def fit_noisy(sp: bool) -> None:
-    data = DataLoader(TensorDataset(torch.randint(31, (16, 12))), batch_size=8)
-    quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, sp=sp), max_steps=2).fit(Noisy(), data)
+class StrayAttention(DropAttention):
+    def __init__(self, where: str) -> None:
+        super().__init__(16, 4)
+        self.where, self.rate, self.path = where, 0.1, HouseDropPath()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, b = self._heads(x), len(x)
+        drawn = {"sample": (b, 1, 1), "token": (*x.shape[:2], 1), "scalar": (1,), "features": (b, 1, y.shape[-1])}
+        if self.rate and self.where in drawn:
+            y = y * (torch.rand(drawn[self.where]) > self.rate)
+        y = self.proj(self.path(y) if self.where == "module" else y)
+        return y * (torch.rand(b, 1, 1) > self.rate) if self.rate and self.where == "behind" else y
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = super()._mix(q, k, v)
+        return out * (torch.rand(len(q), 1, 1, 1) > self.rate) if self.rate and self.where == "heads" else out
 
 
-def test_a_draw_that_has_no_sequence_is_refused_on_shards():
-    with pytest.raises(RankFailedError, match=r"draws random numbers \(rand\) of shape \[8, 1, 1\]"):
-        run_distributed(fit_noisy, 2, True)
-    run_distributed(fit_noisy, 2, False)
+class HouseDropPath(DropPath):
+    """Known by the end of its name."""
+
+
+def fit_stray(where: str, sp: bool, late: int = 0) -> tuple[str, int, dict[str, list[Tensor]]]:
+    data = DataLoader(TensorDataset(torch.randint(31, (176, 12))), batch_size=8)
+    strategy = SeqParallelStrategy(tp=2, sp=sp, self_check=False)
+    module, told = Stray(where, late), "trained"
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=late + 4)
+    try:
+        trainer.fit(module, data)
+    except ValueError as error:
+        told = str(error)
+    masks = {name: part.masks for name, part in module.named_modules() if hasattr(part, "masks")}
+    return told, trainer.global_step, masks
+
+
+IN_A_BLOCK = r"a block of the model draws random numbers \(rand\) of shape \[8, 1, 1\], which has no sequence dim of 6"
+BETWEEN = r"between a column linear of the model and its row random numbers \(rand\) of shape \[8?{}"
+
+
+@pytest.mark.parametrize(
+    ("where", "sp", "says"),
+    [
+        ("block", True, IN_A_BLOCK),
+        ("block", False, "trained"),
+        ("behind", True, IN_A_BLOCK),
+        ("behind", False, "trained"),
+        *(("sample", sp, BETWEEN.format(r", 1, 1\]")) for sp in (True, False)),
+        *(("token", sp, BETWEEN.format(r", 12, 1\]")) for sp in (True, False)),
+        *(("heads", sp, BETWEEN.format(r", 1, 1, 1\]")) for sp in (True, False)),
+        *(("scalar", sp, BETWEEN.format(r"1\]")) for sp in (True, False)),
+        *(("features", sp, "trained") for sp in (True, False)),
+    ],
+)
+def test_a_draw_for_what_ranks_share_is_refused_where_each_draws_its_own(where, sp, says):
+    for told, step, _ in run_distributed(fit_stray, 2, where, sp):
+        assert re.match(says, told), told
+        assert step == (4 if told == "trained" else 0)
+
+
+@pytest.mark.parametrize("where", ["block", "behind", "sample"])
+def test_a_rate_that_rises_is_seen_behind_one_step(where):
+    for told, step, _ in run_distributed(fit_stray, 2, where, True, 18):
+        assert re.match(IN_A_BLOCK if where != "sample" else BETWEEN.format(""), told), told
+        assert step == 19
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_stochastic_depth_between_columns_and_row_drops_the_same_samples(sp):
+    (_, _, one), (told, _, two) = run_distributed(fit_stray, 2, "module", sp)
+    assert told == "trained"
+    masks = [torch.cat(one["blocks.0.attn.path"]), torch.cat(two["blocks.0.attn.path"])]
+    assert torch.equal(*masks)
+    assert 0 < float(masks[0].double().mean()) < 1

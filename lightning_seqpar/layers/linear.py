@@ -277,6 +277,7 @@ class ColumnParallelLinear(_ParallelLinear):
             x = region.behind(x)
             region.check_column_input(x, self.full_name)
             return self._tell(sharded_linear(x, self.weight, self.bias, region, transposed=self.transposed))
+        tokens: tuple[int, ...] = ()
         region.open_gather(x, self.full_name)
         try:
             if region.sp and region.saves(x.nbytes):
@@ -285,10 +286,11 @@ class ColumnParallelLinear(_ParallelLinear):
             else:
                 whole = region.gather(x, self.full_name)
                 out = sharded_linear(whole, self.weight, self.bias, region, transposed=self.transposed)
+            tokens = tuple(out.shape[:-1])
         finally:
             region.close_gather()
             region.finish(self.full_name)
-            region.begin_columns(self.full_name)
+            region.begin_columns(self.full_name, tokens)
         return self._tell(out)
 
     def _tell(self, out: Tensor) -> Tensor:
