@@ -283,6 +283,7 @@ class SequenceRegion:
     def begin_block(self) -> None:
         """A block's forward begins: on shards every rank draws for itself. Between blocks (layerdrop) all draw alike."""
         self._in_block += 1
+        self._frame.tokens = None
         if self.sp:
             self.streams.begin()
 
@@ -487,6 +488,7 @@ class SequenceRegion:
         if self.sp:
             self._resume(x, module)
             self.streams.pause()  # what it drops out before its columns is whole
+        self._frame.tokens = None
         self._frame.scopes.append([])
 
     def begin_raw(self) -> None:
