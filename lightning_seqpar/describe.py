@@ -162,8 +162,6 @@ def describe(
     topology = ProcessTopology.from_config(config, world_size or config.tp * config.pp * config.cp)
     with kept_streams(torch.device("cpu")):
         model = _configured(model)
-    if config.tp > 1:
-        refuse_compiled(model)
     with kept_streams(torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
         planned = without_numbers(model)
         with unset_fake_temporarily():
@@ -171,6 +169,7 @@ def describe(
         record, plans = None, []
         if config.tp > 1:
             plans = resolve_plans(config.plan, planned, lambda: _infer(model, step, config))
+            refuse_compiled(model, (match.name for plan in plans for match in plan.match(planned)))
             silent = ParallelGroups.silent(topology)
             record = parallelize(
                 planned, plans, silent, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk

@@ -115,8 +115,9 @@ def gather_arguments(
     copied: Sequence[Argument] = (),
     *,
     local_width: bool = False,
+    rows: int = 1,
 ) -> Callable[..., Any]:
-    """The module's arguments are gathered, or copied where they are whole already, once each."""
+    """The module's arguments are gathered, or copied where they are whole already, once each; it has so many row linears."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         done: dict[int, Tensor] = {}  # one gather serves an argument that is passed twice
@@ -129,7 +130,7 @@ def gather_arguments(
                 style = "gather" if arg in gathered else "copy"
                 raise ValueError(f"{name}: argument {arg!r} is a {type(x).__name__}; {style!r} takes tensors")
             if not done:
-                region.open_gather(x, name)
+                region.open_gather(x, name, rows)
             if id(x) not in done:
                 given = x.to(widest) if widest is not None and x.is_floating_point() else x
                 whole = region.gather(given, name) if arg in gathered else region.copy(given, name)

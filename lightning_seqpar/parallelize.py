@@ -350,7 +350,8 @@ class _Swap(Blueprint):
             module, region = self.modules[name], self.region_of(name)
             rule = self.gathers[name].rule if name in self.gathers else None
             narrow_input = isinstance(rule, GatherRule) and rule.local_width
-            hook = gather_arguments(region, name, gathered, copied, local_width=narrow_input)
+            rows = sum(isinstance(m.rule, RowRule) and inside(n, name) for n, m in self.linear.items())
+            hook = gather_arguments(region, name, gathered, copied, local_width=narrow_input, rows=rows)
             yield module.register_forward_pre_hook(hook, with_kwargs=True)
             if name in self.reduces:  # before the hook that closes what was gathered
                 yield from self._hook_reduce(name)
@@ -562,8 +563,9 @@ def parallelize(
     """
     if record_of(model) is not None:
         raise ValueError("the model is parallelised already; call unshard(model) first")
-    refuse_compiled(model)
-    return _Swap(model, plans, groups, sp, regather, loss_chunk).apply()
+    swap = _Swap(model, plans, groups, sp, regather, loss_chunk)
+    refuse_compiled(model, [match.name for match in swap.matches])
+    return swap.apply()
 
 
 def whole_tensor(local: Tensor, layout: ParamLayout, groups: ParallelGroups) -> Tensor:

@@ -52,6 +52,7 @@ class _Frame:
     raw: int = 0  # open modules that multiply sharded parameters themselves
     first: tuple[str, tuple[int, ...]] | None = None  # the block that entered, and its whole input's shape
     scopes: list[list[Any]] = field(default_factory=list)  # per open gathering module: its gathers' graph nodes
+    rows: list[int] = field(default_factory=list)  # and row linears in it that are still to come
     task: int = -1  # the backward in which the call began, or -1
     resumed_by: str | None = None  # the module whose recompute opened the frame
     stand_ins: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # and the activations behind them
@@ -258,7 +259,7 @@ class SequenceRegion:
         """A block raised: shards no longer flow."""
         frame = self._frame
         frame.length, frame.raw = None, 0
-        for opened in (frame.scopes, frame.gathered, frame.unreduced, frame.sums, frame.parts):
+        for opened in (frame.scopes, frame.rows, frame.gathered, frame.unreduced, frame.sums, frame.parts):
             opened.clear()
         self._mark(begin=False)
 
@@ -308,7 +309,11 @@ class SequenceRegion:
 
     def _end_columns(self) -> None:
         """A row linear: without sequence parallelism its output is whole again."""
-        self._frame.tokens = None
+        frame = self._frame
+        if frame.rows:
+            frame.rows[-1] -= 1
+        if not frame.rows or frame.rows[-1] <= 0:  # else other columns' features may be on their way
+            frame.tokens = None
         if not self.sp:
             self.streams.end()
 
@@ -483,13 +488,14 @@ class SequenceRegion:
         self._remember((module, tuple(x.shape)), is_shard=True)
         return self._length
 
-    def open_gather(self, x: Tensor, module: str) -> None:
-        """A module whose arguments are gathered begins; ``x`` is the first of them."""
+    def open_gather(self, x: Tensor, module: str, rows: int = 1) -> None:
+        """A module whose arguments are gathered begins; ``x`` is the first of them, and so many row linears are in it."""
         if self.sp:
             self._resume(x, module)
             self.streams.pause()  # what it drops out before its columns is whole
         self._frame.tokens = None
         self._frame.scopes.append([])
+        self._frame.rows.append(rows)
 
     def begin_raw(self) -> None:
         """A module that multiplies sharded parameters itself begins: no column says where whole activations end."""
@@ -527,6 +533,7 @@ class SequenceRegion:
             self.streams.resume(("behind", module))
         frame = self._frame
         nodes = frame.scopes.pop() if frame.scopes else []
+        del frame.rows[-1:]
         if not frame.scopes:
             for read in frame.gathered:
                 if read.handle is not None:

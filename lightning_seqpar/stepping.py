@@ -41,6 +41,7 @@ from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.precision import with_global_clipping
 from lightning_seqpar.random import DrawWatch
 
+_MANY = 2**14  # patterns of draws that are remembered
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 
 
@@ -60,7 +61,8 @@ class SteppingStrategy(TopologyStrategy):
         self._ddp_model: DistributedDataParallel | None = None
         self._reduced: list[Tensor] = []  # by DDP, over the replicas
         self._outputs = OutputWatch()
-        self._draws: set[Any] = set()  # how much steps drew whose draws were watched
+        self._draws: set[int] = set()  # how much steps drew whose draws were watched, as hashes
+        self._gradients_may_change = True
         self._watches_draws = False
 
     def _share_metrics(self) -> None:
@@ -101,9 +103,11 @@ class SteppingStrategy(TopologyStrategy):
 
     def _note_draws(self, drawn: Any, *, watched: bool) -> None:
         """A step that draws as none before did (a rate that rises from zero) has the next one watched."""
+        if len(self._draws) >= _MANY:
+            self._draws.clear()
         if watched:
-            self._draws.add(drawn)
-        self._watches_draws = drawn not in self._draws
+            self._draws.add(hash(drawn))
+        self._watches_draws = hash(drawn) not in self._draws
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step; at due steps its random draws are watched."""
@@ -243,19 +247,20 @@ class SteppingStrategy(TopologyStrategy):
         record = record_of(self._module)
         if record is not None:
             refuse_added(_parameters(optimizer), record)
-        if self._may_change_gradients() or self._is_due(step):
+        if self._gradients_may_change or self._is_due(step):
             check_reduced(_parameters(optimizer), self.groups)
             if record is not None:
                 check_replicated(_parameters(optimizer), record.layout, self.groups)
 
-    def _may_change_gradients(self) -> bool:
-        """Whether code of the user's runs between the backward and the update."""
+    def _note_hooks(self) -> None:
+        """Whether code of the user's runs between the backward and the update, on any rank; collective over the world."""
         module, callbacks = self._module, self._trainer.callbacks  # type: ignore[attr-defined]
         own = ("configure_gradient_clipping", "optimizer_step", *_BEHIND_BACKWARD)
-        return (
+        self._gradients_may_change = self.reduce_boolean_decision(
             not module.automatic_optimization
             or any(is_overridden(hook, module) for hook in own)
-            or any(is_overridden(hook, one, Callback) for hook in _BEHIND_BACKWARD for one in callbacks)
+            or any(is_overridden(hook, one, Callback) for hook in _BEHIND_BACKWARD for one in callbacks),
+            all=False,
         )
 
     def global_norm(self, parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:

@@ -206,6 +206,7 @@ class SeqParallelStrategy(SavingStrategy):
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, self.groups.size("tp"))
             self._guard_raw_steps()
+            self._note_hooks()
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)

@@ -872,7 +872,7 @@ MUTANTS = [
     Mutant(
         "a rate that rises from zero goes unseen",
         "stepping.py",
-        "self._watches_draws = drawn not in self._draws",
+        "self._watches_draws = hash(drawn) not in self._draws",
         "self._watches_draws = False",
         "tests/test_random.py",
     ),

@@ -407,6 +407,14 @@ class Compiled(models.GPT):
         self.model = torch.compile(self.model)
 
 
+class CompiledTeacher(models.GPT):
+    """Compiled, and none of what is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.compile(nn.Linear(4, 4).requires_grad_(False))
+
+
 class CompiledBlocks(models.GPT):
     def __init__(self) -> None:
         super().__init__()
@@ -418,6 +426,10 @@ class NoBlocks(models.GPT):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Sequential(nn.Embedding(31, 16), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 31))
+
+
+def test_compiled_modules_beside_the_plan_are_left_alone():
+    run_distributed(train, 2, "CompiledTeacher", {"plan": models.plan()}, max_steps=1)
 
 
 @pytest.mark.parametrize("case", CASES)

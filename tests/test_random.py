@@ -221,12 +221,15 @@ class DropAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.before(x)
-        y = checkpoint(self._heads, x, use_reentrant=False) if self.recompute == "columns" else self._heads(x)
+        y = checkpoint(self._columns, x, use_reentrant=False) if self.recompute == "columns" else self._columns(x)
         return self.behind(self.proj(y))
 
-    def _heads(self, x: Tensor) -> Tensor:
-        b, s, _ = x.shape
-        qkv = [t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)]
+    def _columns(self, x: Tensor) -> Tensor:
+        return self._heads(self.qkv(x))
+
+    def _heads(self, qkv: Tensor) -> Tensor:
+        b, s, _ = qkv.shape
+        qkv = [t.view(b, s, self.heads, -1).transpose(1, 2) for t in qkv.chunk(3, -1)]
         y = checkpoint(self._mix, *qkv, use_reentrant=False) if self.recompute == "between" else self._mix(*qkv)
         return y.transpose(1, 2).reshape(b, s, -1)
 
@@ -379,9 +382,14 @@ class StrayAttention(DropAttention):
     def __init__(self, where: str) -> None:
         super().__init__(16, 4)
         self.where, self.rate, self.path = where, 0.1, HouseDropPath()
+        if where == "interleaved":
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        y, b = self._heads(x), len(x)
+        if self.where == "interleaved":  # heads drop out behind the other path's row
+            up, qkv = self.up(x), self.qkv(x)
+            return self.down(F.gelu(up)) + self.proj(self._heads(qkv))
+        y, b = self._heads(self.qkv(x)), len(x)
         drawn = {"sample": (b, 1, 1), "token": (*x.shape[:2], 1), "scalar": (1,), "features": (b, 1, y.shape[-1])}
         if self.rate and self.where in drawn:
             y = y * (torch.rand(drawn[self.where]) > self.rate)
@@ -426,6 +434,7 @@ BETWEEN = r"between a column linear of the model and its row random numbers \(ra
         *(("heads", sp, BETWEEN.format(r", 1, 1, 1\]")) for sp in (True, False)),
         *(("scalar", sp, BETWEEN.format(r"1\]")) for sp in (True, False)),
         *(("features", sp, "trained") for sp in (True, False)),
+        ("interleaved", True, "trained"),
     ],
 )
 def test_a_draw_for_what_ranks_share_is_refused_where_each_draws_its_own(where, sp, says):
