@@ -128,7 +128,7 @@ class RankStreams:
             self.drawn.append(b"between")
         _reseed(self._replicated, self._rank)
         self._started = _states()
-        self._note("begin", self._replicated)
+        self._note("begin", self._replicated, self._started)
 
     def end(self) -> None:
         """Draws are replicated again, as they were, or one draw further if the own stream was used."""
@@ -192,10 +192,10 @@ class RankStreams:
                 self._started = _states()
         self._replicated, self._paused = now, False
         if moved or where != "end":
-            self._note(("resume", where), now)
+            self._note(("resume", where), now, _states() if moved else self._own)
 
-    def _note(self, what: Any, before: list[Tensor], after: list[Tensor] | None = None) -> None:
-        key, after = (what, _key(before)), after or _states()
+    def _note(self, what: Any, before: list[Tensor], after: list[Tensor]) -> None:
+        key = (what, _key(before))
         known = self._done.get(key, after)
         self._done[key] = None if known is None or _differ(known, after) else after
 
@@ -238,7 +238,7 @@ def _differ(a: list[Tensor], b: list[Tensor]) -> bool:
 def _key(states: list[Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for state in states:
-        digest.update(state.numpy().tobytes())
+        digest.update(state.numpy().data)
     return digest.digest()
 
 
