@@ -64,15 +64,17 @@ def launch(ranks: int, **task: Any) -> dict[str, Any]:
 
 
 def steps(given: argparse.Namespace) -> dict[str, Any]:
-    """ms of a step at tp 2, in each round; and at tp 1 beside plain Lightning."""
-    found: dict[str, Any] = {}
+    """ms of a step at tp 2, in each round; and at tp 1 beside plain Lightning. Shapes that are not asked for stay as they were."""
+    found: dict[str, Any] = given.before.get("steps", {}).get("found", {})
     ways = (*WAYS, ALONE)
     for dim in given.dims:
-        for shape in SHAPES[dim]:
+        for shape in (one for one in SHAPES[dim] if one["length"] in (given.lengths or (one["length"],))):
             times = found[f"{dim}, 4 × {shape['length']} tokens"] = {way: [] for way in ways}
             for _ in range(given.rounds):
                 for way in ways:
                     times[way].append(launch(2, way=way, dim=dim, **shape)["ms"])
+    if given.lengths:
+        return found
     smallest = min(given.dims)
     found["one rank"] = {"ours": [], "plain": []}
     for _ in range(given.rounds):
@@ -166,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--dims", nargs="+", type=int, default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--lengths", nargs="+", type=int, help="of the shapes whose steps are timed; else all")
     parser.add_argument("--tp", nargs="+", type=int, default=[2, 4], help="sizes at which memory is measured")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=HERE / "results")
@@ -173,6 +176,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     file = given.out / "bench.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    given.before = results
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo, one thread per rank"
     cpus = f"{os.cpu_count()} cores, {platform.machine()}"
     for part in given.parts:

@@ -88,16 +88,18 @@ def _bars(file: Path, groups: dict[str, dict[str, float]], label: str) -> None:
 
 
 def _steps(found: dict[str, Any], out: Path) -> list[str]:
-    one = found["one rank"]
+    one = found.get("one rank")
     dims = {dim: times for dim, times in found.items() if dim != "one rank"}
     lines = ["## Step time"]
     ratios: dict[str, dict[str, float]] = {}
     for dim, times in dims.items():
-        lines += ["", f"Dim {dim}, tp 2:", "", *_timed(times)]
+        lines += ["", f"Dim {dim}, tp 2, {len(times[BASE])} rounds:", "", *_timed(times)]
         ratios[f"dim {dim}"] = {
             way: statistics.median([a / b for a, b in zip(own, times[BASE], strict=True)]) for way, own in times.items()
         }
-    lines += ["", "One rank, beside plain Lightning:", "", *_timed(one, "plain"), "", "![step time](steps.png)"]
+    if one:
+        lines += ["", "One rank, beside plain Lightning:", "", *_timed(one, "plain")]
+    lines += ["", "![step time](steps.png)"]
     _bars(out / "steps.png", ratios, "step time, of dtensor's")
     return lines
 
