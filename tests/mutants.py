@@ -907,8 +907,8 @@ MUTANTS = [
     Mutant(
         "gathered arguments widened to the widest",
         "hooks.py",
-        "                        whole = whole.to(x.dtype)",
-        "                        pass",
+        "                    whole = whole.to(x.dtype)",
+        "                    pass",
         "tests/test_parallelize.py",
     ),
     Mutant(
