@@ -135,7 +135,7 @@ def gather_arguments(
                 given = x.to(widest) if widest is not None and x.is_floating_point() else x
                 whole = region.gather(given, name) if arg in gathered else region.copy(given, name)
                 casts = torch.is_autocast_enabled(x.device.type)
-                if widest != x.dtype and not casts and any(p.dtype == x.dtype for p in module.parameters()):
+                if widest not in (None, x.dtype) and not casts and any(p.dtype == x.dtype for p in module.parameters()):
                     whole = whole.to(x.dtype)  # products want their input in the weights' type
                 done[id(x)] = region.stand_in(whole) if local_width and arg in gathered else whole
             args, kwargs = _replace(where, done[id(x)], args, kwargs)
