@@ -28,8 +28,8 @@ from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.infer import infer_plan
 from lightning_seqpar.layers import LinearKind, features, linear_kind
 from lightning_seqpar.measure import SavedBytes, Traffic
-from lightning_seqpar.parallelize import ShardedModel, parallelize, record_of
-from lightning_seqpar.plan import ShardingPlan, inside, refuse_compiled, resolve_plans
+from lightning_seqpar.parallelize import ShardedModel, parallelize, record_of, refuse_compiled
+from lightning_seqpar.plan import ShardingPlan, inside, resolve_plans
 from lightning_seqpar.probe import answer_harmlessly, kept_streams
 from lightning_seqpar.random import OneStream
 from lightning_seqpar.topology import ProcessTopology

@@ -214,7 +214,10 @@ def check_readers(loss: Tensor, record: ShardedModel, *, inside: bool = True) ->
     def made_inside(node: Any) -> bool:
         return any(region.made(node) for region in record.regions)
 
-    for node in reach(loss.grad_fn, children if inside else lambda node: [] if made_inside(node) else children(node)):
+    def follow(node: Any) -> list[Any]:
+        return children(node) if inside or not made_inside(node) else []
+
+    for node in reach(loss.grad_fn, follow):
         for child in children(node):
             variable = getattr(child, "variable", None)
             found = record.layout.of(variable) if variable is not None else None

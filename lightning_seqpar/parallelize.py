@@ -66,7 +66,6 @@ from lightning_seqpar.plan import (
     ShardingPlan,
     WholeRule,
     inside,
-    refuse_compiled,
 )
 from lightning_seqpar.region import SequenceRegion
 
@@ -542,6 +541,22 @@ def refuse_copies(record: ShardedModel) -> None:
                 f"{name} is a copy of {module.__dict__[_PART]}, made while it was sharded: it holds this rank's part, which would "
                 "pass for the whole. Make copies (an average of weights, a reference) in __init__ or configure_model, where they "
                 "are sharded like any model, or keep them out of the module"
+            )
+
+
+def refuse_compiled(model: nn.Module, planned: Iterable[str]) -> None:
+    """What torch.compile made of ``planned`` modules, or of modules in or around them, knows nothing of shards.
+
+    Raises:
+        ValueError: naming the module.
+    """
+    names = list(planned)
+    for name, module in model.named_modules():
+        is_compiled = module._compiled_call_impl is not None or "_orig_mod" in module._modules
+        if is_compiled and any(not name or inside(one, name) or inside(name, one) for one in names):
+            raise ValueError(
+                f"{name or 'the model'} was compiled (torch.compile, or the module's own compile()), and a compiled graph knows "
+                "nothing of shards. With tp > 1 leave torch.compile away; tp=1 runs it"
             )
 
 

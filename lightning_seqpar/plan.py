@@ -539,22 +539,6 @@ def _search_families(model: nn.Module, known: Sequence[Family], *, strict: bool)
     return search
 
 
-def refuse_compiled(model: nn.Module, planned: Iterable[str]) -> None:
-    """What torch.compile made of ``planned`` modules, or of modules in or around them, knows nothing of shards.
-
-    Raises:
-        ValueError: naming the module.
-    """
-    names = list(planned)
-    for name, module in model.named_modules():
-        is_compiled = module._compiled_call_impl is not None or "_orig_mod" in module._modules
-        if is_compiled and any(not name or inside(one, name) or inside(name, one) for one in names):
-            raise ValueError(
-                f"{name or 'the model'} was compiled (torch.compile, or the module's own compile()), and a compiled graph knows "
-                "nothing of shards. With tp > 1 leave torch.compile away; tp=1 runs it"
-            )
-
-
 def resolve_plans(
     spec: str | PlanSpec, model: nn.Module, infer: Callable[[], ShardingPlan] | None = None
 ) -> list[ShardingPlan]:

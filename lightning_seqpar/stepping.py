@@ -110,7 +110,7 @@ class SteppingStrategy(TopologyStrategy):
         self._watches_draws = hash(drawn) not in self._draws
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step; at due steps its random draws are watched."""
+        """The user's step; its random draws are watched at due steps, and behind one that drew as none before."""
         if self._sync is not None:
             self._sync.attach()
             self._flushed = False

@@ -198,6 +198,7 @@ class SeqParallelStrategy(SavingStrategy):
         self._share_metrics()
         self._sync = None
         self._steps, self._calls = {}, Counter()
+        self._draws, self._watches_draws = set(), False
         if fitting:
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)
