@@ -60,9 +60,14 @@ class _Frame:
     unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)  # gathers whose row is still to come
     gathered: list[_Read] = field(default_factory=list)
     number: int | None = None  # of what runs under the backward of the last row's reduce-scatter
-    tokens: tuple[int, ...] | None = (
-        None  # from a column to its row: the dims of the column's input in front of its features
-    )
+    # From a column to its row: the dims of the column's input in front of its features.
+    tokens: tuple[int, ...] | None = None
+    behind: int | None = None  # behind a row of one that has more, until the next column: the row's features
+    alike: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)  # and what all ranks drew alike there
+
+    def leave_rows(self) -> None:
+        """No column's features are on their way any more."""
+        self.tokens, self.behind, self.alike = None, None, []
 
 
 def _is_of_tokens(shape: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
@@ -284,14 +289,14 @@ class SequenceRegion:
     def begin_block(self) -> None:
         """A block's forward begins: on shards every rank draws for itself. Between blocks (layerdrop) all draw alike."""
         self._in_block += 1
-        self._frame.tokens = None
+        self._frame.leave_rows()
         if self.sp:
             self.streams.begin()
 
     def end_block(self, *, aborted: bool) -> None:
         """It ended; one that raised may have left a row linear undone."""
         self._in_block = max(0, self._in_block - 1)
-        self._frame.tokens = None
+        self._frame.leave_rows()
         if self.sp or aborted:
             self.streams.end()
         if aborted and self._in_block == 0:
@@ -301,19 +306,29 @@ class SequenceRegion:
 
     def begin_columns(self, module: str, tokens: tuple[int, ...]) -> None:
         """A column linear: its features are this rank's own, and so are the draws on them; ``tokens`` are its other dims."""
+        self._frame.leave_rows()
         self._frame.tokens = tokens
         if self.sp:
             self.streams.resume(module)
         else:
             self.streams.begin(nests=False)
 
-    def _end_columns(self) -> None:
-        """A row linear: without sequence parallelism its output is whole again."""
+    def _end_columns(self, local: int, features: int) -> None:
+        """A row linear ``[features, local]``: without sequence parallelism its output is whole again."""
         frame = self._frame
+        for name, shape in frame.alike:  # no column came in between, so that it may be for what this row reads
+            if shape[-1] == local or shape[-1] != frame.behind:
+                raise ValueError(
+                    f"between two row linears of a module of {self.name} random numbers ({name}) of shape {list(shape)} are "
+                    "drawn, alike on every rank, that may be for features of the second row, which are each rank's own; let "
+                    "the module run one path to its end before the columns of the next, set sp=True, or set the dropout to 0"
+                )
         if frame.rows:
             frame.rows[-1] -= 1
-        if not frame.rows or frame.rows[-1] <= 0:  # else other columns' features may be on their way
-            frame.tokens = None
+        if not frame.rows or frame.rows[-1] <= 0:
+            frame.leave_rows()
+        else:  # other columns' features may be on their way
+            frame.behind = features
         if not self.sp:
             self.streams.end()
 
@@ -321,7 +336,7 @@ class SequenceRegion:
         """A row linear whose partial sums are reduced later: what is drawn for them must be drawn alike."""
         if partial.grad_fn is not None:
             self._frame.parts.append(partial.grad_fn)
-        self._frame.tokens = None
+        self._frame.leave_rows()
         if self.sp:
             self.streams.pause()
         else:
@@ -351,7 +366,17 @@ class SequenceRegion:
                 "Draw them before the experts, outside the module, or not at all"
             )
         frame = self._frame
+        if frame.behind is not None and frame.tokens is not None and not self.sp:
+            if not _is_of_tokens(shape, frame.tokens):
+                frame.alike.append((name, shape))
+            return
         if frame.tokens is not None and self.streams.own:
+            if shape[-1:] == (frame.behind,) and self.active and not self._has_positions(shape):
+                raise ValueError(
+                    f"behind a row linear of {self.name} random numbers ({name}) of shape {list(shape)} are drawn, which have no "
+                    f"sequence dim of {self.shard_length}: each rank would draw its own for its part of the sequence, and one "
+                    "process draws one for all of it. Draw them outside the module, or set sp=False"
+                )
             if _is_of_tokens(shape, frame.tokens):
                 raise ValueError(
                     f"between a column linear of {self.name} and its row random numbers ({name}) of shape {list(shape)} are drawn, "
@@ -362,14 +387,7 @@ class SequenceRegion:
             return
         if not self.active:
             return
-        is_shard = len(shape) > self.dim and shape[self.dim] == self.shard_length
-        is_shard |= (
-            frame.ndim == 3 and len(shape) == 2 and shape[0] == frame.batch * self.shard_length
-        )  # flattened tokens
-        is_local = (
-            len(shape) > self.dim and shape[self.dim] == self._length
-        )  # between a column that gathers and its row
-        if self._in_block and self.streams.own and not is_shard and not is_local:
+        if self._in_block and self.streams.own and not self._has_positions(shape):
             raise ValueError(
                 f"a block of {self.name} draws random numbers ({name}) of shape {list(shape)}, which has no sequence dim of "
                 f"{self.shard_length}: each rank would draw its own for its part of the sequence, and one process draws one "
@@ -377,12 +395,19 @@ class SequenceRegion:
                 "...StochasticDepth, between the blocks, or set sp=False"
             )
         alike = not self._in_block or not (self.streams.own or frame.scopes or shape[self.dim : self.dim + 1] == (1,))
-        if alike and is_shard and len(shape) == self._frame.ndim:
+        if alike and shape[self.dim : self.dim + 1] == (self.shard_length,) and len(shape) == self._frame.ndim:
             raise ValueError(
                 f"between the blocks of {self.name} (or in a DropPath) random numbers ({name}) of shape {list(shape)} are drawn "
                 "for shards of the sequence, and every rank would draw the same for other positions; drop out inside the blocks or "
                 "behind the region's end"
             )
+
+    def _has_positions(self, shape: tuple[int, ...]) -> bool:
+        """Whether what was drawn is for a shard's positions, or for all of them (between a column that gathers and its row)."""
+        frame, flat = self._frame, self._frame.batch * self.shard_length
+        if shape[self.dim : self.dim + 1] in ((self.shard_length,), (self._length,)):
+            return True
+        return frame.ndim == 3 and len(shape) == 2 and shape[0] == flat
 
     # ---- tensor-parallel parts -------------------------------------------------------------------------------
 
@@ -493,7 +518,7 @@ class SequenceRegion:
         if self.sp:
             self._resume(x, module)
             self.streams.pause()  # what it drops out before its columns is whole
-        self._frame.tokens = None
+        self._frame.leave_rows()
         self._frame.scopes.append([])
         self._frame.rows.append(rows)
 
@@ -534,6 +559,7 @@ class SequenceRegion:
         frame = self._frame
         nodes = frame.scopes.pop() if frame.scopes else []
         del frame.rows[-1:]
+        frame.behind, frame.alike = None, []
         if not frame.scopes:
             for read in frame.gathered:
                 if read.handle is not None:
@@ -654,9 +680,15 @@ class SequenceRegion:
         task = torch._C._current_graph_task_id()
         return task != -1 and self._frame.task != task
 
-    def reduce(self, x: Tensor, module: str) -> Tensor:
-        """Partial sums of a row linear: reduce-scattered (ḡ), or all-reduced (f̄) where the sequence is not sharded."""
-        self._end_columns()
+    def reduce(self, x: Tensor, module: str, local: int = 0) -> Tensor:
+        """Partial sums of a row linear: reduce-scattered (ḡ), or all-reduced (f̄) where the sequence is not sharded.
+
+        Args:
+            x: ``[b, s, h]``.
+            module: whose.
+            local: in-features of the row on this rank.
+        """
+        self._end_columns(local, x.shape[-1])
         if not self.sp:
             return reduce_from_tensor_parallel_region(x, self.group)
         frame = self._frame

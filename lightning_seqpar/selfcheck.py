@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,9 @@ NARROW_LIMIT = 1e-4
 OWN_LIMIT = 2e-2
 """Largest error of a gradient against its own size: one that is counted twice is wrong however small it is."""
 
+GRACE = timedelta(minutes=1)
+"""How long a rank that failed waits for the others to fail or to end, before it takes it that they wait for it."""
+
 NOISE = {False: 1e-13, True: 1e-7}
 """Below this (of the global norm) a gradient is rounding, for forwards in float64 and in narrower types."""
 
@@ -55,6 +59,10 @@ class PlanError(Exception):
 
 class SelfCheckError(ValueError):
     """The sharded model does not compute what the whole one does."""
+
+
+class FailedAloneError(RuntimeError):
+    """One rank's sharded model does not run, while the other ranks wait for it in a collective: all must end."""
 
 
 class _Watch(Quiet):
@@ -131,6 +139,10 @@ def self_check(
     """Run a copy of ``model`` whole and sharded and compare; collective over tp, equal on all of its ranks.
 
     ``model`` itself is not touched. Every rank must hold the same ``model`` and ``example``.
+
+    Raises:
+        ValueError: where the plan can't be carried out.
+        FailedAloneError: on a rank that fails while others wait for it.
     """
     example = example.to(device, dtype)
 
@@ -171,6 +183,7 @@ def self_check(
 
 def _agree(verdict: Verdict, told: str | None, groups: ParallelGroups) -> Verdict:
     answers: list[Any] = [None] * groups.size("tp")
+    _meet(told, groups["tp"])
     dist.all_gather_object(answers, (verdict.wrong, told), group=groups["tp"])
     for wrong, failed in answers:
         if failed is not None:
@@ -180,6 +193,28 @@ def _agree(verdict: Verdict, told: str | None, groups: ParallelGroups) -> Verdic
             verdict.wrong = wrong
             return verdict
     return verdict
+
+
+def _meet(told: str | None, group: dist.ProcessGroup) -> None:
+    """Ranks that failed must not start a collective while the others are in one of the model's."""
+    if dist.get_backend(group) == "fake":  # there are no others
+        return
+    store, rank = dist.distributed_c10d._world.pg_map[group][1], group.rank()
+    count = store.add(f"self-checks that rank {rank} ended", 1)
+    keys = [f"self-check {count} ended on rank {one}" for one in range(group.size())]
+    store.set(keys[rank], "")
+    if told is None:
+        return
+    try:
+        store.wait(keys, GRACE)
+    except RuntimeError:
+        waiting = [dist.get_global_rank(group, one) for one, key in enumerate(keys) if not store.check([key])]
+        raise FailedAloneError(
+            f"self_check: the sharded model does not run on rank {dist.get_rank()}, which raised {told}{_hint(told)}, while other "
+            f"ranks ({', '.join(map(str, waiting))}) go on and wait for it. Ranks must run the same layers in the same order: a "
+            "rule is wrong or missing, or a module decides by what it sees in its part of the sequence. Leave "
+            "that module whole ({pattern: ..., style: whole}), or set sp=False"
+        ) from None
 
 
 def _hint(failed: str) -> str:

@@ -865,9 +865,30 @@ MUTANTS = [
     Mutant(
         "draws behind a row, inside the module, not looked at",
         "region.py",
-        "if self._in_block and self.streams.own and not is_shard",
-        "if self._in_block and self.streams.own and not frame.scopes and not is_shard",
+        "if self._in_block and self.streams.own and not self._has_positions(shape):",
+        "if self._in_block and self.streams.own and not frame.scopes and not self._has_positions(shape):",
         "tests/test_random.py",
+    ),
+    Mutant(
+        "whole features behind the first of two rows drawn by each rank",
+        "region.py",
+        "if shape[-1:] == (frame.behind,) and self.active and not self._has_positions(shape):",
+        "if not shape:",
+        "tests/test_random.py",
+    ),
+    Mutant(
+        "another path's features behind a row drawn alike",
+        "region.py",
+        "if shape[-1] == local or shape[-1] != frame.behind:",
+        "if shape[-1] == local == frame.behind:",
+        "tests/test_random.py",
+    ),
+    Mutant(
+        "a rank that fails alone in the self-check waits for ever",
+        "selfcheck.py",
+        '_meet(told, groups["tp"])\n',
+        "",
+        "tests/test_selfcheck.py -k alone",
     ),
     Mutant(
         "a rate that rises from zero goes unseen",

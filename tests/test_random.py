@@ -382,13 +382,12 @@ class StrayAttention(DropAttention):
     def __init__(self, where: str) -> None:
         super().__init__(16, 4)
         self.where, self.rate, self.path = where, 0.1, HouseDropPath()
-        if where == "interleaved":
+        if where in PATHS:
             self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.where == "interleaved":  # heads drop out behind the other path's row
-            up, qkv = self.up(x), self.qkv(x)
-            return self.down(F.gelu(up)) + self.proj(self._heads(qkv))
+        if self.where in PATHS:
+            return self._two_paths(x)
         y, b = self._heads(self.qkv(x)), len(x)
         drawn = {"sample": (b, 1, 1), "token": (*x.shape[:2], 1), "scalar": (1,), "features": (b, 1, y.shape[-1])}
         if self.rate and self.where in drawn:
@@ -396,9 +395,27 @@ class StrayAttention(DropAttention):
         y = self.proj(self.path(y) if self.where == "module" else y)
         return y * (torch.rand(b, 1, 1) > self.rate) if self.rate and self.where == "behind" else y
 
+    def _two_paths(self, x: Tensor) -> Tensor:
+        """Both have run their columns before the first has its row (in turn: one behind the other)."""
+        if self.where == "in turn":
+            y = self.down(F.gelu(self.up(x)))
+            return F.dropout(y, 0.1) + self.proj(self._heads(self.qkv(x)))
+        up, qkv, b, h = self.up(x), self.qkv(x), len(x), x.shape[-1]
+        y = self.down(F.gelu(up))
+        drawn = {"row": y.shape, "locked": (b, 1, h), "vector": (h,), "both": (b, 1, 1)}
+        if self.rate and self.where in drawn:
+            y = y * (torch.rand(drawn[self.where]) > self.rate)
+        if self.where == "interleaved":
+            return y + self.proj(self._heads(qkv))
+        return y + self.proj(sum(qkv.chunk(3, -1)))
+
     def _mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = super()._mix(q, k, v)
         return out * (torch.rand(len(q), 1, 1, 1) > self.rate) if self.rate and self.where == "heads" else out
+
+
+PATHS = ("in turn", "interleaved", "row", "locked", "vector", "both")
+"""Of two rows in one module: what is drawn behind the first, for its own features or for the second's heads."""
 
 
 class HouseDropPath(DropPath):
@@ -434,7 +451,27 @@ BETWEEN = r"between a column linear of the model and its row random numbers \(ra
         *(("heads", sp, BETWEEN.format(r", 1, 1, 1\]")) for sp in (True, False)),
         *(("scalar", sp, BETWEEN.format(r"1\]")) for sp in (True, False)),
         *(("features", sp, "trained") for sp in (True, False)),
+        *(("in turn", sp, "trained") for sp in (True, False)),
         ("interleaved", True, "trained"),
+        (
+            "interleaved",
+            False,
+            r"between two row linears of a module of the model random numbers \(\w+\) of shape \[8, 2, 12, 12\]",
+        ),
+        *(("row", sp, "trained") for sp in (True, False)),
+        (
+            "locked",
+            True,
+            r"behind a row linear of the model random numbers \(rand\) of shape \[8, 1, 16\] are drawn, which have no",
+        ),
+        (
+            "vector",
+            True,
+            r"behind a row linear of the model random numbers \(rand\) of shape \[16\] are drawn, which have no",
+        ),
+        *((where, False, "trained") for where in ("locked", "vector")),
+        ("both", True, BETWEEN.format(r", 1, 1\]")),
+        ("both", False, "trained"),
     ],
 )
 def test_a_draw_for_what_ranks_share_is_refused_where_each_draws_its_own(where, sp, says):

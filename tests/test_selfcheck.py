@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,14 @@ import zoo
 from fit import fit, quiet_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
+from lightning_seqpar import (
+    ParallelConfig,
+    ParallelGroups,
+    ProcessTopology,
+    SeqParallelStrategy,
+    ShardingPlan,
+    selfcheck,
+)
 from lightning_seqpar.infer import infer_plan
 from lightning_seqpar.probe import Example
 from lightning_seqpar.selfcheck import self_check, worst_gradient
@@ -372,6 +381,39 @@ def test_a_batch_is_peeked_on_the_first_rank_and_leaves_the_streams(cache):
     (first, drawn), (other, same) = run_distributed(fit_counted, 2)
     assert (first, other) == (8, 4)
     assert torch.equal(drawn, same)
+
+
+def fail_on_a_shard_of_rank_1(module: torch.nn.Module, args: Any) -> None:
+    if torch.distributed.get_rank() == 1 and args[0].shape[1] < 10:
+        raise RuntimeError("mine alone")
+
+
+def check_with_one_that_fails(everywhere: bool) -> list[str]:
+    selfcheck.GRACE = timedelta(seconds=600 if everywhere else 2)
+    groups = ParallelGroups(ProcessTopology.from_config(ParallelConfig(tp=2), 2), torch.distributed.get_rank())
+    model = zoo.Zoo("gqa")
+    plan = infer_plan(model, example(), 2).plan
+    hook = fail_on_shards if everywhere else fail_on_a_shard_of_rank_1
+    model.get_submodule("net.h.1.attn").register_forward_pre_hook(hook)
+    return self_check(model, [plan], groups, example(), sp=True, regather=True, device=CPU).wrong
+
+
+def fail_on_shards(module: torch.nn.Module, args: Any) -> None:
+    if args[0].shape[1] < 10:
+        raise RuntimeError("on every rank")
+
+
+def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
+    with pytest.raises(RankFailedError) as caught:
+        run_distributed(check_with_one_that_fails, 2, False)
+    said = r"rank 1, which raised RuntimeError: mine alone, while other ranks \(0\) go on and wait for it"
+    assert re.search(
+        rf"--- rank 1: FailedAloneError: self_check: the sharded model does not run on {said}", str(caught.value)
+    )
+
+
+def test_ranks_that_all_fail_say_so_together():
+    assert run_distributed(check_with_one_that_fails, 2, True) == [["it does not run: RuntimeError: on every rank"]] * 2
 
 
 def test_a_step_that_needs_the_trainer_says_so():
