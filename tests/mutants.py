@@ -886,7 +886,7 @@ MUTANTS = [
     Mutant(
         "a rank that fails alone in the self-check waits for ever",
         "selfcheck.py",
-        '_meet(told, groups["tp"])\n',
+        '    _meet(told, groups["tp"])\n',
         "",
         "tests/test_selfcheck.py -k alone",
     ),
