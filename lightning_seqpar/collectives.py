@@ -46,30 +46,36 @@ _AT_ONCE = 2**18
 
 def _exchanges(x: Tensor, group: ProcessGroup) -> bool:
     """Whether collectives of this tensor are made of exchanges."""
-    return x.is_cpu and group._get_backend(x.device).name() == "gloo"
+    return x.is_cpu and not x.is_complex() and group._get_backend(x.device).name() == "gloo"
 
 
 class _Exchange:
-    """A tensor for each rank of the group under way, and one from each; all of one shape."""
+    """A tensor for each rank of the group under way, and one from each; all of one shape, and of no graph."""
 
     def __init__(self, given: Sequence[Tensor], group: ProcessGroup, async_op: bool) -> None:
-        self._rank, self._own = group.rank(), given[group.rank()].detach()
+        self._rank = group.rank()
+        self._own, *others = given[self._rank], *given[: self._rank], *given[self._rank + 1 :]
         if async_op and self._own.nbytes < self._own.untyped_storage().nbytes():
             self._own = self._own.clone()  # what it is a part of may go meanwhile
-        count = self._own.numel()
-        splits = [0 if at == self._rank else count for at in range(len(given))]  # its own stays where it is
-        sent = [given[at].detach().reshape(-1) for at in range(len(given)) if at != self._rank]
-        self._sent = sent[0].contiguous() if len(sent) == 1 else torch.cat(sent)  # kept until it has gone
-        self._out = self._own.new_empty(len(sent), count)
-        self._work = dist.all_to_all_single(self._out.view(-1), self._sent, splits, splits, group, async_op)
+        count, self._count = self._own.numel(), len(others)
+        splits = [count] * len(given)
+        splits[self._rank] = 0  # its own stays where it is
+        sent = others[0].reshape(-1) if len(others) == 1 else torch.cat([one.reshape(-1) for one in others])
+        self._sent = sent.contiguous()  # kept until it has gone
+        self._out = self._own.new_empty(len(others) * count)
+        # The group's own call: torch.distributed's form of it takes as long again.
+        work = group.alltoall_base(self._out, self._sent, splits, splits, dist.AllToAllOptions())
+        self._work: Any = work if async_op else work.wait() and None
 
     def wait(self) -> list[Tensor]:
         """What came, by rank."""
         if self._work is not None:
             self._work.wait()
         del self._sent
-        parts = [part.view(self._own.shape) for part in self._out.unbind()]
-        return [*parts[: self._rank], self._own, *parts[self._rank :]]
+        shape = self._own.shape
+        parts = [self._out.view(shape)] if self._count == 1 else [*self._out.view(self._count, *shape)]
+        parts.insert(self._rank, self._own)
+        return parts
 
     def sum(self) -> Tensor:
         """The sum of what came and its own, the same bits on all ranks; more than two 16-bit parts are added in float32."""
@@ -103,7 +109,7 @@ class PendingAllReduce:
             return
         stands_for("all_reduce", x.nbytes, 1 if self._at_once else 2)
         if self._at_once:
-            self._exchange = _Exchange([x] * size, group, async_op)
+            self._exchange = _Exchange([x.detach()] * size, group, async_op)
         else:
             flat = x.detach().reshape(-1)
             self._exchange = _Exchange(_pad(flat, 0, shard_length(len(flat), size) * size).chunk(size), group, async_op)
@@ -130,7 +136,7 @@ class PendingGather:
         self._in_parts = _exchanges(x, group)
         if self._in_parts:
             stands_for("all_gather", x.nbytes)
-            self._exchange = _Exchange([x] * self._size, group, async_op)
+            self._exchange = _Exchange([x.detach()] * self._size, group, async_op)
             return
         self._out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         # Kept until the collective is done: the backend reads it meanwhile.

@@ -92,8 +92,8 @@ MUTANTS = [
     Mutant(
         "collective forgets its group",
         "collectives.py",
-        "dist.all_to_all_single(self._out.view(-1), self._sent, splits, splits, group, async_op)",
-        "dist.all_to_all_single(self._out.view(-1), self._sent, splits, splits, None, async_op)",
+        "group.alltoall_base(self._out, self._sent",
+        "dist.distributed_c10d._get_default_group().alltoall_base(self._out, self._sent",
     ),
     Mutant("gather not trimmed", "collectives.py", "if self._length is not None and", "if False and"),
     Mutant(
