@@ -63,14 +63,14 @@ class _Exchange:
         sent = others[0].reshape(-1) if len(others) == 1 else torch.cat([one.reshape(-1) for one in others])
         self._sent = sent.contiguous()  # kept until it has gone
         self._out = self._own.new_empty(len(others) * count)
-        # The group's own call: torch.distributed's form of it takes as long again.
-        work = group.alltoall_base(self._out, self._sent, splits, splits, dist.AllToAllOptions())
-        self._work: Any = work if async_op else work.wait() and None
+        # The group's own call: torch.distributed's wrapper of it costs host time.
+        self._work = group.alltoall_base(self._out, self._sent, splits, splits, dist.AllToAllOptions())
+        if not async_op:
+            self._work.wait()
 
     def wait(self) -> list[Tensor]:
         """What came, by rank."""
-        if self._work is not None:
-            self._work.wait()
+        self._work.wait()
         del self._sent
         shape = self._own.shape
         parts = [self._out.view(shape)] if self._count == 1 else [*self._out.view(self._count, *shape)]
