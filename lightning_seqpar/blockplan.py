@@ -186,7 +186,7 @@ class BlockPlanner:
         if (counted := orders_tokens(self._trace, self._flow)) is not None:
             self._plan.reads_length = True
             self._reason(
-                f"{counted[0]}: it counts or sorts tokens ({counted[1]}) where it would see this rank's part of them: no "
+                f"{counted[0]}: it counts, sorts or reduces tokens ({counted[1]}) where it would see this rank's part of them: no "
                 "sequence parallelism here"
             )
 

@@ -357,7 +357,7 @@ def made_of_activation(trace: Trace, flow: BlockFlow) -> set[int]:
 
 
 def orders_tokens(trace: Trace, flow: BlockFlow) -> tuple[str, str] | None:
-    """A module and an operation of the block that counts or sorts tokens where it sees shards; none if there is none.
+    """A module and an operation of the block that counts, sorts or reduces tokens where it sees shards; or none.
 
     A place in an expert's queue, for one: no gradient shows it, and the example need not be long enough to.
     """

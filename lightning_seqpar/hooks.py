@@ -330,6 +330,30 @@ def switch_streams(region: SequenceRegion, what: Literal["begin", "end", "pause"
     return hook
 
 
+def draw_alike(region: SequenceRegion, *, always: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Before and behind a module that draws: alike on all ranks, always or where its input is a whole activation."""
+    switched: list[bool] = []
+
+    def reads_whole(args: tuple[Any, ...]) -> bool:
+        return bool(args) and isinstance(args[0], Tensor) and region.is_whole(args[0])
+
+    pause, resume = switch_streams(region, "pause"), switch_streams(region, "resume")
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        recomputes = torch._C._current_graph_task_id() != -1  # then the streams do what the forward did at this state
+        switched.append(recomputes or ((always or reads_whole(args)) and region.streams.own))
+        if switched[-1]:
+            pause(module)
+
+    def behind(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if switched and switched.pop():
+            resume(module)
+        if isinstance(out, Tensor) and reads_whole(args):
+            region.note_whole(out)
+
+    return before, behind
+
+
 def require_shard(region: SequenceRegion, name: str) -> Callable[..., None]:
     """The module must only be called where shards flow."""
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -23,6 +24,7 @@ from lightning_seqpar.hooks import (
     begin_sum,
     close_call,
     close_gather,
+    draw_alike,
     end_sum,
     enter_block,
     exit_region,
@@ -397,10 +399,10 @@ class _Swap(Blueprint):
         yield from self._hook_adapters()
         for name, module in self.modules.items():
             stochastic = type(module).__name__.lower().endswith(("droppath", "stochasticdepth"))
-            if stochastic and any(stack.covers(name) for stack in self.stacks):
-                region = self.region_of(name)
-                yield module.register_forward_pre_hook(switch_streams(region, "pause"))
-                yield module.register_forward_hook(switch_streams(region, "resume"), always_call=True)
+            if (stochastic or isinstance(module, _DropoutNd)) and any(stack.covers(name) for stack in self.stacks):
+                before, behind = draw_alike(self.region_of(name), always=stochastic)
+                yield module.register_forward_pre_hook(before)
+                yield module.register_forward_hook(behind, always_call=True)
         for name, rule in self.sliced_args.items():
             module, region = self.modules[name], self.region_of(name)
             hook = slice_arguments(region, name, rule.args or (), rule.dim)

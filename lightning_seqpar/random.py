@@ -289,7 +289,7 @@ def _advance(used: list[bool]) -> None:
             torch.rand(1, dtype=torch.float32, generator=generator, device=generator.device)
 
 
-_DRAWS = (
+DRAWS = (
     "bernoulli",
     "native_dropout",
     "_fused_dropout",
@@ -308,6 +308,7 @@ _DRAWS = (
     "cauchy",
     "log_normal",
 )
+"""Operations that draw random numbers."""
 
 
 class DrawWatch(TorchDispatchMode):
@@ -325,8 +326,12 @@ class DrawWatch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func.name().split("::")[-1].split(".")[0].rstrip("_")
-        if name in _DRAWS:
-            first = out[0] if isinstance(out, tuple) else out
-            self._check(name, tuple(first.shape))
+        if (drawn := drawn_shape(func, out)) is not None:
+            self._check(*drawn)
         return out
+
+
+def drawn_shape(func: Any, out: Any) -> tuple[str, tuple[int, ...]] | None:
+    """Of an operation that drew random numbers: its name and the shape of what it drew."""
+    name = func.name().split("::")[-1].split(".")[0].rstrip("_")
+    return (name, tuple((out[0] if isinstance(out, tuple) else out).shape)) if name in DRAWS else None

@@ -59,6 +59,7 @@ class _Frame:
     copied: list[int] = field(default_factory=list)  # lengths of activations that were whole already
     unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)  # gathers whose row is still to come
     gathered: list[_Read] = field(default_factory=list)
+    wholes: list[weakref.ref[Tensor]] = field(default_factory=list)  # activations that are the same on all ranks
     number: int | None = None  # of what runs under the backward of the last row's reduce-scatter
     # From a column to its row: the dims of the column's input in front of its features.
     tokens: tuple[int, ...] | None = None
@@ -264,7 +265,15 @@ class SequenceRegion:
         """A block raised: shards no longer flow."""
         frame = self._frame
         frame.length, frame.raw = None, 0
-        for opened in (frame.scopes, frame.rows, frame.gathered, frame.unreduced, frame.sums, frame.parts):
+        for opened in (
+            frame.scopes,
+            frame.rows,
+            frame.gathered,
+            frame.wholes,
+            frame.unreduced,
+            frame.sums,
+            frame.parts,
+        ):
             opened.clear()
         self._mark(begin=False)
 
@@ -503,7 +512,16 @@ class SequenceRegion:
         """Every rank's features, in order, for a module over the whole width: ``[..., f/tp]`` → ``[..., f]``."""
         return gather_from_sequence_parallel_region(x, x.ndim - 1, self.group)
 
+    def is_whole(self, x: Tensor) -> bool:
+        """Whether ``x`` is what was gathered or copied for an open module, dropout or none: the same on all ranks."""
+        return any(whole() is x for whole in self._frame.wholes)
+
+    def note_whole(self, x: Tensor) -> None:
+        """What was made of such an activation alone."""
+        self._frame.wholes.append(weakref.ref(x))
+
     def _note(self, whole: Tensor) -> None:
+        self.note_whole(whole)
         if self._frame.scopes and whole.grad_fn is not None:
             self._frame.scopes[-1].append(whole.grad_fn)
 
@@ -564,7 +582,7 @@ class SequenceRegion:
             for read in frame.gathered:
                 if read.handle is not None:
                     read.handle.kept = None  # now the graph alone holds it
-            frame.gathered, frame.stand_ins = [], []
+            frame.gathered, frame.stand_ins, frame.wholes = [], [], []
         if out is not None and out.grad_fn is not None and nodes and self._passes_by(out.grad_fn, nodes):
             frame.unreduced.append((module, nodes))  # the row may stand behind the module, but in the block
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from lightning_seqpar.parallelize import ShardedModel, parallelize
 from lightning_seqpar.parity import gather_grads, norm_of
 from lightning_seqpar.plan import ShardingPlan, inside
 from lightning_seqpar.probe import Example, Quiet, default_dtype, detached_copy, is_large, kept_streams, seed_streams
+from lightning_seqpar.random import drawn_shape
+from lightning_seqpar.region import SequenceRegion
 
 LIMIT = 1e-8
 """Largest error in float64, of the loss (relative) and of a gradient (of the global norm)."""
@@ -65,12 +67,24 @@ class FailedAloneError(RuntimeError):
     """One rank's sharded model does not run, while the other ranks wait for it in a collective: all must end."""
 
 
-class _Watch(Quiet):
-    """Also notes whether a forward narrows what came in as float64."""
+class _Draw(NamedTuple):
+    """Random numbers that a forward drew."""
 
-    def __init__(self, *, draws: bool) -> None:
+    where: str  # the module that began last
+    name: str  # of the operation
+    shape: tuple[int, ...]
+    own: bool  # from the rank's own stream
+
+
+class _Watch(Quiet):
+    """Also notes whether a forward narrows what came in as float64, and what it draws."""
+
+    def __init__(self, *, draws: bool, regions: Sequence[SequenceRegion]) -> None:
         super().__init__(draws=draws)
         self.narrow = False
+        self.where = ""
+        self.drawn: list[_Draw] = []
+        self._regions = regions
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -78,6 +92,8 @@ class _Watch(Quiet):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(out, Tensor) and out.is_floating_point() and out.ndim > 1 and out.dtype != torch.float64:
             self.narrow = True
+        if (drawn := drawn_shape(func, out)) is not None and (kwargs or {}).get("generator") is None:
+            self.drawn.append(_Draw(self.where, *drawn, any(region.streams.own for region in self._regions)))
         return out
 
 
@@ -92,16 +108,18 @@ class _Run:
     buffers: dict[str, Tensor]
     changed: set[str]
     ran: set[str]
+    drawn: list[_Draw]
 
 
 @contextmanager
-def _noted(model: nn.Module, ran: set[str]) -> Iterator[None]:
+def _noted(model: nn.Module, ran: set[str], watch: _Watch) -> Iterator[None]:
     """Note which modules run."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
 
             def note(module: nn.Module, args: Any, name: str = name) -> None:
                 ran.add(name)
+                watch.where = name
 
             stack.callback(module.register_forward_pre_hook(note).remove)
         yield
@@ -238,13 +256,14 @@ def _run(
     outputs: list[tuple[str, Tensor]] = []
     ran: set[str] = set()
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    watch = _Watch(draws=example.draws)
+    watch = _Watch(draws=example.draws, regions=record.regions if record is not None else [])
     seed_streams()
     sync = GradSync(record.layout, groups, record.doubtful) if record is not None else None
-    with torch.enable_grad(), _recorded(model, names, outputs), _noted(model, ran), watch:
+    with torch.enable_grad(), _recorded(model, names, outputs), _noted(model, ran, watch), watch:
         if record is not None:
             record.reset_calls()
         loss = example.run(model)
+        drawn = list(watch.drawn)  # a recompute draws again
         if record is not None:
             record.check_closed(loss)
             check_loss(loss, groups)
@@ -258,7 +277,7 @@ def _run(
         sync.remove()
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
     changed = {name for name, buffer in buffers.items() if name in before and not _equal(buffer, before[name])}
-    return _Run(float(loss.detach()), gather_grads(model), outputs, watch.narrow, buffers, changed, ran)
+    return _Run(float(loss.detach()), gather_grads(model), outputs, watch.narrow, buffers, changed, ran, drawn)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -273,6 +292,7 @@ def _compare(dense: _Run, sharded: _Run, record: ShardedModel, names: Sequence[s
     error = abs(dense.loss - sharded.loss) / max(abs(dense.loss), 1e-12)
     worst, where = worst_gradient(dense.grads, sharded.grads, narrow=dense.narrow)
     verdict.wrong += _unknown(dense, record)
+    verdict.wrong += _wrong_draws(dense.drawn, sharded.drawn)
     verdict.wrong += _wrong_buffers(dense, sharded, record, limit, groups)
     place = _first_difference(dense, sharded, record, groups, limit)
     if not error <= limit:
@@ -331,6 +351,30 @@ def _unknown(dense: _Run, record: ShardedModel) -> list[str]:
         f"it: set example_input_array to an input that runs it, or have it computed whole, {{pattern: {name}, style: whole}}"
         for name in found
     ]
+
+
+def _wrong_draws(dense: Sequence[_Draw], sharded: Sequence[_Draw]) -> list[str]:
+    """What is drawn for a whole activation must be drawn alike on all ranks, what is drawn for this rank's part by each."""
+    if [(draw.where, draw.name) for draw in dense] != [(draw.where, draw.name) for draw in sharded]:
+        return [
+            "the sharded model draws random numbers at other places than the whole one: draw them wherever the forward runs"
+        ]
+    for whole, draw in zip(dense, sharded, strict=True):
+        if (whole.shape == draw.shape) is not draw.own:
+            continue
+        told = f"random numbers ({draw.name}) of shape {list(draw.shape)}, drawn in {draw.where or 'the step'} (or behind it), "
+        if draw.own:
+            return [
+                f"{told}are as many as in the whole model, so that all ranks must draw the same, but behind a column linear and in "
+                "a block of shards each rank draws its own. Draw them in front of the first column linear of the attention or "
+                "MLP (an adapter's dropout in front of the adapted linear), in a module whose class is called ...DropPath or "
+                "...StochasticDepth, or not at all"
+            ]
+        return [
+            f"{told}are a part of {list(whole.shape)} in the whole model, so that each rank must draw its own, but between the "
+            "blocks, in a DropPath and behind a row linear all ranks draw the same; draw them inside a block, or not at all"
+        ]
+    return []
 
 
 def _wrong_buffers(dense: _Run, sharded: _Run, record: ShardedModel, limit: float, groups: ParallelGroups) -> list[str]:

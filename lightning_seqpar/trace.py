@@ -84,14 +84,42 @@ _ORDERED = (
 """What puts the elements of a dim in an order, or goes through them in one; no gradient need show it."""
 
 
+_REDUCING = (
+    "sum",
+    "mean",
+    "prod",
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    "norm",
+    "linalg_vector_norm",
+    "logsumexp",
+    "amax",
+    "amin",
+    "aminmax",
+    "max",
+    "min",
+    "median",
+    "argmax",
+    "argmin",
+)
+"""What makes one number of a dim, or of all where none is named; where it is clamped or compared, no gradient need show it."""
+
+
 def _ordered_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    if name.removesuffix("_") not in _ORDERED or not args or not isinstance(args[0], Tensor):
+    name = name.removesuffix("_")
+    if name not in (*_ORDERED, *_REDUCING) or not args or not isinstance(args[0], Tensor):
         return ()
     schema = [argument.name for argument in func._schema.arguments]
+    if "other" in schema:
+        return ()  # the larger of two tensors
     given = {**dict(zip(schema, args, strict=False)), **kwargs}
-    dims = given.get("dim", given.get("dims", -1))
     count = max(1, args[0].ndim)
-    return tuple(dim % count for dim in (dims if isinstance(dims, list | tuple) else [dims]))
+    dims = given.get("dim", given.get("dims"))
+    if dims is None or dims == []:
+        dims = range(count) if name in _REDUCING else -1
+    return tuple(dim % count for dim in (dims if isinstance(dims, list | tuple | range) else [dims]))
 
 
 @dataclass(frozen=True)
@@ -117,7 +145,7 @@ class Value:
 class Op:
     """One operation; ``stack`` holds the numbers of the module calls that were open, outermost first.
 
-    ``dims`` are the dims of its input along which it puts elements in an order or goes through them in one.
+    ``dims`` are the dims of its input along which it puts elements in an order, goes through them in one or reduces them.
     """
 
     index: int

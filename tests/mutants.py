@@ -884,6 +884,34 @@ MUTANTS = [
         "tests/test_random.py",
     ),
     Mutant(
+        "dropout of a whole activation behind a column drawn by each rank",
+        "hooks.py",
+        "(always or reads_whole(args))",
+        "always",
+        "tests/test_random.py -k whole",
+    ),
+    Mutant(
+        "a recompute forgets that a dropout was of a whole activation",
+        "hooks.py",
+        "switched.append(recomputes or (",
+        "switched.append((",
+        "tests/test_random.py -k whole",
+    ),
+    Mutant(
+        "the self-check does not look at what is drawn",
+        "selfcheck.py",
+        "if (whole.shape == draw.shape) is not draw.own:",
+        "if (whole.shape == draw.shape) is not None:",
+        "tests/test_random.py -k self_check",
+    ),
+    Mutant(
+        "a block that reduces over its shard not seen",
+        "trace.py",
+        "if name not in (*_ORDERED, *_REDUCING)",
+        "if name not in _ORDERED",
+        "tests/test_products.py -k orders_tokens",
+    ),
+    Mutant(
         "a rank that fails alone in the self-check waits for ever",
         "selfcheck.py",
         '    _meet(told, groups["tp"])\n',
@@ -900,8 +928,8 @@ MUTANTS = [
     Mutant(
         "stochastic depth on the rank's own stream without sp",
         "parallelize.py",
-        "            if stochastic and any(",
-        "            if stochastic and self.sp_at(name) and any(",
+        "if (stochastic or isinstance(module, _DropoutNd)) and any(",
+        "if (stochastic and self.sp_at(name) or isinstance(module, _DropoutNd)) and any(",
         "tests/test_random.py",
     ),
     Mutant(

@@ -494,7 +494,7 @@ def test_what_the_first_batch_does_not_show_is_right_too():
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("queued", "it counts or sorts tokens (cumsum) where it would see this rank's part of them"),
+        ("queued", "it counts, sorts or reduces tokens (cumsum) where it would see this rank's part of them"),
         ("turned", "its tokens are in another order than the block's"),
     ],
 )

@@ -238,6 +238,17 @@ class DropAttention(nn.Module):
         return (F.dropout(weights, P) if self.recompute in ("between", "called") else weights) @ v
 
 
+class LateDropAttention(DropAttention):
+    """What another column reads drops out behind the first: alike on all ranks, as what an adapter drops out of its input."""
+
+    def __init__(self, dim: int, heads: int, recompute: str = "") -> None:
+        super().__init__(dim, heads, recompute)
+        self.adapter, self.whole = nn.Linear(dim, dim), Recorder(P)
+
+    def _columns(self, x: Tensor) -> Tensor:
+        return super()._columns(x) + self.adapter(self.whole(x))
+
+
 class DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -248,9 +259,10 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int = 16, heads: int = 4, recompute: str = "") -> None:
+    def __init__(self, dim: int = 16, heads: int = 4, recompute: str = "", late: bool = False) -> None:
         super().__init__()
-        self.n1, self.n2, self.attn = nn.LayerNorm(dim), nn.LayerNorm(dim), DropAttention(dim, heads, recompute)
+        kind = LateDropAttention if late else DropAttention
+        self.n1, self.n2, self.attn = nn.LayerNorm(dim), nn.LayerNorm(dim), kind(dim, heads, recompute)
         self.up, self.down = nn.Linear(dim, 32), nn.Linear(32, dim)
         self.inner, self.path, self.recompute = Recorder(P), DropPath(), recompute
 
@@ -261,11 +273,11 @@ class Block(nn.Module):
 
 
 class Dropping(L.LightningModule):
-    def __init__(self, recompute: str = "", depth: int = 2) -> None:
+    def __init__(self, recompute: str = "", depth: int = 2, late: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.drop = nn.Embedding(31, 16), Recorder(P)
-        self.blocks = nn.ModuleList(Block(recompute=recompute) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(recompute=recompute, late=late) for _ in range(depth))
         self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
         self.recompute, self.losses = recompute, []
 
@@ -273,7 +285,8 @@ class Dropping(L.LightningModule):
         (ids,) = batch
         x = self.drop(self.embed(ids))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute == "block" else block(x)
+            again, reentrant = self.recompute.startswith("block"), self.recompute.endswith("reentrant")
+            x = checkpoint(block, x, use_reentrant=reentrant) if again else block(x)
         loss = F.cross_entropy(self.out(self.norm(x)).flatten(0, 1), ids.flatten())
         self.losses.append(float(loss.detach()))
         return loss
@@ -320,6 +333,28 @@ def test_masks_are_shared_or_independent_as_the_activation_is(sp):
             )
     attn = [torch.cat([m.flatten() for m in one["masks"][f"blocks.{i}.attn.probs"]]) for i in (0, 1)]
     assert abs(phi(*attn)) < 5
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_what_is_dropped_of_a_whole_activation_behind_a_column_is_the_same_on_all_ranks(sp):
+    one, two = run_distributed(train, 2, 2, sp, steps=4, late=True)
+    for block in (0, 1):
+        (mine, other), (local, others) = (
+            [torch.cat([m.flatten() for m in rank["masks"][f"blocks.{block}.attn.{name}"]]) for rank in (one, two)]
+            for name in ("whole", "probs")
+        )
+        assert torch.equal(mine, other)
+        kept = (1 - P) ** 2  # its input dropped out already
+        assert abs(float(mine.double().mean()) - kept) < 5 * (kept * (1 - kept) / mine.numel()) ** 0.5
+        assert abs(phi(local, others)) < 5
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_a_recompute_drops_of_a_whole_activation_what_was_dropped(sp):
+    kept = run_distributed(train, 2, 2, sp, steps=4, late=True)[0]["losses"]
+    for recompute in ("block", "block, reentrant", "attn", "columns"):
+        again = run_distributed(train, 2, 2, sp, steps=4, late=True, recompute=recompute)[0]["losses"]
+        assert again == pytest.approx(kept, rel=1e-9), recompute
 
 
 @pytest.mark.parametrize("sp", [True, False])
@@ -375,6 +410,9 @@ class StrayBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
+        if self.where == "square":  # as many features as positions
+            self.masks = [*getattr(self, "masks", []), torch.rand(len(x), 16) > self.rate]
+            return x * self.masks[-1][:, None]
         return x * (torch.rand(len(x), 1, 1) > self.rate) if self.rate and self.where == "block" else x
 
 
@@ -388,6 +426,8 @@ class StrayAttention(DropAttention):
     def forward(self, x: Tensor) -> Tensor:
         if self.where in PATHS:
             return self._two_paths(x)
+        if self.where == "functional":
+            return self.proj(self._heads(self.qkv(x)) + self.qkv(F.dropout(x, 0.1)).chunk(3, -1)[0])
         y, b = self._heads(self.qkv(x)), len(x)
         drawn = {"sample": (b, 1, 1), "token": (*x.shape[:2], 1), "scalar": (1,), "features": (b, 1, y.shape[-1])}
         if self.rate and self.where in drawn:
@@ -411,6 +451,9 @@ class StrayAttention(DropAttention):
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = super()._mix(q, k, v)
+        if self.where in ("shared", "pairs"):
+            ones = torch.ones(len(q) if self.where == "shared" else 1, 1, *[q.shape[-2]] * 2)
+            out = (q @ k.transpose(-1, -2)).softmax(-1) * F.dropout(ones, 0.1) @ v
         return out * (torch.rand(len(q), 1, 1, 1) > self.rate) if self.rate and self.where == "heads" else out
 
 
@@ -422,9 +465,11 @@ class HouseDropPath(DropPath):
     """Known by the end of its name."""
 
 
-def fit_stray(where: str, sp: bool, late: int = 0) -> tuple[str, int, dict[str, list[Tensor]]]:
-    data = DataLoader(TensorDataset(torch.randint(31, (176, 12))), batch_size=8)
-    strategy = SeqParallelStrategy(tp=2, sp=sp, self_check=False)
+def fit_stray(
+    where: str, sp: bool, late: int = 0, *, self_check: bool = False, length: int = 12
+) -> tuple[str, int, dict[str, list[Tensor]]]:
+    data = DataLoader(TensorDataset(torch.randint(31, (176, length))), batch_size=8)
+    strategy = SeqParallelStrategy(tp=2, sp=sp, self_check=self_check)
     module, told = Stray(where, late), "trained"
     trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=late + 4)
     try:
@@ -478,6 +523,38 @@ def test_a_draw_for_what_ranks_share_is_refused_where_each_draws_its_own(where, 
     for told, step, _ in run_distributed(fit_stray, 2, where, sp):
         assert re.match(says, told), told
         assert step == (4 if told == "trained" else 0)
+
+
+@pytest.mark.parametrize(
+    ("where", "sp", "shape"),
+    [
+        *(
+            (where, sp, [1 if where == "pairs" else 8, 1, 16, 16])
+            for where in ("shared", "pairs")
+            for sp in (True, False)
+        ),
+        *(("functional", sp, [8, 16, 16]) for sp in (True, False)),
+    ],
+)
+def test_the_self_check_sees_draws_whose_shape_tells_nothing(where, sp, shape):
+    """They fit what this rank has by chance: only beside those of the whole model it shows that they do not."""
+    for told, step, _ in run_distributed(fit_stray, 2, where, sp, self_check=True, length=16):
+        assert f"of shape {shape}, drawn in blocks.0" in told
+        assert "are as many as in the whole model, so that all ranks must draw the same" in told
+        assert step == 0
+
+
+def test_a_block_that_draws_for_all_positions_keeps_whole_sequences():
+    (told, _, one), (_, _, two) = run_distributed(fit_stray, 2, "square", True, self_check=True, length=16)
+    assert told == "trained"
+    for name in ("blocks.0", "blocks.1"):
+        assert torch.equal(torch.stack(one[name]), torch.stack(two[name]))
+
+
+@pytest.mark.parametrize("where", ["features", "module", "in turn", "row"])
+@pytest.mark.parametrize("sp", [True, False])
+def test_the_self_check_passes_draws_that_are_right(where, sp):
+    assert [told for told, *_ in run_distributed(fit_stray, 2, where, sp, self_check=True)] == ["trained"] * 2
 
 
 @pytest.mark.parametrize("where", ["block", "behind", "sample"])
