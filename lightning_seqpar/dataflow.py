@@ -363,12 +363,19 @@ def orders_tokens(trace: Trace, flow: BlockFlow) -> tuple[str, str] | None:
     """
     made, tokens = made_of_activation(trace, flow), flow.tokens(trace)
     entered = {name for name, style in flow.gathers if style == "gather"} | set(flow.sums) | set(flow.attentions)
+    behind = {
+        name: {number for row in flow.rows if row.startswith(f"{name}.") for number in flow.linears[row].makes}
+        for name in entered - set(flow.sums)
+    }
     for op in trace.ops_in(flow.call):
+        names = [trace.calls[number].name for number in op.stack]
+        for name in names:
+            if name in behind and any(number in behind[name] for number in op.inputs):
+                behind[name].update(op.outputs)
         if not op.dims or op.inputs[0] not in made:
             continue
-        names = [trace.calls[number].name for number in op.stack]
-        if any(name in entered for name in names):
-            continue
+        if any(name in entered and op.inputs[0] not in behind.get(name, ()) for name in names):
+            continue  # tokens are whole there, up to the row
         shape = trace.values[op.inputs[0]].shape
         flat = shape[:1] == (math.prod(tokens),) and 0 in op.dims
         if flat or (shape[: len(tokens)] == tokens and any(dim < len(tokens) for dim in op.dims)):

@@ -39,11 +39,22 @@ def _replace(
     return args, {**kwargs, where: value}
 
 
-def close_call(region: SequenceRegion) -> Callable[..., None]:
-    """The owner returned or raised."""
+def close_call(region: SequenceRegion, *, at_block: bool) -> Callable[..., Any]:
+    """The owner returned or raised; the region ends ``at_block``, or at a module that always runs."""
 
-    def hook(module: nn.Module, args: Any, out: Any) -> None:
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        whole = region.leave_early(out) if at_block and out is not None else None
         region.close_frame(aborted=out is None)  # no output: it raised
+        return whole
+
+    return hook
+
+
+def enter_at_exit(region: SequenceRegion, name: str) -> Callable[..., Any]:
+    """Where no block ran (layerdrop), the module at which the region ends begins it too: its parameters see shards."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        return (region.enter_last(args[0], name), *args[1:]) if args and isinstance(args[0], Tensor) else None
 
     return hook
 
@@ -80,10 +91,12 @@ def leave_block(region: SequenceRegion, name: str) -> Callable[..., None]:
     return hook
 
 
-def exit_region(region: SequenceRegion, name: str) -> Callable[..., Any]:
-    """The region ends at this module's output."""
+def exit_region(region: SequenceRegion, name: str, *, at_owner: bool = False) -> Callable[..., Any]:
+    """The region ends at this module's output; ``at_owner``, if it began."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        if at_owner and not region.active:
+            return None
         if isinstance(out, Tensor):
             return region.leave(out, name)
         if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):

@@ -26,6 +26,7 @@ from lightning_seqpar.hooks import (
     close_gather,
     draw_alike,
     end_sum,
+    enter_at_exit,
     enter_block,
     exit_region,
     gather_arguments,
@@ -334,13 +335,15 @@ class _Swap(Blueprint):
             yield owner.register_forward_pre_hook(_open_call(region, self.model), prepend=True)
             exits = stack.exits or stack.blocks[-1:]
             for name in exits:  # before the hooks that close what the exit needs
-                yield self.modules[name].register_forward_hook(exit_region(region, name))
+                if name not in stack.blocks and name != stack.owner:
+                    yield self.modules[name].register_forward_pre_hook(enter_at_exit(region, name))
+                yield self.modules[name].register_forward_hook(exit_region(region, name, at_owner=name == stack.owner))
             for name in stack.blocks:
                 block = self.modules[name]
                 yield block.register_forward_pre_hook(enter_block(region, name, stack.arg), with_kwargs=True)
                 yield block.register_forward_hook(leave_block(region, name), always_call=True)
             # The owner's frame closes last, behind an exit at the owner itself.
-            yield owner.register_forward_hook(close_call(region), always_call=True)
+            yield owner.register_forward_hook(close_call(region, at_block=exits[-1] in stack.blocks), always_call=True)
 
     def _hook_gathers(self) -> Iterator[RemovableHandle]:
         blocks = {name for stack in self.stacks for name in stack.blocks}

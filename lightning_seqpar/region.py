@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_seqpar.collectives import (
     copy_to_tensor_parallel_region,
@@ -260,6 +261,24 @@ class SequenceRegion:
         length, frame.length = frame.length, None
         self._mark(begin=False)
         return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)
+
+    def enter_last(self, x: Tensor, module: str) -> Tensor:
+        """The input of the module at which the region ends: scattered where no block ran (layerdrop), else it is a shard."""
+        return x if self.active or self._recomputes() else self.enter(x, module)
+
+    def leave_early(self, out: Any) -> Any:
+        """What the owner returns where the block at which the region ends did not run (layerdrop): whole again.
+
+        Where nothing but activations of the blocks is returned, that is; else the call ends in an error.
+        """
+        leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if not self.active or not self.parts.has(leaves):
+            return None
+        if any(leaf.requires_grad and not self.parts.has([leaf]) for leaf in leaves):
+            return None
+        self._frame.length = None
+        self._mark(begin=False)
+        return tree_map_only(Tensor, self.parts.whole, out)
 
     def abort(self) -> None:
         """A block raised: shards no longer flow."""

@@ -97,7 +97,6 @@ _REDUCING = (
     "logsumexp",
     "amax",
     "amin",
-    "aminmax",
     "max",
     "min",
     "median",
@@ -112,8 +111,8 @@ def _ordered_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     if name not in (*_ORDERED, *_REDUCING) or not args or not isinstance(args[0], Tensor):
         return ()
     schema = [argument.name for argument in func._schema.arguments]
-    if "other" in schema:
-        return ()  # the larger of two tensors
+    if "other" in schema or (name in _REDUCING and not args[0].is_floating_point()):
+        return ()  # the larger of two tensors; a count of classes, as one_hot looks at
     given = {**dict(zip(schema, args, strict=False)), **kwargs}
     count = max(1, args[0].ndim)
     dims = given.get("dim", given.get("dims"))

@@ -383,3 +383,60 @@ class GivesShards(GPT):
             x = block(x)
             hidden.append(x)
         return [model.norm(x), *hidden]
+
+
+class Stack(nn.Module):
+    """Blocks, of which some are left out, and nothing behind them."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.skip: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, block in enumerate(self.blocks):
+            x = x if at in self.skip else block(x)
+        return x
+
+
+class SkippingGPT(ByteGPT):
+    """Its blocks stand in a stack of their own, the norm in front of the head in it or behind it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.head(self.norm(self.stack(x)))
+
+
+class LayerDrop(GPT):
+    """Leaves blocks out by turns, as layerdrop does by chance: the last one, all, the first one; then the norm."""
+
+    SKIPPED = ((), (1,), (0, 1), (0,), (1,))
+    behind = False
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.model.__class__ = SkippingGPT
+        self.model.stack = Stack(self.model.blocks)
+        del self.model.blocks
+        if not self.behind:
+            self.model.stack.norm, self.model.norm = self.model.norm, nn.Identity()
+            self.model.stack.__class__ = NormedStack
+        self.count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.model.stack.skip = self.SKIPPED[self.count % len(self.SKIPPED)]
+        self.count += 1
+        return super().training_step(batch, batch_idx)
+
+
+class LayerDropBehind(LayerDrop):
+    """The region ends at the last block, in front of the norm."""
+
+    behind = True
+
+
+class NormedStack(Stack):
+    """Its last word is a norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))

@@ -1145,8 +1145,8 @@ MUTANTS = [
     Mutant(
         "gather before the head missing",
         "region.py",
-        "        return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)\n\n    def abort",
-        "        return x\n\n    def abort",
+        "        return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)\n\n    def enter_last",
+        "        return x\n\n    def enter_last",
     ),
     Mutant(
         "order of the summed gradients from a set",

@@ -396,6 +396,22 @@ class FrozenRows(zoo.Zoo):
         Later.passing = batch_idx > 0
 
 
+class Capped(nn.Module):
+    """Scales down what is large in one sample, which the first batch does not show."""
+
+    def __init__(self, dim: int, hidden: int, *, behind: bool) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.behind = nn.Linear(dim, hidden), nn.Linear(hidden, dim), behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc2(torch.relu(self.fc1(x if self.behind else cap(x))))
+        return cap(y) if self.behind else y
+
+
+def cap(x: Tensor) -> Tensor:
+    return x * (64 / x.norm(dim=(1, 2), keepdim=True).clamp_min(64))
+
+
 class Queued(zoo.RoutedMoE):
     """An expert takes so many tokens and no more."""
 
@@ -459,6 +475,8 @@ zoo.EXTRA |= {
     "counting": with_mlp(lambda: Counting(16, 24)),
     "counting_later": with_mlp(lambda: CountingLater(16, 24)),
     "passing_dense": with_mlp(lambda: PassingDense(16, 24)),
+    "capped": with_mlp(lambda: Capped(16, 24, behind=True)),
+    "capped_before": with_mlp(lambda: Capped(16, 24, behind=False)),
     "queued": with_mlp(lambda: Queued(16, 24)),
     "turned": with_mlp(lambda: Turned(16, 24)),
     "twofold": with_mlp(lambda: Twofold(16, 24)),
@@ -495,6 +513,8 @@ def test_what_the_first_batch_does_not_show_is_right_too():
     ("kind", "says"),
     [
         ("queued", "it counts, sorts or reduces tokens (cumsum) where it would see this rank's part of them"),
+        ("capped", "net.h.0.mlp: it counts, sorts or reduces tokens (linalg_vector_norm) where it would see"),
+        ("capped_before", "net.h.0.mlp: it counts, sorts or reduces tokens (linalg_vector_norm) where it would see"),
         ("turned", "its tokens are in another order than the block's"),
     ],
 )
@@ -504,6 +524,16 @@ def test_what_orders_tokens_keeps_whole_sequences(kind, says, batch):
     found = infer_plan(zoo.Zoo(kind), Example("a batch", "training_step", ((ids,), 0), {}), 2)
     assert "{pattern: net.h.*, style: blocks, sp: false}" in found.plan.to_yaml()
     assert any(says in reason for reason in found.reasons)
+
+
+def test_what_reduces_whole_tokens_in_a_gathering_module_keeps_shards():
+    model = zoo.Zoo("gqa")
+    kind = type(model.net.h[0].attn)
+    capped = type("Capped", (kind,), {"forward": lambda self, x: kind.forward(self, cap(x))})
+    for block in model.net.h:
+        block.attn.__class__ = capped
+    found = infer_plan(model, STEP, 2)
+    assert "{pattern: net.h.*, style: blocks}" in found.plan.to_yaml()
 
 
 def test_parameters_that_the_example_does_not_use_are_no_one_s_guess():
@@ -519,17 +549,19 @@ HASHED = [
 
 def refuse_later() -> list[str]:
     told = []
-    runs = [
+    runs: list[tuple[Any, ...]] = [
         (Warming("list_moe"), {"base": "none", "rules": HAND["list_moe"]}),
         (Later("hashed", passes=True), {"base": "none", "rules": HASHED}),
         (Later("hashed_otherwise"), {"base": "none", "rules": HASHED}),
         (zoo.Zoo("noisy"), {"base": "none", "rules": HASHED}),
+        (zoo.Zoo("noisy"), {"base": "none", "rules": HASHED}, False),
         (FrozenRows("passing_dense"), "auto"),
         (Later("counting_later", passes=True), "auto"),
     ]
-    for model, plan in runs:
+    for model, plan, *checked in runs:
         Later.choice, Later.passing = torch.arange(4096) % 2, False
-        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, plan=plan), max_steps=3)
+        strategy = SeqParallelStrategy(tp=2, plan=plan, self_check=not checked)
+        trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=3)
         try:
             trainer.fit(model, loader(4))
             told.append("trained")
@@ -545,6 +577,7 @@ def test_what_would_count_twice_is_refused_when_it_comes():
             "0: self_check: .* net.h.[01].mlp: .* the loss reads something else that it makes",
             "1: net.h.[01].mlp: .* adds what is whole to a part of a sum",
             "0: net.h.0.mlp.experts.2: no rule names it, but net.h.0.mlp.experts.0.fc1 beside it is a column",
+            r"0: self_check: .* random numbers \(randn\) of shape \[36, 4\], drawn in net.h.0.mlp.gate",
             "0: a module of net that returns a sum over ranks draws random numbers",
             "1: net.h.[01].mlp: .* adds what is whole to a part of a sum",
             "[12]: net.h.[01].mlp.bias: this buffer is no longer the same on the ranks of a replica",

@@ -16,6 +16,8 @@ PLANS = {
     "Direct": lambda: models.plan("", None),
     "InnerRecompute": lambda: models.plan(),
     "AttentionNorm": lambda: models.plan(),
+    "LayerDropBehind": lambda: models.plan("model.stack.", None),
+    "LayerDrop": lambda: models.plan("model.stack."),
 }
 
 
@@ -37,6 +39,14 @@ def test_manual_optimization_with_replicas(style):
     # "toggle" leaves parameters out by turns; DDP must be told, as in stock Lightning.
     strategy = {"ddp": {"find_unused_parameters": style == "toggle"}}
     check("ManualTwo", {"style": style}, 4, strategy=strategy, steps=12)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("model", ["LayerDrop", "LayerDropBehind"])
+def test_blocks_that_are_left_out(model, sp, world):
+    """The last block too, at which the region ends, and all of them."""
+    check(model, {}, world, sp=sp, strategy={"ddp": {"find_unused_parameters": world == 4}})
 
 
 @pytest.mark.parametrize("world", [2, 4])
