@@ -912,6 +912,20 @@ MUTANTS = [
         "tests/test_products.py -k orders_tokens",
     ),
     Mutant(
+        "a stack whose last block is left out ends on shards",
+        "hooks.py",
+        "whole = region.leave_early(out) if at_block and out is not None else None",
+        "whole = None",
+        "tests/test_training.py -k left_out",
+    ),
+    Mutant(
+        "a norm behind blocks that are all left out sees whole activations",
+        "region.py",
+        "return x if self.active or self._recomputes() else self.enter(x, module)",
+        "return x",
+        "tests/test_training.py -k left_out",
+    ),
+    Mutant(
         "a rank that fails alone in the self-check waits for ever",
         "selfcheck.py",
         '    _meet(told, groups["tp"])\n',
