@@ -274,7 +274,11 @@ class SequenceRegion:
         leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if not self.active or not self.parts.has(leaves):
             return None
-        if any(leaf.requires_grad and not self.parts.has([leaf]) for leaf in leaves):
+        # Without gradients nothing tells what was made of shards: then all numbers must be activations.
+        made = [
+            leaf for leaf in leaves if leaf.requires_grad or (leaf.is_floating_point() and not torch.is_grad_enabled())
+        ]
+        if not all(self.parts.has([leaf]) for leaf in made):
             return None
         self._frame.length = None
         self._mark(begin=False)
