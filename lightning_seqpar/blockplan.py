@@ -183,7 +183,7 @@ class BlockPlanner:
         if (moved := reorders_tokens(self._trace, self._flow)) is not None:
             self._plan.reads_length = True
             self._reason(f"{moved}: its tokens are in another order than the block's: no sequence parallelism here")
-        if (counted := orders_tokens(self._trace, self._flow)) is not None:
+        if (counted := orders_tokens(self._trace, self._flow, self._covers)) is not None:
             self._plan.reads_length = True
             self._reason(
                 f"{counted[0]}: it counts, sorts or reduces tokens ({counted[1]}) where it would see this rank's part of them: no "

@@ -232,7 +232,7 @@ class ParallelConfig(FrozenModel):
     """Activation recompute by the strategy. Not run yet; checkpointing inside your model works."""
     regather: Literal["auto"] | bool = "auto"
     """Gather a column linear's input again in the backward, and make norms and activations again, instead of keeping them.
-    ``auto``: where the whole activation has more than 1 MiB; smaller ones are kept."""
+    ``auto``: where the whole activation has more than 2 MiB; smaller ones are kept."""
     loss_chunk: int | None = None
     """Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary (a ``vocab`` rule);
     the backward makes them once more. None makes all at once."""

@@ -356,10 +356,11 @@ def made_of_activation(trace: Trace, flow: BlockFlow) -> set[int]:
     return made
 
 
-def orders_tokens(trace: Trace, flow: BlockFlow) -> tuple[str, str] | None:
+def orders_tokens(trace: Trace, flow: BlockFlow, covers: Callable[[str], bool]) -> tuple[str, str] | None:
     """A module and an operation of the block that counts, sorts or reduces tokens where it sees shards; or none.
 
-    A place in an expert's queue, for one: no gradient shows it, and the example need not be long enough to.
+    A place in an expert's queue, for one: no gradient shows it, and the example need not be long enough to. Modules that
+    the user has computed whole (``covers``) see whole sequences.
     """
     made, tokens = made_of_activation(trace, flow), flow.tokens(trace)
     entered = {name for name, style in flow.gathers if style == "gather"} | set(flow.sums) | set(flow.attentions)
@@ -376,6 +377,8 @@ def orders_tokens(trace: Trace, flow: BlockFlow) -> tuple[str, str] | None:
             continue
         if any(name in entered and op.inputs[0] not in behind.get(name, ()) for name in names):
             continue  # tokens are whole there, up to the row
+        if any(covers(name) for name in names):
+            continue
         shape = trace.values[op.inputs[0]].shape
         flat = shape[:1] == (math.prod(tokens),) and 0 in op.dims
         if flat or (shape[: len(tokens)] == tokens and any(dim < len(tokens) for dim in op.dims)):

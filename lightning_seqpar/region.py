@@ -36,7 +36,8 @@ from lightning_seqpar.random import RankStreams
 from lightning_seqpar.stretch import Stretches
 
 _MANY = 4096  # calls that are remembered outside any step
-KEPT = 2**20
+_PASSING = ("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "AliasBackward0")
+KEPT = 2**21
 """Bytes of a whole activation up to which ``regather="auto"`` keeps it: there the time of a step is that of starting its
 parts, a collective's its latency, and what is made or gathered again costs more than it frees."""
 
@@ -179,9 +180,9 @@ class SequenceRegion:
         if not self.active or not isinstance(out, Tensor):
             return
         if (folded := self._fold(out, self.shard_length)) is not None:
-            self.parts.note(out, module, self.dim, self._length, (folded.shape[0], folded.shape[1]))
+            self.parts.note(out, module, self.dim, self.length, (folded.shape[0], folded.shape[1]))
         elif out.ndim == self._frame.ndim and out.shape[self.dim] == self.shard_length:
-            self.parts.note(out, module, self.dim, self._length)
+            self.parts.note(out, module, self.dim, self.length)
 
     def note_heads(self, out: Tensor, module: str, heads: int) -> None:
         """What a module made besides its activation, of the query heads that are this rank's: ``[b, heads/tp, s, s]``."""
@@ -274,12 +275,8 @@ class SequenceRegion:
         leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if not self.active or not self.parts.has(leaves):
             return None
-        # Without gradients nothing tells what was made of shards: then all numbers must be activations.
-        made = [
-            leaf for leaf in leaves if leaf.requires_grad or (leaf.is_floating_point() and not torch.is_grad_enabled())
-        ]
-        if not all(self.parts.has([leaf]) for leaf in made):
-            return None
+        if not all(self.parts.has([leaf]) for leaf in leaves if leaf.is_floating_point()):
+            return None  # nothing tells whether it was made of shards
         self._frame.length = None
         self._mark(begin=False)
         return tree_map_only(Tensor, self.parts.whole, out)
@@ -437,7 +434,7 @@ class SequenceRegion:
     def _has_positions(self, shape: tuple[int, ...]) -> bool:
         """Whether what was drawn is for a shard's positions, or for all of them (between a column that gathers and its row)."""
         frame, flat = self._frame, self._frame.batch * self.shard_length
-        if shape[self.dim : self.dim + 1] in ((self.shard_length,), (self._length,)):
+        if shape[self.dim : self.dim + 1] in ((self.shard_length,), (self.length,)):
             return True
         return frame.ndim == 3 and len(shape) == 2 and shape[0] == flat
 
@@ -517,7 +514,7 @@ class SequenceRegion:
         """What such a module made: shards again."""
         if not self.sp:
             return x
-        if not self.active or x.ndim <= self.dim or x.shape[self.dim] != self._length:
+        if not self.active or x.ndim <= self.dim or x.shape[self.dim] != self.length:
             raise ValueError(
                 f"{module}: its output has shape {list(x.shape)}, which is no activation of {self._frame.length} positions at "
                 f"dim {self.dim}; 'whole' takes a module that maps activations to activations"
@@ -536,8 +533,14 @@ class SequenceRegion:
         return gather_from_sequence_parallel_region(x, x.ndim - 1, self.group)
 
     def is_whole(self, x: Tensor) -> bool:
-        """Whether ``x`` is what was gathered or copied for an open module, dropout or none: the same on all ranks."""
-        return any(whole() is x for whole in self._frame.wholes)
+        """Whether ``x`` is what was gathered or copied for an open module, dropout, cast or none: the same on all ranks."""
+        wholes = [whole() for whole in self._frame.wholes]
+        if any(whole is x for whole in wholes):
+            return True
+        node, nodes = x.grad_fn, [whole.grad_fn for whole in wholes if whole is not None and whole.grad_fn is not None]
+        while node is not None and node.name() in _PASSING:
+            node = node.next_functions[0][0]
+        return node is not x.grad_fn and node in nodes
 
     def note_whole(self, x: Tensor) -> None:
         """What was made of such an activation alone."""
@@ -552,7 +555,7 @@ class SequenceRegion:
         """The whole length of the sequence that the shard ``x`` is a part of."""
         self.check_shard(x, module)
         self._remember((module, tuple(x.shape)), is_shard=True)
-        return self._length
+        return self.length
 
     def open_gather(self, x: Tensor, module: str, rows: int = 1) -> None:
         """A module whose arguments are gathered begins; ``x`` is the first of them, and so many row linears are in it."""
@@ -770,14 +773,15 @@ class SequenceRegion:
     # ---- lengths ---------------------------------------------------------------------------------------------
 
     @property
-    def _length(self) -> int:
+    def length(self) -> int:
+        """Positions in the whole sequence of the current call."""
         assert self._frame.length is not None
         return self._frame.length
 
     @property
     def shard_length(self) -> int:
         """Positions in a shard of the current call."""
-        return shard_length(self._length, self.size)
+        return shard_length(self.length, self.size)
 
     def _check_layout(self, x: Tensor, block: str) -> None:
         if self.dim >= x.ndim - 1:
@@ -788,7 +792,7 @@ class SequenceRegion:
 
     def _remember(self, key: tuple[str, tuple[int, ...]], *, is_shard: bool) -> None:
         frame = self._frame
-        fact = _Fact(is_shard, self._length, frame.batch, frame.ndim)
+        fact = _Fact(is_shard, self.length, frame.batch, frame.ndim)
         self._seen[key] = fact if self._seen.get(key, fact) == fact else None
 
     def _resume(self, x: Tensor, module: str) -> None:

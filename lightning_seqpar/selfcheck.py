@@ -74,6 +74,7 @@ class _Draw(NamedTuple):
     name: str  # of the operation
     shape: tuple[int, ...]
     own: bool  # from the rank's own stream
+    lengths: tuple[int, ...]  # of the sequences that are dealt out now
 
 
 class _Watch(Quiet):
@@ -93,7 +94,9 @@ class _Watch(Quiet):
         if isinstance(out, Tensor) and out.is_floating_point() and out.ndim > 1 and out.dtype != torch.float64:
             self.narrow = True
         if (drawn := drawn_shape(func, out)) is not None and (kwargs or {}).get("generator") is None:
-            self.drawn.append(_Draw(self.where, *drawn, any(region.streams.own for region in self._regions)))
+            own = any(region.streams.own for region in self._regions)
+            lengths = tuple(region.length for region in self._regions if region.active)
+            self.drawn.append(_Draw(self.where, *drawn, own, lengths))
         return out
 
 
@@ -355,12 +358,13 @@ def _unknown(dense: _Run, record: ShardedModel) -> list[str]:
 
 def _wrong_draws(dense: Sequence[_Draw], sharded: Sequence[_Draw]) -> list[str]:
     """What is drawn for a whole activation must be drawn alike on all ranks, what is drawn for this rank's part by each."""
-    if [(draw.where, draw.name) for draw in dense] != [(draw.where, draw.name) for draw in sharded]:
+    if [draw.name for draw in dense] != [draw.name for draw in sharded]:
         return [
-            "the sharded model draws random numbers at other places than the whole one: draw them wherever the forward runs"
+            f"the sharded model draws random numbers {len(sharded)} times, the whole one {len(dense)} times, or in other ways: "
+            "let the forward draw alike, whatever the shape of its input"
         ]
     for whole, draw in zip(dense, sharded, strict=True):
-        if (whole.shape == draw.shape) is not draw.own:
+        if (whole.shape == draw.shape) is not draw.own or 1 in draw.lengths:  # one position is as many as a shard's
             continue
         told = f"random numbers ({draw.name}) of shape {list(draw.shape)}, drawn in {draw.where or 'the step'} (or behind it), "
         if draw.own:

@@ -83,7 +83,7 @@ class SeqParallelStrategy(SavingStrategy):
         fsdp: Options passed on to ``fully_shard``. Not run yet.
         recompute: Activation recompute by the strategy. Not run yet; checkpointing inside your model works.
         regather: Gather a column linear's input again in the backward, and make norms and activations again, instead of
-            keeping them. ``auto``: where the whole activation has more than 1 MiB; smaller ones are kept.
+            keeping them. ``auto``: where the whole activation has more than 2 MiB; smaller ones are kept.
         loss_chunk: Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary (a
             ``vocab`` rule); the backward makes them once more. None makes all at once.
         compile: Compile the model. Not run yet.

@@ -87,7 +87,7 @@ def switches(config: ParallelConfig, tp: int, dp: int) -> tuple[list[str], list[
 def _memory(config: ParallelConfig) -> str:
     """What is kept for the backward, and what is made again."""
     made = {
-        "auto": "over 1 MiB, what norms, activations and gathers make is made again in the backward",
+        "auto": "over 2 MiB, what norms, activations and gathers make is made again in the backward",
         True: "what norms, activations and gathers make is made again in the backward",
         False: "what norms, activations and gathers make is kept for the backward",
     }[config.regather]

@@ -620,8 +620,8 @@ MUTANTS = [
     Mutant(
         "places in a queue counted on shards",
         "blockplan.py",
-        "if (counted := orders_tokens(self._trace, self._flow)) is not None:",
-        "if (counted := orders_tokens(self._trace, self._flow)) is not None and False:",
+        "if (counted := orders_tokens(self._trace, self._flow, self._covers)) is not None:",
+        "if (counted := orders_tokens(self._trace, self._flow, self._covers)) is not None and False:",
         "tests/test_products.py",
     ),
     Mutant(
@@ -900,7 +900,7 @@ MUTANTS = [
     Mutant(
         "the self-check does not look at what is drawn",
         "selfcheck.py",
-        "if (whole.shape == draw.shape) is not draw.own:",
+        "if (whole.shape == draw.shape) is not draw.own or 1 in draw.lengths:",
         "if (whole.shape == draw.shape) is not None:",
         "tests/test_random.py -k self_check",
     ),

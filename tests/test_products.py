@@ -13,7 +13,7 @@ from models import loader
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar import SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.infer import infer_plan
 from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.parity import Trace, compare
@@ -524,6 +524,12 @@ def test_what_orders_tokens_keeps_whole_sequences(kind, says, batch):
     found = infer_plan(zoo.Zoo(kind), Example("a batch", "training_step", ((ids,), 0), {}), 2)
     assert "{pattern: net.h.*, style: blocks, sp: false}" in found.plan.to_yaml()
     assert any(says in reason for reason in found.reasons)
+
+
+def test_what_reduces_tokens_in_a_module_that_is_computed_whole_keeps_shards():
+    own = ShardingPlan.from_rules([{"pattern": "net.h.*.mlp", "style": "whole"}])
+    found = infer_plan(zoo.Zoo("capped_before"), STEP, 2, own)
+    assert "{pattern: net.h.*, style: blocks}" in found.plan.to_yaml()
 
 
 def test_what_reduces_whole_tokens_in_a_gathering_module_keeps_shards():

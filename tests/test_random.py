@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.random import RankStreams
 from lightning_seqpar.testing import run_distributed
 
@@ -246,7 +247,7 @@ class LateDropAttention(DropAttention):
         self.adapter, self.whole = nn.Linear(dim, dim), Recorder(P)
 
     def _columns(self, x: Tensor) -> Tensor:
-        return super()._columns(x) + self.adapter(self.whole(x))
+        return super()._columns(x) + self.adapter(self.whole(x.double()).to(x.dtype))
 
 
 class DropPath(nn.Module):
@@ -394,7 +395,7 @@ class Stray(Dropping):
 
     def __init__(self, where: str, late: int = 0) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(StrayBlock(where) for _ in range(2))
+        self.blocks = nn.ModuleList(MultiheadBlock() if where == "multihead" else StrayBlock(where) for _ in range(2))
         self.late = late
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -461,6 +462,18 @@ PATHS = ("in turn", "interleaved", "row", "locked", "vector", "both")
 """Of two rows in one module: what is drawn behind the first, for its own features or for the second's heads."""
 
 
+class MultiheadBlock(nn.Module):
+    """What follows torch's attention is drawn behind its ``out_proj``, which torch never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(16), nn.MultiheadAttention(16, 4, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + F.dropout(self.attn(y, y, y, need_weights=False)[0], 0.1)
+
+
 class HouseDropPath(DropPath):
     """Known by the end of its name."""
 
@@ -477,6 +490,8 @@ def fit_stray(
     except ValueError as error:
         told = str(error)
     masks = {name: part.masks for name, part in module.named_modules() if hasattr(part, "masks")}
+    record = record_of(module)
+    masks["sp"] = [region.sp for region in record.regions] if record is not None else []
     return told, trainer.global_step, masks
 
 
@@ -551,10 +566,18 @@ def test_a_block_that_draws_for_all_positions_keeps_whole_sequences():
         assert torch.equal(torch.stack(one[name]), torch.stack(two[name]))
 
 
-@pytest.mark.parametrize("where", ["features", "module", "in turn", "row"])
+@pytest.mark.parametrize("where", ["features", "module", "in turn", "row", "multihead"])
 @pytest.mark.parametrize("sp", [True, False])
 def test_the_self_check_passes_draws_that_are_right(where, sp):
-    assert [told for told, *_ in run_distributed(fit_stray, 2, where, sp, self_check=True)] == ["trained"] * 2
+    for told, _, masks in run_distributed(fit_stray, 2, where, sp, self_check=True):
+        assert told == "trained"
+        assert masks["sp"] == [sp]
+
+
+def test_the_self_check_passes_draws_for_one_position():
+    assert [told for told, *_ in run_distributed(fit_stray, 2, "row", True, self_check=True, length=1)] == [
+        "trained"
+    ] * 2
 
 
 @pytest.mark.parametrize("where", ["block", "behind", "sample"])

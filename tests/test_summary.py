@@ -22,7 +22,7 @@ def test_two_replicas_on_two_nodes():
         "  groups  dp  [0 4] [1 5] [2 6] [3 7]\n"
         "          tp  [0 1 2 3] [4 5 6 7]\n"
         "  plan    the plan\n"
-        "  memory  regather auto: over 1 MiB, what norms, activations and gathers make is made again in the backward\n"
+        "  memory  regather auto: over 2 MiB, what norms, activations and gathers make is made again in the backward\n"
         "  on      tp (linears split), sp (sequence parallelism), ddp (over the replicas)\n"
         "  off     broadcast_batch, gloo_twins\n"
         "  later   cp, pp, recompute, compile (not run yet)"
