@@ -395,7 +395,7 @@ class SequenceRegion:
                 "Draw them before the experts, outside the module, or not at all"
             )
         frame = self._frame
-        if frame.behind is not None and frame.tokens is not None and not self.sp:
+        if frame.behind is not None and frame.tokens is not None and not (self.sp or self.streams.own):
             if not _is_of_tokens(shape, frame.tokens):
                 frame.alike.append((name, shape))
             return
