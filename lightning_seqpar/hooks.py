@@ -354,7 +354,7 @@ def draw_alike(region: SequenceRegion, *, always: bool) -> tuple[Callable[..., N
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         recomputes = torch._C._current_graph_task_id() != -1  # then the streams do what the forward did at this state
-        switched.append(recomputes or ((always or reads_whole(args)) and region.streams.own))
+        switched.append(recomputes or (region.streams.own and (always or reads_whole(args))))
         if switched[-1]:
             pause(module)
 

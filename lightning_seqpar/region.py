@@ -36,7 +36,7 @@ from lightning_seqpar.random import RankStreams
 from lightning_seqpar.stretch import Stretches
 
 _MANY = 4096  # calls that are remembered outside any step
-_PASSING = ("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "AliasBackward0")
+_PASSING = ("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "AliasBackward0")  # casts and views of all of it
 KEPT = 2**21
 """Bytes of a whole activation up to which ``regather="auto"`` keeps it: there the time of a step is that of starting its
 parts, a collective's its latency, and what is made or gathered again costs more than it frees."""
