@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -85,13 +85,13 @@ class RankStreams:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.drawn: list[bytes] = []
-        self._behind: list[Tensor] = []  # the replicated stream behind the last stretch
-        self._replicated: list[Tensor] = []
-        self._own: list[Tensor] = []
-        self._started: list[Tensor] = []
+        self._behind: list[_State] = []  # the replicated stream behind the last stretch
+        self._replicated: list[_State] = []
+        self._own: list[_State] = []
+        self._started: list[_State] = []
         self._depth = 0
         self._paused = False
-        self._done: dict[tuple[Any, int], list[Tensor] | None] = {}  # what a switch led to; none where it did twice
+        self._done: dict[tuple[Any, int], list[_State] | None] = {}  # what a switch led to; none where it did twice
         self._again = _Again()
 
     @property
@@ -147,12 +147,12 @@ class RankStreams:
         if self._depth:
             return
         before = _states()
-        self._resume("end")
-        own = _states()
-        self.drawn.append(b"".join(_position(state) for state in own))
+        own = self._resume("end", before)
+        self.drawn.append(b"".join(state.position for state in own))
         _restore(self._replicated)
-        _advance([_differ([a], [b]) for a, b in zip(own, self._started, strict=True)])
-        self._behind = _states()
+        used = [_differ([a], [b]) for a, b in zip(own, self._started, strict=True)]
+        _advance(used)
+        self._behind = _states() if any(used) else self._replicated
         self._note("end", before, self._behind)
 
     def pause(self) -> None:
@@ -174,27 +174,30 @@ class RankStreams:
         Raises:
             ValueError: in a recompute, where the forward did two things at this state.
         """
-        if not _recomputes():
-            self._resume(where)
-            return
-        self._again.own |= self._repeat(("resume", where))
+        if _recomputes():
+            self._again.own |= self._repeat(("resume", where))
+        elif self._paused:
+            self._resume(where, _states())
 
-    def _resume(self, where: Any) -> None:
+    def _resume(self, where: Any, now: list[_State]) -> list[_State]:
+        """Go on from here, ``now``; returns where the own stream stands."""
         if not self._paused:
-            return
-        now = _states()
+            return now
         _restore(self._own)
+        own = self._own
         if moved := _differ(now, self._replicated):
-            self._note("pause", self._own, self._replicated)
-            fresh = not _differ(self._own, self._started)
+            self._note("pause", own, self._replicated)
+            fresh = not _differ(own, self._started)
             _advance([True] * len(now))  # the next pause begins at a state of its own
+            own = _states()
             if fresh:
-                self._started = _states()
+                self._started = own
         self._replicated, self._paused = now, False
         if moved or where != "end":
-            self._note(("resume", where), now, _states() if moved else self._own)
+            self._note(("resume", where), now, own)
+        return own
 
-    def _note(self, what: Any, before: list[Tensor], after: list[Tensor]) -> None:
+    def _note(self, what: Any, before: list[_State], after: list[_State]) -> None:
         key = (what, _key(before))
         known = self._done.get(key, after)
         self._done[key] = after if known is after or (known is not None and not _differ(known, after)) else None
@@ -231,12 +234,24 @@ def _recomputes() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _differ(a: list[Tensor], b: list[Tensor]) -> bool:
-    return any(x.numpy().tobytes() != y.numpy().tobytes() for x, y in zip(a, b, strict=True))
+class _State(NamedTuple):
+    """Of a generator, as it is set and as it is compared."""
+
+    tensor: Tensor
+    bits: bytes
+
+    @property
+    def position(self) -> bytes:
+        """Where it stands in its sequence: behind the seed in torch's states, on a CPU in front of the numbers."""
+        return self.bits[8:24]
 
 
-def _key(states: list[Tensor]) -> int:
-    return hash(b"".join(state.numpy().tobytes() for state in states))
+def _differ(a: list[_State], b: list[_State]) -> bool:
+    return any(x.bits != y.bits for x, y in zip(a, b, strict=True))
+
+
+def _key(states: list[_State]) -> int:
+    return hash(tuple(state.bits for state in states))
 
 
 class OneStream(RankStreams):
@@ -262,24 +277,20 @@ def _generators() -> list[torch.Generator]:
     return found
 
 
-def _states() -> list[Tensor]:
-    return [generator.get_state() for generator in _generators()]
+def _states() -> list[_State]:
+    states = [generator.get_state() for generator in _generators()]
+    return [_State(state, state.numpy().tobytes()) for state in states]
 
 
-def _position(state: Tensor) -> bytes:
-    """Where a generator stands in its sequence: behind the seed in torch's states, on a CPU in front of the numbers."""
-    return state[8:24].numpy().tobytes()
-
-
-def _restore(states: list[Tensor]) -> None:
+def _restore(states: list[_State]) -> None:
     for generator, state in zip(_generators(), states, strict=False):
-        generator.set_state(state)
+        generator.set_state(state.tensor)
 
 
-def _reseed(states: list[Tensor], rank: int) -> None:
+def _reseed(states: list[_State], rank: int) -> None:
     """Seed each generator from its own state and the rank."""
     for generator, state in zip(_generators(), states, strict=True):
-        digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, salt=rank.to_bytes(4, "little"))
+        digest = hashlib.blake2b(state.bits, digest_size=8, salt=rank.to_bytes(4, "little"))
         generator.manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
 
 

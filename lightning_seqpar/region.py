@@ -40,6 +40,8 @@ _PASSING = ("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "AliasBac
 KEPT = 2**21
 """Bytes of a whole activation up to which ``regather="auto"`` keeps it: there the time of a step is that of starting its
 parts, a collective's its latency, and what is made or gathered again costs more than it frees."""
+_SHORT = 2**18
+"""Bytes of a whole activation up to which, then, to run a product under its collective costs more than it gains."""
 
 
 @dataclass
@@ -659,11 +661,16 @@ class SequenceRegion:
         read = self._find(x)
         if read is None:
             return weight, None, None
-        return *late_weight(weight, read.under.number), read.under.slot if x._version == read.version else None
+        number = read.under.number if self._waits(x.nbytes) else None
+        return *late_weight(weight, number), read.under.slot if x._version == read.version else None
 
-    def late_row(self, weight: Tensor) -> tuple[Tensor, LateProduct | None]:
-        """The weight of a row; its weight-grad product waits for the gather of the row before it, next in the backward."""
-        return late_weight(weight, self._frame.number)
+    def late_row(self, weight: Tensor, count: int) -> tuple[Tensor, LateProduct | None]:
+        """The weight of a row that makes ``count`` bytes; its weight-grad product waits for the gather of the row before it."""
+        return late_weight(weight, self._frame.number if self._waits(count) else None)
+
+    def _waits(self, count: int) -> bool:
+        """Whether products wait for the collective of a whole activation of ``count`` bytes, to run under it."""
+        return count > _SHORT or self.regather != "auto"
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         shard, under = reduce_scatter_over(x, self.dim, self.group)
@@ -699,7 +706,7 @@ class SequenceRegion:
     def _check_ancestry(self, x: Tensor, module: str) -> None:
         """The gradient of a column's input is a part on each rank: only a gather (or copy) sums the parts."""
         nodes: list[Any] = [node for scope in self._frame.scopes for node in scope]
-        if x.grad_fn is None or not nodes:
+        if x.grad_fn is None or not nodes or x.grad_fn in nodes:
             return
         first = min(node._sequence_nr() for node in nodes)
         seen: set[Any] = set()

@@ -527,6 +527,13 @@ MUTANTS = [
         "tests/test_random.py",
     ),
     Mutant(
+        "products wait for the shortest collectives",
+        "region.py",
+        'return count > _SHORT or self.regather != "auto"',
+        "return True",
+        "tests/test_overlap.py -k long_enough",
+    ),
+    Mutant(
         "whole activations dropped out apart",
         "region.py",
         "            self.streams.pause()  # what it drops out before its columns is whole\n",
@@ -536,7 +543,7 @@ MUTANTS = [
     Mutant(
         "every step draws the same masks",
         "random.py",
-        "        _advance([_differ([a], [b]) for a, b in zip(own, self._started, strict=True)])\n",
+        "        _advance(used)\n",
         "",
         "tests/test_random.py",
     ),

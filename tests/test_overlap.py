@@ -429,12 +429,12 @@ USES = {
 }  # fmt: skip
 
 
-def make(tp: int, sp: bool) -> tuple[Decoder, Any, ParallelGroups]:
+def make(tp: int, sp: bool, regather: Any = True) -> tuple[Decoder, Any, ParallelGroups]:
     groups = ParallelGroups(ProcessTopology(["dp", "tp"], [dist.get_world_size() // tp, tp]), dist.get_rank())
     torch.manual_seed(0)
     model = Decoder(3).double()
     plans = resolve_plans("auto", model, lambda: infer_plan(model, (torch.zeros(4, 8, dtype=torch.long),), tp).plan)
-    return model, parallelize(model, plans, groups, sp=sp, regather=True), groups
+    return model, parallelize(model, plans, groups, sp=sp, regather=regather), groups
 
 
 FEW = ("plain", "micro_batches", "detached_inside", "other_orders", "recomputed", "two_forwards")
@@ -509,6 +509,20 @@ def test_gradients_are_those_of_one_process_whatever_is_done(world, tp, sp):
     counts = run_distributed(check_uses, world, tp, sp, FEW if world > 2 else list(USES))[0]
     assert all(counts.values())
     assert counts["plain"] == ROUNDS * (COLUMNS + (2 * 3 - 1 if sp else 0))  # and rows but the first
+
+
+def made_late(length: int, sp: bool, regather: Any) -> int:
+    model, _, _ = make(2, sp, regather)
+    with Late() as late:
+        loss_of(model, torch.randint(0, 64, (4, length))).backward()
+    return late.count
+
+
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize(("length", "regather"), [(256, "auto"), (257, "auto"), (8, True), (8, False)])
+def test_products_wait_for_collectives_that_are_long_enough(length, regather, sp):
+    long = length * 4 * 32 * 8 > 2**18 or regather != "auto"
+    assert run_distributed(made_late, 2, length, sp, regather)[0] == (COLUMNS + (5 if sp else 0)) * long
 
 
 def straight() -> list[bool]:

@@ -341,6 +341,6 @@ class RowParallelLinear(_ParallelLinear):
     def _product(self, x: Tensor) -> Tensor:
         weight, late = self.weight, None
         if torch.is_grad_enabled() and not self.leaves_partial:
-            weight, late = self.region.late_row(weight)
+            weight, late = self.region.late_row(weight, x.nbytes // x.shape[-1] * self.out_features)
         matrix = weight.t() if self.transposed else weight
         return ShardedLinear.apply(x, matrix, None, None, late, self.transposed, None)  # type: ignore[no-untyped-call, no-any-return]
