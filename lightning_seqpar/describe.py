@@ -20,8 +20,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_seqpar.batch import map_tensors, tensors_in
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.grad_sync import step_traffic
 from lightning_seqpar.groups import ParallelGroups
@@ -237,7 +237,7 @@ class _Step:
 
     def run(self, model: nn.Module) -> Tensor:
         """The loss, or the sum of the outputs."""
-        args, kwargs = tree_map_only(Tensor, torch.empty_like, (self.args, self.kwargs))
+        args, kwargs = map_tensors(torch.empty_like, (self.args, self.kwargs))
         losses: list[Tensor] = []
         if isinstance(model, LightningModule):
             answer_harmlessly(model, [], losses)
@@ -249,14 +249,14 @@ class _Step:
         loss = out.get("loss") if isinstance(out, Mapping) else out
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.sum()
-        return torch.stack([x.sum() for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]).sum()
+        return torch.stack([x.sum() for x in tensors_in(out) if x.requires_grad]).sum()
 
 
 def _sizes(given: Any) -> tuple[int, int] | None:
     """Batch and length, as the first tensor of two dims or more tells."""
-    for leaf in tree_leaves(given):
-        if isinstance(leaf, Tensor) and leaf.ndim >= 2:
-            return leaf.shape[0], leaf.shape[1]
+    for tensor in tensors_in(given):
+        if tensor.ndim >= 2:
+            return tensor.shape[0], tensor.shape[1]
     return None
 
 
@@ -297,15 +297,15 @@ def _infer_really(model: nn.Module, step: _Step, config: ParallelConfig) -> Shar
             f"{type(model).__name__}, and to infer one an example is needed: pass example= (what forward takes), or set "
             "example_input_array on the module"
         )
-    small = tree_map_only(
-        Tensor, lambda x: x[:2, :8] if x.ndim == 2 and not x.is_floating_point() else x, (step.args, step.kwargs)
+    small = map_tensors(
+        lambda x: x[:2, :8] if x.ndim == 2 and not x.is_floating_point() else x, (step.args, step.kwargs)
     )
     generator = torch.Generator().manual_seed(0)
 
     def drawn(x: Tensor) -> Tensor:
         return torch.randint(0, 8, x.shape, generator=generator) if not x.is_floating_point() and not x.any() else x
 
-    args, kwargs = tree_map_only(Tensor, drawn, small)
+    args, kwargs = map_tensors(drawn, small)
     part = model.get_submodule(step.path)
     own = ShardingPlan.from_rules(config.plan.rules) if isinstance(config.plan, PlanSpec) else None
     found = infer_plan(part, kwargs or args, config.tp, own).plan

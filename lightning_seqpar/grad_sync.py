@@ -431,6 +431,8 @@ def global_grad_norm(
     groups_device = device if device is not None else torch.device("cpu")
 
     def power(grads: list[Tensor]) -> Tensor:
+        # Of shared heads a rank may hold none first, and nothing has no largest element.
+        grads = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
         if not grads:
             return torch.zeros((), device=groups_device, dtype=torch.float32)
         norms = torch.stack(

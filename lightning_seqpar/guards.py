@@ -13,8 +13,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from lightning_seqpar.batch import tensors_in
 from lightning_seqpar.config import ParallelConfig, nearest
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layers.linear import GatherLinear, ShardedLinear
@@ -158,10 +158,10 @@ class OutputWatch:
 
     def note(self, out: Any, device: torch.device) -> None:
         """Keep what tells one output from another: of floating-point tensors how many there are, and their norms."""
-        leaves = [leaf.detach() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        leaves = [leaf.detach() for leaf in tensors_in(out) if leaf.is_floating_point()]
         told = torch.zeros(3, dtype=torch.float64, device=device)
         for at, leaf in enumerate(leaves, 1):
-            norm = leaf.double().nan_to_num().norm().to(device)
+            norm = leaf.double().nan_to_num(0.0, 0.0, 0.0).norm().to(device)  # masked scores are infinite
             told += torch.stack([torch.ones_like(norm), norm, at * norm])
             limit = {torch.float64: 1e-9, torch.float32: 1e-4}.get(leaf.dtype, 2e-2)
             self._limit = max(self._limit, limit)
@@ -229,6 +229,12 @@ def check_readers(loss: Tensor, record: ShardedModel, *, inside: bool = True) ->
                     "a part of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the "
                     "module out of the plan"
                 )
+            if found.is_sharded and found.free and record.on_shard(found.name) and not made_inside(node):
+                raise RuntimeError(
+                    f"{found.name}: it is sharded, and {node.name()} reads it outside the sequence region, where it sees a part "
+                    "of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the module out "
+                    "of the plan"
+                )
             if found.name in record.on_shards and not made_inside(node):
                 raise RuntimeError(
                     f"{found.name}: {node.name()} reads it outside the sequence region, where its gradient is whole, but "
@@ -258,7 +264,7 @@ def check_buffers(record: ShardedModel, groups: ParallelGroups, device: torch.de
     held = record.equal_buffers()
     if not held:
         return
-    sums = torch.stack([buffer.detach().double().nan_to_num().sum().to(device) for _, buffer in held])
+    sums = torch.stack([buffer.detach().double().nan_to_num(0.0, 0.0, 0.0).sum().to(device) for _, buffer in held])
     spread = torch.stack([sums, -sums])
     dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=groups["tp"])
     largest, smallest = spread[0], -spread[1]
@@ -306,23 +312,33 @@ def refuse_added(parameters: Sequence[Tensor], record: ShardedModel) -> None:
             )
 
 
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def checksum(batch: Any, device: torch.device) -> Tensor:
-    """A number that depends on every value of a batch and on its place: 0-dim, float64."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for at, leaf in enumerate(tree_leaves(batch)):
-        if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_nested and not leaf.is_sparse:
-            flat = leaf.detach().flatten().to(device=device, dtype=torch.float64).nan_to_num()
-            # Weighted by position, so that the same values in another order differ.
-            total += (at + 1) * (
-                flat * torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64, device=device)
-            ).sum()
-    return total
+    """A number that depends on every bit of a batch's tensors and on its place, and how many they are: ``[2]``, int64."""
+    total, count = torch.zeros((), dtype=torch.int64, device=device), 0
+    for at, leaf in enumerate(tensors_in(batch)):
+        count += 1
+        if not leaf.numel() or leaf.is_nested or leaf.layout != torch.strided or leaf.is_quantized:
+            continue
+        plain = torch.view_as_real(leaf.detach()) if leaf.is_complex() else leaf.detach()
+        # Numbers as they are stored: neither infinities nor huge ones (masks) hide the others.
+        bits = (
+            plain.contiguous().flatten().view(_AS_INTEGERS[plain.element_size()]).to(device=device, dtype=torch.int64)
+        )
+        # Times a hash of the position, so that the same values in another order differ; all modulo 2**64.
+        places = torch.arange(1, len(bits) + 1, device=device) + (at << 40)
+        places = (places ^ (places >> 15)) * 0x2C1B3C6D297A2D39
+        places = (places ^ (places >> 32)) * 0x9E3779B97F4A7C1 | 1
+        total += (bits * places).sum()
+    return torch.stack([total, torch.full_like(total, count)])
 
 
-def _gathered(number: Tensor, group: dist.ProcessGroup) -> list[float]:
-    values = [torch.zeros_like(number) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(values, number, group=group)
-    return [float(value) for value in values]
+def _gathered(numbers: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
+    values = [torch.zeros_like(numbers) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(values, numbers, group=group)
+    return [value.tolist() for value in values]
 
 
 def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: str) -> None:
@@ -335,16 +351,19 @@ def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: 
     if any(value != values[0] for value in values):
         raise RuntimeError(
             f"the tensor-parallel ranks of one replica read different {loop} batches (checksums "
-            f"{', '.join(f'{value:.6g}' for value in values)}). Deal data by strategy.dp_rank and dp_size, not by "
+            f"{', '.join(f'{value % 2**64:016x}' for value, _ in values)}). Deal data by strategy.dp_rank and dp_size, not by "
             "rank and world size, and draw random samples and augmentations from a seed that the replica shares; or set "
             "broadcast_batch=True, and one rank of each replica reads for all"
         )
 
 
 def warn_of_equal_replicas(batch: Any, groups: ParallelGroups, device: torch.device) -> None:
-    """Replicas that all read one stream learn no more than one of them would; they say so. Collective."""
+    """Replicas that all read one stream learn no more than one of them would; they say so. Collective.
+
+    Of batches that hold no tensors as far as is known, nothing is said.
+    """
     values = _gathered(checksum(batch, device), groups["dp"])
-    if len(values) > 1 and all(value == values[0] for value in values):
+    if len(values) > 1 and values[0][1] and all(value == values[0] for value in values):
         rank_zero_warn(
             f"lightning_seqpar: all {len(values)} replicas read the same first training batch; deal an iterable data set "
             "out by trainer.strategy.dp_rank and dp_size, or each sample is read by every replica"

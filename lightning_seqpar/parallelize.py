@@ -243,8 +243,7 @@ class _Swap(Blueprint):
             for name, m in self.linear.items()
             if isinstance(m.rule, ReplaceRule) and name not in self.encoders
         }
-        changed |= {name: ["num_embeddings", "out_features"] for name in self.vocabs}
-        changed |= {name: [] for name in keepers}
+        changed |= {name: [] for name in (*self.vocabs, *keepers)}
         for match in self.sets:
             assert isinstance(match.rule, SetRule)
             changed.setdefault(match.name, []).extend(

@@ -23,9 +23,10 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_seqpar.batch import map_tensors, tensors_in
 from lightning_seqpar.random import get_streams, set_streams
 
 LARGE = 30_000_000
@@ -280,7 +281,7 @@ class Example:
             kind = dtype if tensor.is_floating_point() and dtype is not None else tensor.dtype
             return tensor.detach().to(device=device, dtype=kind)
 
-        args, kwargs = tree_map_only(Tensor, move, (self.args, dict(self.kwargs)))
+        args, kwargs = map_tensors(move, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
     def run(self, model: nn.Module) -> Tensor:
@@ -302,7 +303,7 @@ class Example:
                 return torch.stack([one.double().sum() for one in losses]).sum()
             if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
                 return loss.sum()
-        found = [leaf for leaf in (*tree_leaves(out), *logged) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        found = [tensor for tensor in (*tensors_in(out), *logged) if tensor.requires_grad]
         if not found:
             raise NoExampleError(f"{self.method} with {self.source} gives nothing that has a gradient")
         return torch.stack([_project(leaf) for leaf in found]).sum()
@@ -523,11 +524,11 @@ def _first_of(loader: Any, what: str) -> Any:
 
 def small(batch: Any, limit: int = 4096) -> Any:
     """The first samples of a batch, if it is large and all its tensors share the first dim."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
     sizes = {tensor.shape[0] for tensor in tensors}
     largest = max((tensor.numel() for tensor in tensors), default=0)
     if len(sizes) != 1 or largest <= limit or not any(tensor.ndim > 1 for tensor in tensors):
         return batch
     size = sizes.pop()
     keep = min(size, max(4, size * limit // largest))
-    return tree_map_only(Tensor, lambda tensor: tensor[:keep] if tensor.ndim else tensor, batch)
+    return map_tensors(lambda tensor: tensor[:keep] if tensor.ndim else tensor, batch)

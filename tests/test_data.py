@@ -321,6 +321,29 @@ class Writer(BasePredictionWriter):
         self.written += prediction.tolist()
 
 
+class Scores(models.GPT):
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        return {"logits": self.model(batch[0])}
+
+
+class ScoreWriter(Writer):
+    def write_on_batch_end(self, trainer, pl_module, prediction, *args) -> None:
+        self.written += prediction["logits"].tolist()  # on one rank of a replica alone
+
+
+def predict_logits() -> tuple[list[type], int]:
+    writer = ScoreWriter()
+    plan = models.plan(extra=[{"pattern": "model.{tokens,head}", "style": "vocab"}])
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, plan=plan, timeout=30), callbacks=[writer])
+    out = trainer.predict(Scores(), models.loader(4, count=8))
+    return [type(one["logits"]) for one in out], len(writer.written)
+
+
+def test_predicted_logits_are_whole_for_a_writer_on_one_rank():
+    ranks = run_distributed(predict_logits, 2)
+    assert ranks == [([Tensor, Tensor], 8), ([Tensor, Tensor], 0)]
+
+
 def predict(tp: int, count: int) -> tuple[list[int], list[int], int]:
     writer = Writer()
     trainer = quiet_trainer(devices=dist.get_world_size(), strategy=SeqParallelStrategy(tp=tp), callbacks=[writer])

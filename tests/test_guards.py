@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import zoo
 from byte_gpt import ByteGPT
 from fit import quiet_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -176,6 +177,16 @@ class LateClip(models.GPT):
             torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
 
 
+class FreeWeightInLoss(zoo.Zoo):
+    """Its linears are Conv1D: the model's own code may read their weights, but not the loss."""
+
+    def __init__(self) -> None:
+        super().__init__("configured")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 1e-9 * self.net.h[0].attn.c_attn.weight.norm()
+
+
 class LateNormInLoss(NormInLoss):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return (super() if batch_idx == 17 else super(NormInLoss, self)).training_step(batch, batch_idx)
@@ -312,6 +323,11 @@ CASES = {
         "QuietL2",
         {},
         r"mlp.up.weight: it is sharded, and \w+ in the loss reads it past its layer",
+    ),
+    "a weight that the model's own code reads in the loss": (
+        "FreeWeightInLoss",
+        {},
+        r"c_attn.weight: it is sharded, and \w+ reads it outside the sequence region, where it sees a part",
     ),
     "another batch": (
         "OtherBatch",

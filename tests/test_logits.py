@@ -179,6 +179,8 @@ def anything_else() -> None:
         lambda x: torch.einsum("bsv,v->bs", x, WEIGHT).square().sum(),
         lambda x: _Square.apply(x).sum(),
         lambda x: (x * x.detach()).sum(),
+        lambda x: torch.mul(input=x, other=2.0).sum() + torch.reshape(input=x, shape=(-1, VOCAB)).square().sum(),
+        _after_a_look,
     ):
         whole.requires_grad_()
         whole.grad = None
@@ -199,11 +201,21 @@ def anything_else() -> None:
     assert torch.equal(logits.argmax(-1), whole.argmax(-1))
     assert torch.equal(logits.topk(3).indices, whole.topk(3).indices)
     assert (logits == whole).all()
+    assert type(logits.to("meta")) is Tensor  # no group is there
+    assert type(logits.double()) is ShardedLogits
     assert logits.shape == whole.shape
     assert logits.requires_grad
     assert not logits.detach().requires_grad
     assert logits.tolist() == whole.tolist()
     assert torch.equal(torch.as_tensor(logits.detach().cpu().numpy()), whole.detach())
+
+
+def _after_a_look(x: Tensor) -> Tensor:
+    """A metric reads the logits before the loss does."""
+    for watching in (torch.no_grad, torch.inference_mode):
+        with watching():
+            x.argmax(-1)
+    return F.cross_entropy(x.view(-1, VOCAB), torch.arange(10)) + x.square().mean()
 
 
 class _Square(torch.autograd.Function):
@@ -290,7 +302,58 @@ def kept_across_a_step() -> None:
             use()
 
 
-@pytest.mark.parametrize("check", [shapes, anything_else, refusals, masked, kept, kept_across_a_step])
+def looked_at() -> None:
+    """Where nothing learns, what was made once is kept; but not what only an inference could use."""
+    whole, _ = make()
+    logits, _ = not_made(whole, 3)
+    for held, watching in (
+        (logits, torch.no_grad),
+        (logits.detach(), torch.no_grad),
+        (logits.detach(), torch.inference_mode),
+    ):
+        with watching():
+            held.argmax(-1)
+        kept = held.local is held.local and not held.local.is_inference()
+        assert kept
+    teacher, student = logits.detach(), whole.clone().requires_grad_()
+    with torch.inference_mode():
+        teacher.argmax(-1)
+    (teacher * student).sum().backward()
+    assert torch.allclose(student.grad, whole)
+
+
+def of_a_teacher() -> None:
+    """What was made, or changed, without gradients gives none, whenever it is read."""
+    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
+    x, head = torch.randn(4, 8, requires_grad=True), torch.nn.Parameter(torch.randn(6, 8))
+    bias, student = torch.nn.Parameter(torch.randn(6)), torch.randn(4, VOCAB, requires_grad=True)
+    where = (shard, dist.group.WORLD, dist.get_rank())
+    changes = (
+        lambda x: x * 1.0,
+        lambda x: x.double().float(),
+        lambda x: x.view(2, 2, VOCAB).flatten(0, 1),
+        lambda x: x[:],
+    )
+    for make_logits in (
+        lambda: ShardedLogits.product(x, head, bias, 2, *where),
+        lambda: ShardedLogits.wrap(F.linear(x, head, bias), *where),
+    ):
+        for change in changes:
+            outer = make_logits()
+            with torch.no_grad():
+                made, changed = make_logits(), change(outer)
+            for logits in (made, change(made), changed):
+                assert not logits.requires_grad
+                assert not F.cross_entropy(logits, torch.zeros(4, dtype=torch.long)).requires_grad
+                assert not logits.softmax(-1).requires_grad
+                (logits.softmax(-1) * student).sum().backward()
+            assert outer.softmax(-1).requires_grad
+    assert x.grad is head.grad is bias.grad is None
+
+
+@pytest.mark.parametrize(
+    "check", [shapes, anything_else, refusals, masked, kept, kept_across_a_step, looked_at, of_a_teacher]
+)
 def test_what_people_do_with_logits(check):
     run_distributed(check, 2)
 

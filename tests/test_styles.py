@@ -8,12 +8,13 @@ from typing import Any
 import models
 import pytest
 import torch
+import torch.distributed as dist
 import zoo
 from fit import fit, quiet_trainer
 from torch import nn
 
-from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan
-from lightning_seqpar.layers import AttributeView, Shard, linear_kind
+from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan, grad_norm
+from lightning_seqpar.layers import AttributeView, Shard, VocabParallelEmbedding, VocabParallelHead, linear_kind
 from lightning_seqpar.parity import compare
 from lightning_seqpar.plan import _STYLES, parse_rule
 from lightning_seqpar.testing import RankFailedError, run_distributed
@@ -141,6 +142,33 @@ def test_a_vocabulary_that_does_not_divide(tied, world, tp, sp):
     compare(reference, got[0]).raise_if_failed()
 
 
+def embedded(ids: list[int]) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    embedding, head = torch.nn.Embedding(31, 8), torch.nn.Linear(8, 31)
+    where = (Shard.by_vocabulary(31, 2), dist.group.WORLD, dist.get_rank())
+    VocabParallelEmbedding.adopt(embedding, *where, cut=True)
+    VocabParallelHead.adopt(head, *where, cut=True)
+    logits = head(embedding(torch.tensor([ids])))
+    return logits.view(-1, head.out_features).shape, embedding.num_embeddings, repr(embedding), repr(head)
+
+
+def test_a_sharded_vocabulary_is_as_large_as_it_was():
+    shape, rows, *shown = run_distributed(embedded, 2, [0, 15, 16, 30])[1]
+    assert (shape, rows) == ((4, 31), 31)
+    assert shown == [
+        "VocabParallelEmbedding(31, 8, rank 1 of tp=2)",
+        "VocabParallelHead(in_features=8, out_features=31, bias=True, rank 1 of tp=2)",
+    ]
+
+
+@pytest.mark.parametrize("wrong", [31, -1, -100])
+def test_a_token_outside_the_vocabulary_is_refused(wrong):
+    with pytest.raises(
+        RankFailedError, match=rf"2 of 2 ranks failed\n.*token id {wrong} is out of range: the embedding has 31 rows"
+    ):
+        run_distributed(embedded, 2, [0, wrong])
+
+
 def test_vocabulary_shards_are_padded_and_put_together_again():
     shard = Shard.by_vocabulary(31, 4)
     whole = torch.randn(31, 3)
@@ -152,6 +180,29 @@ def test_vocabulary_shards_are_padded_and_put_together_again():
 
 
 # ---- what several ranks hold -----------------------------------------------------------------------------------
+
+
+class Normed(zoo.Zoo):
+    def __init__(self) -> None:
+        super().__init__("gqa_shared", "sgd")
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms += [float(grad_norm(self, kind)) for kind in (1.0, 2.0, float("inf"))]
+
+
+def norms(tp: int) -> list[float]:
+    module = Normed()
+    strategy = SeqParallelStrategy(tp=tp, self_check=False) if tp > 1 else "auto"
+    quiet_trainer(devices=tp, strategy=strategy, max_steps=2).fit(module, models.loader(4))
+    return module.norms
+
+
+def test_norms_of_gradients_that_some_ranks_hold_for_others():
+    """Of two kv heads on four ranks: a head's second holder counts none of it, not even its largest."""
+    reference = norms(1)
+    for got in run_distributed(norms, 4, 4):
+        assert got == pytest.approx(reference, rel=1e-9)
 
 
 def test_kv_heads_that_are_fewer_than_ranks():

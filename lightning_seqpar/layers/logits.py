@@ -38,6 +38,10 @@ class _Held:
         """The part, read as another type."""
         return _Held(self.tensors[0], dtype)
 
+    def detached(self) -> _Held:
+        """The part, of no graph."""
+        return self.of_tokens(lambda x: x.detach())
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the part."""
@@ -82,6 +86,14 @@ class _Product(_Held):
         assert weight is not None
         self.check()
         return _Product(change(x), weight, bias, self.dtype, self.compute, self.chunk)
+
+    def detached(self) -> _Product:
+        x, weight, bias = self.tensors
+        assert weight is not None
+        self.check()
+        return _Product(
+            x.detach(), weight.detach(), None if bias is None else bias.detach(), self.dtype, self.compute, self.chunk
+        )
 
     def cast(self, dtype: torch.dtype) -> _Product:
         x, weight, bias = self.tensors
@@ -131,6 +143,8 @@ class ShardedLogits(Tensor):
 
     @staticmethod
     def _wrap(part: _Held, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
+        if not torch.is_grad_enabled():  # whoever reads it where gradients are made must not teach the head
+            part = part.detached()
         out: ShardedLogits = _Wrap.apply(*part.tensors, part, shard, group, rank)  # type: ignore[no-untyped-call]
         out._part = part
         return out
@@ -149,7 +163,11 @@ class ShardedLogits(Tensor):
         part = self._part
         if isinstance(part, _Product):
             made = part.read()
-            self._part = _Held(made, made.dtype)  # the next reader has it
+            with torch._C.DisableTorchFunctionSubclass():
+                graph = self.requires_grad
+            # A metric may read under no_grad what the loss will read with a graph.
+            if made.requires_grad or not (graph or made.is_inference()):
+                self._part = _Held(made, made.dtype)  # the next reader has it
             return made
         return part.read()
 
@@ -193,7 +211,7 @@ class ShardedLogits(Tensor):
             )
         tree_map_only(ShardedLogits, _check_graph, (args, kwargs))
         keep = _KEEPING.get(func)
-        if keep is not None and isinstance(args[0], ShardedLogits):
+        if keep is not None and args and isinstance(args[0], ShardedLogits):
             kept = keep(func, args[0], args[1:], kwargs)
             if kept is not None:
                 return kept
@@ -211,6 +229,11 @@ class ShardedLogits(Tensor):
 
         plain_args, plain_kwargs = tree_map_only(ShardedLogits, read, (args, dict(kwargs or {})))
         return func(*plain_args, **plain_kwargs)
+
+
+def whole_logits(x: Tensor) -> Tensor:
+    """Logits that are sharded, whole as a plain tensor (collective over tp); any other tensor as it is."""
+    return x.whole() if isinstance(x, ShardedLogits) else x
 
 
 def _check_graph(logits: ShardedLogits) -> None:
@@ -284,11 +307,12 @@ def _same(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[
 
 
 def _cast(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Casts; those that lose nothing wait until the numbers are read."""
+    """Casts; those that lose nothing wait until the numbers are read, those to another device, where no group is, gather."""
     if not any(isinstance(value, ShardedLogits) for value in (*args, *kwargs.values())) and not kwargs.get("copy"):
         like = func(torch.empty((), dtype=logits.dtype, device=logits.device), *args, **kwargs)
-        wider = like.is_floating_point() and torch.promote_types(like.dtype, logits.dtype) == like.dtype
-        if wider and like.device == logits.device:
+        if like.device != logits.device:
+            return None
+        if like.is_floating_point() and torch.promote_types(like.dtype, logits.dtype) == like.dtype:
             return logits.with_part(logits._part.cast(like.dtype))
     return logits.with_local(func(logits.local, *args, **kwargs))
 

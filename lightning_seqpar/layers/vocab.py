@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -41,7 +42,6 @@ class VocabParallelEmbedding(nn.Embedding):
         layer.shard, layer.group, layer.rank = shard, group, rank
         if cut:
             shrink(layer.weight, shard, rank)
-        layer.num_embeddings = layer.weight.shape[0]
 
     @staticmethod
     def check(embedding: nn.Embedding, name: str) -> None:
@@ -60,8 +60,24 @@ class VocabParallelEmbedding(nn.Embedding):
                     f"{name}: an nn.Embedding with {option} can't be sharded by vocabulary; leave it whole"
                 )
 
+    def extra_repr(self) -> str:
+        """The whole shape, and which part this rank holds."""
+        return f"{super().extra_repr()}, rank {self.rank} of tp={self.group.size()}"
+
     def forward(self, ids: Tensor) -> Tensor:
-        """``[b, s]`` → ``[b, s, h]``."""
+        """``[b, s]`` → ``[b, s, h]``.
+
+        Raises:
+            IndexError: for an id outside the vocabulary (on the CPU; as in torch, a device assertion elsewhere).
+        """
+        inside = (ids >= 0) & (ids < self.num_embeddings)
+        if ids.device.type != "cpu":
+            torch._assert_async(inside.all(), "a token id lies outside the vocabulary")
+        elif not bool(inside.all()):
+            raise IndexError(
+                f"token id {int(ids[~inside][0])} is out of range: the embedding has {self.num_embeddings} rows; resize it to "
+                "the tokenizer before training, or mask the id"
+            )
         ((start, stop),) = self.shard.ranges[self.rank]
         mine = (ids >= start) & (ids < stop)
         local = (ids - start).masked_fill(~mine, 0)
@@ -110,7 +126,10 @@ class VocabParallelHead(nn.Linear):
             shrink(layer.weight, shard, rank)
         if layer.bias is not None:
             shrink(layer.bias, shard, rank)
-        layer.out_features = layer.weight.shape[0]
+
+    def extra_repr(self) -> str:
+        """The whole shape, and which part this rank holds."""
+        return f"{super().extra_repr()}, rank {self.rank} of tp={self.group.size()}"
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h]`` → ``[..., v]``."""

@@ -1,0 +1,128 @@
+"""Batches in whatever users put them into, and what tells one from another."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import UserDict, UserList, namedtuple
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_seqpar.batch import map_tensors, tensors_in
+from lightning_seqpar.guards import OutputWatch, checksum, warn_of_equal_replicas
+from lightning_seqpar.probe import Example, small
+from lightning_seqpar.testing import RankFailedError, run_distributed
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "ids labels")
+
+
+class Encoding(UserDict[str, Any]):
+    """As Hugging Face's collators return them: no pytree of torch's."""
+
+
+@dataclasses.dataclass
+class Sample:
+    ids: Tensor
+    more: Any
+    name: str = "sample"
+
+
+HOLDERS: dict[str, Any] = {
+    "dict": lambda a, b: {"ids": a, "more": [b, None]},
+    "mapping": lambda a, b: Encoding(ids=a, more=Encoding(b=b)),
+    "mapping in a list": lambda a, b: [Encoding(ids=a), "text", Encoding(b=b)],
+    "dataclass": lambda a, b: Sample(a, {"b": b}),
+    "dataclass in a mapping": lambda a, b: Encoding(both=Sample(a, (b,))),
+    "sequence": lambda a, b: UserList([a, (b, 3)]),
+    "named tuple": Pair,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_tensors_are_found_and_changed_wherever_they_are(holder):
+    a, b = torch.arange(6).view(2, 3), torch.ones(2)
+    batch = HOLDERS[holder](a, b)
+    assert [id(tensor) for tensor in tensors_in(batch)] == [id(a), id(b)]
+    changed = map_tensors(lambda tensor: tensor + 1, batch)
+    assert type(changed) is type(batch)
+    assert torch.equal(next(iter(tensors_in(changed))), a + 1)
+    assert torch.equal(next(iter(tensors_in(batch))), a)
+    moved = Example("", "training_step", (batch, 0), {}).to(CPU, torch.float64)
+    assert [tensor.dtype for tensor in tensors_in(moved.args)] == [torch.int64, torch.float64]
+    large = HOLDERS[holder](torch.zeros(8, 3000), torch.ones(8))
+    assert [len(tensor) for tensor in tensors_in(small(large))] == [4, 4]
+    assert not torch.equal(checksum(batch, CPU), checksum(HOLDERS[holder](a, b + 1), CPU))
+
+
+def test_what_holds_no_tensors_is_left_alone():
+    for batch in ("text", b"bytes", 3, None, Sample, object()):
+        assert not list(tensors_in(batch))
+        assert map_tensors(torch.neg, batch) is batch
+        assert checksum(batch, CPU).tolist() == [0, 0]
+
+
+MASK = torch.tensor([[0.0, float("-inf")], [float("inf"), torch.finfo(torch.float32).min]])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.tensor([3, 1, 2]),
+        torch.tensor(7),
+        torch.tensor([True, False]),
+        torch.randn(5, dtype=torch.bfloat16),
+        torch.randn(2, 3, dtype=torch.complex64),
+        torch.arange(12.0).view(3, 4).t()[1:],
+        torch.randint(0, 255, (4, 4), dtype=torch.uint8),
+    ],
+    ids=lambda given: f"{given.dtype}, {list(given.shape)}",
+)
+def test_a_checksum_tells_apart_what_differs_in_one_number_or_in_its_place(given):
+    def told(*tensors: Tensor) -> list[int]:
+        return checksum([MASK, *tensors], CPU).tolist()
+
+    assert told(given) == told(given.clone())
+    other = given.clone(memory_format=torch.contiguous_format)
+    other.view(-1)[-1] = ~other.view(-1)[-1] if given.dtype == torch.bool else other.view(-1)[-1] + 1
+    assert told(given) != told(other)
+    assert told(given, given[:0] if given.ndim else given) != told(given)
+    assert told(given, other) != told(other, given)
+    if given.ndim:
+        assert told(given) != told(given.flip(0))
+
+
+def replicas(batches: list[Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_equal_replicas(batches[dist.get_rank()], {"dp": dist.group.WORLD}, CPU)  # type: ignore[arg-type]
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize(
+    ("batches", "warns"),
+    [
+        ([Encoding(ids=torch.zeros(3)), Encoding(ids=torch.zeros(3))], True),
+        ([Encoding(ids=torch.zeros(3)), Encoding(ids=torch.ones(3))], False),
+        (["text", "text"], False),
+    ],
+)
+def test_replicas_are_warned_of_batches_that_are_known_to_be_equal(batches, warns):
+    assert bool(run_distributed(replicas, 2, batches)[0]) is warns
+
+
+def watched(scores: list[Tensor]) -> None:
+    watch = OutputWatch()
+    watch.note(Encoding(scores=scores[dist.get_rank()]), CPU)
+    watch.check({"tp": dist.group.WORLD}, "validation")  # type: ignore[arg-type]
+
+
+def test_outputs_that_differ_beside_infinities_are_seen():
+    same = torch.tensor([1.0, float("-inf"), float("nan")])
+    run_distributed(watched, 2, [same, same])
+    with pytest.raises(RankFailedError, match="what the validation step returns differs"):
+        run_distributed(watched, 2, [same, same + 1])
