@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import array
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserString
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-
-def _is_held(leaf: Any) -> bool:
-    """Whether what is a leaf to torch holds things (Hugging Face's ``BatchEncoding`` is a mapping of its own)."""
-    if isinstance(leaf, Mapping) or (isinstance(leaf, Sequence) and not isinstance(leaf, str | bytes)):
-        return True
-    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+_NO_HOLDERS = (Tensor, str, UserString, bytes, bytearray, memoryview, range, array.array)
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -23,21 +20,47 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif isinstance(leaf, Mapping):
-            yield from tensors_in(list(leaf.values()))
-        elif isinstance(leaf, Sequence):
-            if _is_held(leaf):
-                yield from tensors_in(list(leaf))
-        elif _is_held(leaf):
-            yield from tensors_in([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+        elif items := _items(leaf):
+            yield from tensors_in(list(items.values()))
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
-    """The batch with ``change`` of each tensor in its place, in containers of the same kinds."""
+    """The batch with ``change`` of each tensor in its place, in containers of the same kinds; what holds none is as it was."""
 
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
-        return apply_to_collection(leaf, Tensor, change, allow_frozen=True) if _is_held(leaf) else leaf
+        if next(tensors_in(list(_items(leaf).values())), None) is None:
+            return leaf
+        return _with(leaf, {key: map_tensors(change, value) for key, value in _items(leaf).items()})
 
     return tree_map(changed, batch)
+
+
+def _items(leaf: Any) -> dict[Any, Any]:
+    """What is in something that torch takes for a leaf (Hugging Face's ``BatchEncoding`` is a mapping of its own)."""
+    if isinstance(leaf, _NO_HOLDERS):
+        return {}
+    if isinstance(leaf, Mapping):
+        return dict(leaf.items())
+    if isinstance(leaf, Sequence):
+        return dict(enumerate(leaf))
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        names = [field.name for field in dataclasses.fields(leaf)]
+        return {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
+    return {}
+
+
+def _with(leaf: Any, items: dict[Any, Any]) -> Any:
+    """Another one that holds these."""
+    if isinstance(leaf, Mapping) and not isinstance(leaf, MutableMapping):
+        return type(leaf)(items)  # type: ignore[call-arg]
+    if isinstance(leaf, Sequence) and not isinstance(leaf, MutableSequence):
+        return type(leaf)(items.values())  # type: ignore[call-arg]
+    other = copy.copy(leaf)
+    for key, value in items.items():
+        if isinstance(leaf, Mapping | Sequence):
+            other[key] = value
+        else:
+            object.__setattr__(other, key, value)  # frozen ones too
+    return other

@@ -55,12 +55,12 @@ def full_state_dict(record: ShardedModel, device: torch.device) -> dict[str, Any
     refuse_copies(record)
     with record.allow_state_dict():
         local = record.model.state_dict(keep_vars=True)
-    return {
-        name: _assemble(value, layout, record.groups, device)
-        if isinstance(value, Tensor) and (layout := record.layout.of(value) or record.buffers.get(name)) is not None
-        else (value.detach() if isinstance(value, Tensor) else value)
-        for name, value in local.items()
-    }
+    made: dict[int, Tensor] = {}  # tied weights are one tensor
+    for name, value in local.items():
+        if isinstance(value, Tensor) and id(value) not in made:
+            layout = _layout_of(record, name, value)
+            made[id(value)] = value.detach() if layout is None else _assemble(value, layout, record.groups, device)
+    return {name: made.get(id(value), value) for name, value in local.items()}
 
 
 def _layout_of(record: ShardedModel, name: str, value: object) -> ParamLayout | None:

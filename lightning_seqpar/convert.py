@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
+import pickle
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -252,12 +254,15 @@ def _to_file(source: Source, target: Path, progress: Callable[[int, int], None])
             return stand_ins[id(leaf)]
 
         holes = walk(source.tree, stand_in)
+        within = _Within(stand_ins.values()).of(holes)
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(holes, unfinished)
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         mapped = torch.load(unfinished, map_location="cpu", mmap=True, weights_only=False)
     places: dict[str, Tensor] = {}
     walk(mapped, lambda key, leaf: places.setdefault(key, leaf) if isinstance(leaf, Tensor) else leaf)
+    for value, place in zip(within, _Within(places.values()).of(mapped), strict=True):
+        place.detach().copy_(value.detach())
     whole: dict[str, Tensor] = {}
     walk(source.tree, lambda key, leaf: whole.setdefault(key, leaf) if isinstance(leaf, Tensor) else leaf)
     total, done = sum(value.numel() * value.element_size() for value in whole.values()), 0
@@ -269,6 +274,32 @@ def _to_file(source: Source, target: Path, progress: Callable[[int, int], None])
         os.fsync(file.fileno())
     unfinished.replace(target)
     sync_folder(target.parent)
+
+
+class _Within(pickle.Pickler):
+    """Finds tensors in objects that are no plain containers (modules, dataclasses), in the order in which they are pickled.
+
+    Args:
+        known: those that are found anyway.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__(io.BytesIO())
+        self._found: dict[int, Tensor] = {}
+        self._known = {id(tensor) for tensor in known}
+
+    def persistent_id(self, thing: Any) -> int | None:
+        """Of a tensor, which is not looked into."""
+        if not isinstance(thing, Tensor):
+            return None
+        if id(thing) not in self._known:
+            self._found[id(thing)] = thing
+        return id(thing)
+
+    def of(self, tree: Any) -> list[Tensor]:
+        """Those of a checkpoint."""
+        self.dump(tree)
+        return [*self._found.values()]
 
 
 class _Late(Part):

@@ -198,14 +198,24 @@ class DeferredInit(TorchDispatchMode):
         known = self._writes[key]
         return tensor._version > (known if key in self._made else 2 * known)
 
-    def check(self, wanted: Iterable[TensorRef]) -> None:
+    def check(self, wanted: Iterable[TensorRef], elsewhere: Mapping[int, str]) -> None:
         """Whether all that the wanted tensors are made of is known.
 
+        Args:
+            wanted: the tensors.
+            elsewhere: storages that are filled by others, and the names of what lies in them.
+
         Raises:
-            ValueError: if an operation reads a tensor that nothing filled.
+            ValueError: if an operation reads a tensor that nothing filled, or that others fill.
         """
         needed = self._needed({ref.storage for ref in wanted})
         for op, is_needed in zip(self._ops, needed, strict=True):
+            if is_needed and (taken := (op.reads() - op.writes) & elsewhere.keys()):
+                raise ValueError(
+                    f"{elsewhere[next(iter(taken))]}: weights_from gives its numbers, and {op.name} has made another tensor of it "
+                    "meanwhile, which would have those of the initialisation (a trained copy, such as PEFT's modules_to_save, or a "
+                    "resized layer?); make the model outside torch.device('meta') and load it whole"
+                )
             if is_needed and (unknown := op.reads() - op.writes - self._filled):
                 leaves = tree_leaves((op.args, dict(op.kwargs)))
                 refs = [leaf for leaf in leaves if isinstance(leaf, TensorRef) and leaf.storage in unknown]

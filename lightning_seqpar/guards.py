@@ -322,7 +322,8 @@ def checksum(batch: Any, device: torch.device) -> Tensor:
         count += 1
         if not leaf.numel() or leaf.is_nested or leaf.layout != torch.strided or leaf.is_quantized:
             continue
-        plain = torch.view_as_real(leaf.detach()) if leaf.is_complex() else leaf.detach()
+        plain = leaf.detach().resolve_conj().resolve_neg()
+        plain = torch.view_as_real(plain) if plain.is_complex() else plain
         # Numbers as they are stored: neither infinities nor huge ones (masks) hide the others.
         bits = (
             plain.contiguous().flatten().view(_AS_INTEGERS[plain.element_size()]).to(device=device, dtype=torch.int64)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_seqpar.agreement import check_agreement, told_of_optimizer
-from lightning_seqpar.batch import map_tensors
+from lightning_seqpar.batch import map_tensors, tensors_in
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.environment import TopologyStrategy
 from lightning_seqpar.grad_sync import GradSync, check_reduced, check_replicated, global_grad_norm
@@ -36,7 +36,7 @@ from lightning_seqpar.guards import (
     warn_of_equal_replicas,
 )
 from lightning_seqpar.launcher import SeqParallelLauncher
-from lightning_seqpar.layers.logits import whole_logits
+from lightning_seqpar.layers.logits import ShardedLogits, whole_logits
 from lightning_seqpar.losswatch import check_loss
 from lightning_seqpar.metrics import share_metrics
 from lightning_seqpar.parallelize import record_of
@@ -98,7 +98,8 @@ class SteppingStrategy(TopologyStrategy):
         if loop == "training":
             self._note_draws(record.drawn(), watched=watched)
         else:
-            out = map_tensors(whole_logits, out)  # who reads it next may do so on one rank alone
+            if any(isinstance(tensor, ShardedLogits) for tensor in tensors_in(out)):
+                out = map_tensors(whole_logits, out)  # who reads it next may do so on one rank alone
             self._outputs.note(out, self.root_device)
             if due or self._is_due(self._since_start[loop]) or self._outputs.is_full:
                 self._outputs.check(self.groups, loop)

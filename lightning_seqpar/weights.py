@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_seqpar.adapters import is_adapted
 from lightning_seqpar.config import nearest
 from lightning_seqpar.deferred import DeferredInit, TensorRef
 from lightning_seqpar.layers import Shard
@@ -21,6 +24,39 @@ from lightning_seqpar.parallelize import ShardedModel
 
 _SOURCE = "_seqpar_weights"
 _Module = TypeVar("_Module", bound=nn.Module)
+
+
+class _Source(str):
+    """The path of a module's weights, and what it held when it was told: it may be wrapped, and its names changed, since.
+
+    Args:
+        path: as :func:`weights_from` takes it.
+        tensors: parameters and buffers by their names in the module.
+    """
+
+    def __new__(cls, path: str, tensors: dict[str, Tensor]) -> _Source:
+        return super().__new__(cls, path)
+
+    def __init__(self, path: str, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._versions = {name: tensor._version for name, tensor in tensors.items()}
+        self._names: dict[int, list[str]] = defaultdict(list)
+        for name, tensor in tensors.items():
+            self._names[id(tensor)].append(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Source:
+        return _Source(str(self), copy.deepcopy(self._tensors, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # elsewhere its tensors are others
+        return _Source, (str(self), {})
+
+    def names(self, tensor: Tensor) -> list[str]:
+        """Under which the module held a tensor."""
+        return self._names.get(id(tensor), [])
+
+    def is_changed(self, name: str) -> bool:
+        """Whether something was written into a tensor since."""
+        return self._tensors[name]._version != self._versions[name]
 
 
 def weights_from(module: _Module, path: str | Path) -> _Module:
@@ -47,7 +83,8 @@ def weights_from(module: _Module, path: str | Path) -> _Module:
     files = WeightFiles(path, module)
     files.check()
     if any(tensor.is_meta for tensor in module.parameters()):
-        module.__dict__[_SOURCE] = str(path)
+        held = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        module.__dict__[_SOURCE] = _Source(str(path), dict(held))
         return module
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -173,8 +210,9 @@ class WeightFiles:
             raise ValueError(
                 f"weights_from: {str(self.path)!r} has no {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''} "
                 f"({len(missing)} of {len(tensors)} parameters are missing); it has "
-                f"{nearest(missing[0], spare or list(self._files))}. The file must use the module's own names: "
-                "load the model whole once (from_pretrained) and save its state_dict() by safetensors.torch.save_model"
+                f"{nearest(missing[0], spare or list(self._files))}. The file must use the module's own names: call "
+                "weights_from before adapters or wrappers change them, or load the model whole once (from_pretrained) and save "
+                "its state_dict() by safetensors.torch.save_model"
             )
         self._check_ties(names)
         for one, key in found.items():
@@ -265,10 +303,10 @@ class LateWeights:
 
     def __init__(self, model: nn.Module, recorder: DeferredInit | None = None) -> None:
         self._model = model
-        self._sources = {
-            name: WeightFiles(module.__dict__[_SOURCE], module)
+        self._sources: dict[str, tuple[_Source, WeightFiles]] = {
+            name: (source, WeightFiles(source, module))
             for name, module in model.named_modules()
-            if _SOURCE in module.__dict__
+            if (source := module.__dict__.get(_SOURCE)) is not None
         }
         self._state: Mapping[str, Tensor] | None = None
         self._recorder = recorder or DeferredInit()
@@ -306,10 +344,17 @@ class LateWeights:
         for name, module in self._model.named_modules():
             if any(name == source or name.startswith(f"{source}.") or not source for source in self._sources):
                 continue
-            inits = getattr(module, "initialize_weights", None) if hasattr(module, "_init_weights") else None
+            # Of the class: PEFT's wrappers pass on what they are asked for.
+            inits = getattr(module, "initialize_weights", None) if hasattr(type(module), "_init_weights") else None
             inner = [p for p in module.parameters() if p.is_meta]
             skipped = callable(inits) and not getattr(module, "_is_hf_initialized", False)
             if inner and inits is not None and skipped:  # Hugging Face's own, which a meta device skips
+                if adapted := next((one for one, part in module.named_modules() if is_adapted(part)), None):
+                    raise ValueError(
+                        f"{name or type(module).__name__}: it was made on the meta device without weights and adapted since "
+                        f"({adapted}), and its own initialisation would go over the adapters; give its weights before it is "
+                        "adapted, weights_from(module, folder), or make it outside torch.device('meta')"
+                    )
                 with self._recorder, torch.no_grad():
                     inits()
             blank = [p for p in module.parameters(recurse=False) if self._is_blank(p)]
@@ -329,11 +374,16 @@ class LateWeights:
         """
         self._check_overlaps()
         drawn: list[TensorRef] = []
+        read: dict[int, str] = {}
         for places in (*self._parameters.values(), *self._others.values()):
             for place in places:
                 tensor = getattr(place.holder, place.leaf)
-                if (self._state is not None and place.name in self._state) or self._source_of(place.name) is not None:
+                if self._state is not None and place.name in self._state:
                     continue
+                if place.name in self._found:
+                    read[place.ref.storage] = place.name
+                    continue
+                self._check_known(place)
                 drawn.append(place.ref)
                 if self._recorder.written_elsewhere(tensor):
                     raise ValueError(
@@ -347,7 +397,16 @@ class LateWeights:
                         f"({type(place.holder).__name__}) has no reset_parameters. Make the model in configure_model (what is "
                         "done to meta tensors there is remembered), or give its weights: weights_from(module, folder)"
                     )
-        self._recorder.check(drawn)
+        self._recorder.check(drawn, read)
+
+    def _check_known(self, place: _Place) -> None:
+        """A parameter that took the place of one that files fill would be drawn, and the files' numbers lost."""
+        for source, files, inner in self._around(place.name):
+            if isinstance(getattr(place.holder, place.leaf), nn.Parameter) and files.has(inner):
+                raise ValueError(
+                    f"{place.name}: it came after weights_from({str(source)!r}), which holds numbers of that name; change layers "
+                    "(a resized embedding, a new head) before weights_from, or make the model outside torch.device('meta')"
+                )
 
     def _check_overlaps(self) -> None:
         for places in self._parameters.values():
@@ -363,12 +422,33 @@ class LateWeights:
                         "one nn.Parameter under both names"
                     )
 
-    def _source_of(self, name: str) -> tuple[WeightFiles, str] | None:
-        for path, files in self._sources.items():
+    def _around(self, name: str) -> Iterator[tuple[_Source, WeightFiles, str]]:
+        """What was given for modules around a tensor, and its name in each of them."""
+        for path, (source, files) in self._sources.items():
             if name == path or not path or name.startswith(f"{path}."):
-                inner = name.removeprefix(f"{path}.") if path else name
-                if files.has(inner):
-                    return files, inner
+                yield source, files, name.removeprefix(f"{path}.") if path else name
+
+    @functools.cached_property
+    def _found(self) -> dict[str, tuple[WeightFiles, str]]:
+        """Of what files fill: which, and its name there. Read once, before the numbers come."""
+        places = (place for held in (self._parameters, self._others) for places in held.values() for place in places)
+        return {place.name: found for place in places if (found := self._source_of(place)) is not None}
+
+    def _source_of(self, place: _Place) -> tuple[WeightFiles, str] | None:
+        """In which files a tensor is, and under which name: that which it had when they were given."""
+        tensor = getattr(place.holder, place.leaf)
+        for source, files, inner in self._around(place.name):
+            known = source.names(tensor)
+            names = known if known or isinstance(tensor, nn.Parameter) else [inner]
+            found = next((name for name in names if files.has(name)), None)
+            if found is None:
+                continue
+            if found in known and source.is_changed(found):
+                raise ValueError(
+                    f"{place.name}: it was changed in place after weights_from({str(source)!r}), whose numbers are read later "
+                    "and would undo that; change weights in the files, or make the model outside torch.device('meta')"
+                )
+            return files, found
         return None
 
     # ---- filling ---------------------------------------------------------------------------------------------
@@ -426,7 +506,7 @@ class LateWeights:
         if self._state is not None and place.name in self._state:
             whole = self._state[place.name]
             local = layout.take(whole, rank) if layout is not None else whole
-        elif (found := self._source_of(place.name)) is not None:
+        elif (found := self._found.get(place.name)) is not None:
             files, name = found
             local = files.read(name, layout.shard if layout is not None else None, rank)
         else:

@@ -536,9 +536,30 @@ MUTANTS = [
     Mutant(
         "logits made without gradients teach the head",
         "layers/logits.py",
-        "part = part.detached()",
-        "part = part",
+        "            part = part.detached()\n",
+        "            pass\n",
         "tests/test_logits.py",
+    ),
+    Mutant(
+        "layers that were wrapped after weights_from are drawn",
+        "weights.py",
+        "known if known or isinstance(tensor, nn.Parameter) else [inner]",
+        "[inner]",
+        "tests/test_late_weights.py -k adapters",
+    ),
+    Mutant(
+        "copies of what files fill have numbers of the initialisation",
+        "deferred.py",
+        "if is_needed and (taken := (op.reads() - op.writes) & elsewhere.keys()):",
+        "if taken := set():",
+        "tests/test_late_weights.py -k became",
+    ),
+    Mutant(
+        "numbers within objects are written as zeros",
+        "convert.py",
+        "place.detach().copy_(value.detach())",
+        "pass",
+        "tests/test_convert.py -k within",
     ),
     Mutant(
         "infinite scores hide an output that differs",
@@ -550,8 +571,8 @@ MUTANTS = [
     Mutant(
         "batches of mappings not looked at",
         "batch.py",
-        "        elif isinstance(leaf, Mapping):\n",
-        "        elif isinstance(leaf, dict):\n",
+        "    if isinstance(leaf, Mapping):\n",
+        "    if isinstance(leaf, dict):\n",
         "tests/test_batch.py",
     ),
     Mutant(
@@ -1152,7 +1173,7 @@ MUTANTS = [
     Mutant(
         "logits made of weights that have changed",
         "layers/logits.py",
-        "if [one._version for one in self.tensors if one is not None] != self._versions:",
+        "if self._read_versions() != self._versions:",
         "if False:",
         "tests/test_logits.py",
     ),

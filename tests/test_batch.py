@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections import UserDict, UserList, namedtuple
+from collections import UserDict, UserList, UserString, namedtuple
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -32,7 +33,16 @@ class Sample:
     name: str = "sample"
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    ids: Tensor
+    more: Any
+    unset: int = dataclasses.field(init=False)
+
+
 HOLDERS: dict[str, Any] = {
+    "frozen dataclass": lambda a, b: Frozen(a, [b]),
+    "constant mapping": lambda a, b: MappingProxyType({"a": a, "b": b}),
     "dict": lambda a, b: {"ids": a, "more": [b, None]},
     "mapping": lambda a, b: Encoding(ids=a, more=Encoding(b=b)),
     "mapping in a list": lambda a, b: [Encoding(ids=a), "text", Encoding(b=b)],
@@ -60,7 +70,18 @@ def test_tensors_are_found_and_changed_wherever_they_are(holder):
 
 
 def test_what_holds_no_tensors_is_left_alone():
-    for batch in ("text", b"bytes", 3, None, Sample, object()):
+    for batch in (
+        "text",
+        b"bytes",
+        bytearray(3),
+        range(3),
+        UserString("text"),
+        3,
+        None,
+        Sample,
+        object(),
+        UserList("ab"),
+    ):
         assert not list(tensors_in(batch))
         assert map_tensors(torch.neg, batch) is batch
         assert checksum(batch, CPU).tolist() == [0, 0]
@@ -83,6 +104,10 @@ MASK = torch.tensor([[0.0, float("-inf")], [float("inf"), torch.finfo(torch.floa
     ids=lambda given: f"{given.dtype}, {list(given.shape)}",
 )
 def test_a_checksum_tells_apart_what_differs_in_one_number_or_in_its_place(given):
+    assert torch.equal(
+        checksum(MASK.to(torch.complex64).conj(), CPU), checksum(MASK.to(torch.complex64).conj().clone(), CPU)
+    )
+
     def told(*tensors: Tensor) -> list[int]:
         return checksum([MASK, *tensors], CPU).tolist()
 

@@ -93,6 +93,20 @@ def test_the_file_is_an_ordinary_one(tmp_path, model, world, tp):
     getattr(models, model).load_from_checkpoint(tmp_path / "after.ckpt")
 
 
+def tied_file(folder: str) -> None:
+    plan = {"base": "auto", "rules": [{"pattern": "model.{tokens,head}", "style": "vocab"}]}
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, plan=plan), max_steps=1)
+    trainer.fit(models.GPT(), models.loader(8))
+    trainer.save_checkpoint(f"{folder}/tied.ckpt")
+
+
+def test_weights_that_are_tied_over_a_sharded_vocabulary_are_one_tensor(tmp_path):
+    run_distributed(tied_file, 2, str(tmp_path))
+    state = torch.load(tmp_path / "tied.ckpt", weights_only=False)["state_dict"]
+    assert state["model.head.weight"].data_ptr() == state["model.tokens.weight"].data_ptr()
+    assert state["model.head.weight"].shape == (31, 16)
+
+
 def test_a_process_without_us_loads_it(tmp_path):
     run_distributed(train, 2, "GPT", 2, None, after=str(tmp_path / "a.ckpt"))
     code = (

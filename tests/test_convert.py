@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -50,6 +51,32 @@ def test_a_plain_file_in_parts_is_restored_at_any_tp(tmp_path, saved):
     whole_run = train("GPT", 1, None, steps=6, ckpt=str(saved / "plain" / "step=3.ckpt"))
     ours = run_distributed(train, 2, "GPT", 2, None, 6, str(tmp_path / "parts.ckpt"))[0]
     assert ours.losses == pytest.approx(whole_run.losses, rel=1e-5)
+
+
+@dataclasses.dataclass
+class Held:
+    weight: torch.Tensor
+    again: torch.Tensor
+
+
+def test_numbers_within_objects_go_along(tmp_path, saved):
+    """A loss with class weights among the hyperparameters; a view, and a tensor that stands elsewhere too."""
+    tree = torch.load(saved / "plain" / "step=3.ckpt", weights_only=False)
+    weight = torch.arange(5.0)
+    objects = {
+        "loss": torch.nn.CrossEntropyLoss(weight),
+        "held": Held(weight[1:3], next(iter(tree["state_dict"].values()))),
+    }
+    torch.save({**tree, "hyper_parameters": objects}, tmp_path / "plain.ckpt")
+    write_checkpoint(open_source(tmp_path / "plain.ckpt", trust=True), tmp_path / "parts.ckpt", "sharded")
+    write_checkpoint(open_source(tmp_path / "plain.ckpt", trust=True), tmp_path / "one.ckpt", "single")
+    write_checkpoint(open_source(tmp_path / "parts.ckpt", trust=True), tmp_path / "back.ckpt", "single")
+    for name in ("one", "back"):
+        found = torch.load(tmp_path / f"{name}.ckpt", weights_only=False)
+        assert torch.equal(found["hyper_parameters"]["loss"].weight, weight)
+        assert torch.equal(found["hyper_parameters"]["held"].weight, weight[1:3])
+        assert torch.equal(found["hyper_parameters"]["held"].again, objects["held"].again)
+        assert same(found["state_dict"], tree["state_dict"])
 
 
 def test_what_is_in_it(saved):

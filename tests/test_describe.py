@@ -92,6 +92,23 @@ def test_estimates_are_what_a_run_measures(world, strategy):
                 assert said.sent_calls[name] == measured["calls"][name], (kind, name)
 
 
+@pytest.mark.parametrize("more", [{}, {"loss_chunk": 7}, {"sp": False}])
+def test_a_sharded_vocabulary_is_estimated_too(more):
+    """Its checks of ids and targets ask for numbers, and there are none."""
+    strategy = {
+        "tp": 2,
+        "plan": {"base": "auto", "rules": [{"pattern": "model.{tokens,head}", "style": "vocab"}]},
+        **more,
+    }
+    (batch,) = [next(iter(loader(BATCH, length=LENGTH, count=BATCH)))]
+    (measured,) = run_distributed(measure, 2, ["gpt"], strategy)[0]
+    said = describe(GPT().float(), ParallelConfig(**strategy), world_size=2, batch=batch, optimizer="adamw")
+    assert said.notes == []
+    assert said.parameter_bytes == measured["parameters"]
+    assert said.activation_bytes == pytest.approx(measured["activations"], rel=0.03)
+    assert said.sent_calls == {name: count for name, count in measured["calls"].items() if count}
+
+
 def test_nothing_is_touched_started_or_drawn():
     module, batch = GPT(), next(iter(loader(2, length=LENGTH, count=2)))
     before = {name: (parameter, parameter.clone()) for name, parameter in module.named_parameters()}

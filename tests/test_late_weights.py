@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import models
+import peft
 import pytest
 import torch
 import transformers
@@ -461,6 +462,77 @@ def test_what_the_meta_device_forgets_is_remembered(make):
     late.fill_parameters(None)
     for name, tensor in (*real.named_parameters(), *real.named_buffers()):
         assert torch.equal(dict((*model.named_parameters(), *model.named_buffers()))[name], tensor), name
+
+
+def late_llama(folder: str, *, then: Any = lambda model: model, weights: bool = True) -> tuple[nn.Module, LateWeights]:
+    recorder = DeferredInit()
+    torch.manual_seed(5)
+    with recorder:
+        with torch.device("meta"):
+            model = build("llama")
+        if weights:
+            weights_from(model, folder)
+        model = then(model)
+    return model, LateWeights(model, recorder)
+
+
+def lora(model: nn.Module, **kwargs: Any) -> nn.Module:
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2, **kwargs))
+
+
+def scaled(model: nn.Module) -> nn.Module:
+    model.model.norm.weight.mul_(2)
+    return model
+
+
+def exchanged(model: nn.Module) -> nn.Module:
+    model.model.norm = nn.RMSNorm(16)
+    return model
+
+
+def test_adapters_around_layers_that_files_fill(folders):
+    """PEFT gives layers other names after ``weights_from``; they are filled by those they had."""
+    folder = str(folders["llama"])
+    model, late = late_llama(folder, then=lora)
+    late.check()
+    late.fill_buffers()
+    late.fill_parameters(None)
+    real = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    found = {name.replace("base_layer.", ""): p for name, p in model.base_model.model.named_parameters()}
+    for name, parameter in real.named_parameters():
+        assert torch.equal(found.pop(name).double(), parameter), name
+    assert found
+    assert all(bool(p.any()) == ("lora_A" in name) for name, p in found.items())
+
+
+@pytest.mark.parametrize(
+    ("weights", "then", "says"),
+    [
+        (
+            True,
+            lambda model: lora(model, modules_to_save=["lm_head"]),
+            r"lm_head.*weights_from gives its numbers, and \w+ has made",
+        ),
+        (
+            True,
+            scaled,
+            r"norm.weight: it was changed in place after weights_from",
+        ),
+        (
+            True,
+            exchanged,
+            r"norm.weight: it came after weights_from",
+        ),
+        (False, lora, r"made on the meta device without weights and adapted since .*q_proj\)"),
+    ],
+)
+def test_what_became_of_layers_that_files_fill(folders, weights, then, says):
+    def broken(model: nn.Module) -> nn.Module:
+        with torch.no_grad(), torch.device("meta"):
+            return then(model)
+
+    with pytest.raises(ValueError, match=says):
+        late_llama(str(folders["llama"]), then=broken, weights=weights)[1].check()
 
 
 def test_two_parameters_in_one_memory_are_refused():

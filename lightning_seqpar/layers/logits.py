@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
@@ -56,7 +57,11 @@ class _Product(_Held):
     ) -> None:
         self.tensors = (x, weight, bias)
         self.dtype, self.compute, self.chunk = dtype, compute, chunk
-        self._versions = [one._version for one in (x, weight, bias) if one is not None]
+        self._versions = self._read_versions()
+
+    def _read_versions(self) -> list[int]:
+        """Of tensors that have one: not those of an inference."""
+        return [one._version for one in self.tensors if one is not None and not one.is_inference()]
 
     def check(self) -> None:
         """What the head would read must be what it read when it was called.
@@ -64,7 +69,7 @@ class _Product(_Held):
         Raises:
             RuntimeError: if an optimizer has stepped since.
         """
-        if [one._version for one in self.tensors if one is not None] != self._versions:
+        if self._read_versions() != self._versions:
             raise RuntimeError(
                 "logits that were not made yet (loss_chunk) are read after the head's weight or its input has changed, and would "
                 "be other logits; read them before the optimizer steps (logits.whole() keeps all, on all ranks), or leave "
@@ -231,6 +236,11 @@ class ShardedLogits(Tensor):
         return func(*plain_args, **plain_kwargs)
 
 
+def are_known(x: Tensor) -> bool:
+    """Whether numbers are at hand: on a device it would wait for them, and fake tensors have none."""
+    return x.device.type == "cpu" and not isinstance(x, FakeTensor)
+
+
 def whole_logits(x: Tensor) -> Tensor:
     """Logits that are sharded, whole as a plain tensor (collective over tp); any other tensor as it is."""
     return x.whole() if isinstance(x, ShardedLogits) else x
@@ -308,11 +318,12 @@ def _same(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[
 
 def _cast(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Casts; those that lose nothing wait until the numbers are read, those to another device, where no group is, gather."""
-    if not any(isinstance(value, ShardedLogits) for value in (*args, *kwargs.values())) and not kwargs.get("copy"):
+    if not any(isinstance(value, ShardedLogits) for value in (*args, *kwargs.values())):
         like = func(torch.empty((), dtype=logits.dtype, device=logits.device), *args, **kwargs)
         if like.device != logits.device:
             return None
-        if like.is_floating_point() and torch.promote_types(like.dtype, logits.dtype) == like.dtype:
+        wider = like.is_floating_point() and torch.promote_types(like.dtype, logits.dtype) == like.dtype
+        if wider and not kwargs.get("copy"):
             return logits.with_part(logits._part.cast(like.dtype))
     return logits.with_local(func(logits.local, *args, **kwargs))
 
@@ -441,7 +452,7 @@ def cross_entropy(
         part = part.cast(torch.promote_types(part.dtype, torch.float32))
     valid = target != ignore_index
     inside = ~valid | ((target >= 0) & (target < logits.shape[-1]))
-    if target.device.type == "cpu":
+    if are_known(inside):
         if not bool(inside.all()):
             raise IndexError(f"Target {int(target[~inside][0])} is out of bounds.")
     else:

@@ -14,7 +14,7 @@ from lightning_seqpar.collectives import (
     reduce_from_tensor_parallel_region,
 )
 from lightning_seqpar.layers.linear import shrink
-from lightning_seqpar.layers.logits import ShardedLogits
+from lightning_seqpar.layers.logits import ShardedLogits, are_known
 from lightning_seqpar.layers.shard import Shard
 
 
@@ -70,12 +70,12 @@ class VocabParallelEmbedding(nn.Embedding):
         Raises:
             IndexError: for an id outside the vocabulary (on the CPU; as in torch, a device assertion elsewhere).
         """
-        inside = (ids >= 0) & (ids < self.num_embeddings)
-        if ids.device.type != "cpu":
+        inside = (ids >= 0) & (ids < self.shard.length)
+        if not are_known(inside):
             torch._assert_async(inside.all(), "a token id lies outside the vocabulary")
         elif not bool(inside.all()):
             raise IndexError(
-                f"token id {int(ids[~inside][0])} is out of range: the embedding has {self.num_embeddings} rows; resize it to "
+                f"token id {int(ids[~inside][0])} is out of range: the embedding has {self.shard.length} rows; resize it to "
                 "the tokenizer before training, or mask the id"
             )
         ((start, stop),) = self.shard.ranges[self.rank]
