@@ -254,15 +254,27 @@ def _to_file(source: Source, target: Path, progress: Callable[[int, int], None])
             return stand_ins[id(leaf)]
 
         holes = walk(source.tree, stand_in)
-        within = _Within(stand_ins.values()).of(holes)
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(holes, unfinished)
+    within = _Within(stand_ins.values()).of(holes)
+    if odd := next((tensor for tensor in within if tensor.layout != torch.strided), None):
+        raise ValueError(
+            f"{target}: the checkpoint holds a tensor of layout {odd.layout} within an object; convert it to the sharded form, or "
+            "take it out"
+        )
+    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(holes, unfinished)
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         mapped = torch.load(unfinished, map_location="cpu", mmap=True, weights_only=False)
     places: dict[str, Tensor] = {}
     walk(mapped, lambda key, leaf: places.setdefault(key, leaf) if isinstance(leaf, Tensor) else leaf)
     for value, place in zip(within, _Within(places.values()).of(mapped), strict=True):
-        place.detach().copy_(value.detach())
+        if place.untyped_storage().nbytes() == value.untyped_storage().nbytes():
+            place.untyped_storage().copy_(value.untyped_storage())
+    if not all(map(_are_equal, within, _Within(places.values()).of(mapped))):
+        unfinished.unlink()
+        raise ValueError(
+            f"{target}: the checkpoint holds tensors within objects that can't be written one by one (in a set, sparse, or made "
+            "where they are pickled); convert it to the sharded form, or take them out"
+        )
     whole: dict[str, Tensor] = {}
     walk(source.tree, lambda key, leaf: whole.setdefault(key, leaf) if isinstance(leaf, Tensor) else leaf)
     total, done = sum(value.numel() * value.element_size() for value in whole.values()), 0
@@ -300,6 +312,12 @@ class _Within(pickle.Pickler):
         """Those of a checkpoint."""
         self.dump(tree)
         return [*self._found.values()]
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (one, other)))
 
 
 class _Late(Part):

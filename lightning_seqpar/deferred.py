@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_seqpar.probe import default_dtype
@@ -198,22 +198,29 @@ class DeferredInit(TorchDispatchMode):
         known = self._writes[key]
         return tensor._version > (known if key in self._made else 2 * known)
 
-    def check(self, wanted: Iterable[TensorRef], elsewhere: Mapping[int, str]) -> None:
+    @staticmethod
+    def count() -> int:
+        """How many operations are remembered now; none outside any such context."""
+        active = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, DeferredInit)]
+        return len(active[-1]._ops) if active else 0
+
+    def check(self, wanted: Iterable[TensorRef], elsewhere: Mapping[int, tuple[str, int]]) -> None:
         """Whether all that the wanted tensors are made of is known.
 
         Args:
             wanted: the tensors.
-            elsewhere: storages that are filled by others, and the names of what lies in them.
+            elsewhere: storages that others fill: the name of what lies in them, and the operation from which on.
 
         Raises:
             ValueError: if an operation reads a tensor that nothing filled, or that others fill.
         """
         needed = self._needed({ref.storage for ref in wanted})
-        for op, is_needed in zip(self._ops, needed, strict=True):
-            if is_needed and (taken := (op.reads() - op.writes) & elsewhere.keys()):
+        for at, (op, is_needed) in enumerate(zip(self._ops, needed, strict=True)):
+            taken = (op.reads() - op.writes) & elsewhere.keys() if is_needed else set()
+            if taken := {key for key in taken if at >= elsewhere[key][1]}:
                 raise ValueError(
-                    f"{elsewhere[next(iter(taken))]}: weights_from gives its numbers, and {op.name} has made another tensor of it "
-                    "meanwhile, which would have those of the initialisation (a trained copy, such as PEFT's modules_to_save, or a "
+                    f"{elsewhere[next(iter(taken))][0]}: weights_from gives its numbers, and {op.name} has made another tensor of "
+                    "it since, which would have those of the initialisation (a trained copy, such as PEFT's modules_to_save, or a "
                     "resized layer?); make the model outside torch.device('meta') and load it whole"
                 )
             if is_needed and (unknown := op.reads() - op.writes - self._filled):

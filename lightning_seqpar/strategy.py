@@ -264,9 +264,7 @@ class SeqParallelStrategy(SavingStrategy):
         state, self._late_state = self._late_state, None
         if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             return None
-        late = LateWeights(module, recorder)
-        if state is not None:
-            late.use_state(state)
+        late = LateWeights(module, recorder, state)
         late.check()
         told = {"how the model of the meta device is initialised (numbers of Python, shapes)": late.digest()}
         check_agreement(told, self._world, self.root_device)

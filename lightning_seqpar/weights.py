@@ -31,32 +31,39 @@ class _Source(str):
 
     Args:
         path: as :func:`weights_from` takes it.
-        tensors: parameters and buffers by their names in the module.
+        tensors: parameters and buffers that files fill, by their names in the module.
+        since: how many operations had been remembered then.
     """
 
-    def __new__(cls, path: str, tensors: dict[str, Tensor]) -> _Source:
+    def __new__(cls, path: str, tensors: dict[str, Tensor], since: int) -> _Source:
         return super().__new__(cls, path)
 
-    def __init__(self, path: str, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, path: str, tensors: dict[str, Tensor], since: int) -> None:
+        self.tensors, self.since = tensors, since
+        # Held, so that their addresses stay theirs: a cast gives a parameter another.
+        self.storages = {
+            tensor.untyped_storage()._cdata: (name, tensor.untyped_storage()) for name, tensor in tensors.items()
+        }
         self._versions = {name: tensor._version for name, tensor in tensors.items()}
         self._names: dict[int, list[str]] = defaultdict(list)
         for name, tensor in tensors.items():
             self._names[id(tensor)].append(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Source:
-        return _Source(str(self), copy.deepcopy(self._tensors, memo))
+        copied = _Source(str(self), copy.deepcopy(self.tensors, memo), self.since)
+        copied._versions.update(dict.fromkeys(self.changed(), -1))
+        return copied
 
-    def __reduce__(self) -> tuple[Any, ...]:  # elsewhere its tensors are others
-        return _Source, (str(self), {})
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Source, (str(self), self.tensors, self.since)
 
     def names(self, tensor: Tensor) -> list[str]:
         """Under which the module held a tensor."""
         return self._names.get(id(tensor), [])
 
-    def is_changed(self, name: str) -> bool:
-        """Whether something was written into a tensor since."""
-        return self._tensors[name]._version != self._versions[name]
+    def changed(self) -> list[str]:
+        """Tensors into which something was written since."""
+        return [name for name, tensor in self.tensors.items() if tensor._version != self._versions[name]]
 
 
 def weights_from(module: _Module, path: str | Path) -> _Module:
@@ -82,14 +89,15 @@ def weights_from(module: _Module, path: str | Path) -> _Module:
     """
     files = WeightFiles(path, module)
     files.check()
-    if any(tensor.is_meta for tensor in module.parameters()):
-        held = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        module.__dict__[_SOURCE] = _Source(str(path), dict(held))
-        return module
+    held = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    filled = {name: tensor for name, tensor in held if files.has(name)}
     with torch.no_grad():
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if files.has(name):
+        for name, tensor in {id(tensor): (name, tensor) for name, tensor in filled.items()}.values():
+            if not tensor.is_meta:
                 tensor.copy_(files.read(name))
+    if any(tensor.is_meta for tensor in filled.values()):
+        late = {name: tensor for name, tensor in filled.items() if tensor.is_meta}
+        module.__dict__[_SOURCE] = _Source(str(path), late, DeferredInit.count())
     return module
 
 
@@ -299,16 +307,22 @@ class LateWeights:
     Args:
         model: with parameters or buffers on the meta device.
         recorder: of the contexts that the model may have been made in.
+        state: weights of a checkpoint, which count more than files.
     """
 
-    def __init__(self, model: nn.Module, recorder: DeferredInit | None = None) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, recorder: DeferredInit | None = None, state: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._model, self._state = model, state or {}
         self._sources: dict[str, tuple[_Source, WeightFiles]] = {
             name: (source, WeightFiles(source, module))
             for name, module in model.named_modules()
             if (source := module.__dict__.get(_SOURCE)) is not None
         }
-        self._state: Mapping[str, Tensor] | None = None
+        # Read before anything is written here; to load a state into meta tensors, which does nothing, writes too.
+        self._changed = {
+            (path, name) for path, (source, _) in self._sources.items() if not self._state for name in source.changed()
+        }
         self._recorder = recorder or DeferredInit()
         self._complete()
         self._parameters: dict[int, list[_Place]] = defaultdict(list)
@@ -335,10 +349,6 @@ class LateWeights:
         """What is done to the tensors, for a comparison of ranks."""
         return self._recorder.digest()
 
-    def use_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take the weights of a checkpoint."""
-        self._state = state
-
     def _complete(self) -> None:
         """Run what initialises a module outside its ``__init__``, where nothing was remembered of its parameters."""
         for name, module in self._model.named_modules():
@@ -349,7 +359,9 @@ class LateWeights:
             inner = [p for p in module.parameters() if p.is_meta]
             skipped = callable(inits) and not getattr(module, "_is_hf_initialized", False)
             if inner and inits is not None and skipped:  # Hugging Face's own, which a meta device skips
-                if adapted := next((one for one, part in module.named_modules() if is_adapted(part)), None):
+                adapted = next((one for one, part in module.named_modules() if is_adapted(part)), None)
+                inside = [f"{name}.{one}" if name else one for one, p in module.named_parameters() if p.is_meta]
+                if adapted is not None and not all(one in self._state for one in inside):
                     raise ValueError(
                         f"{name or type(module).__name__}: it was made on the meta device without weights and adapted since "
                         f"({adapted}), and its own initialisation would go over the adapters; give its weights before it is "
@@ -374,16 +386,24 @@ class LateWeights:
         """
         self._check_overlaps()
         drawn: list[TensorRef] = []
-        read: dict[int, str] = {}
+        apart: list[_Place] = []
+        read: set[int] = set()
+        given = {
+            key: (name, source.since)
+            for source, _ in self._sources.values()
+            for key, (name, _) in source.storages.items()
+        }
         for places in (*self._parameters.values(), *self._others.values()):
             for place in places:
                 tensor = getattr(place.holder, place.leaf)
-                if self._state is not None and place.name in self._state:
+                if place.name in self._state:
+                    read.add(place.ref.storage)
                     continue
                 if place.name in self._found:
-                    read[place.ref.storage] = place.name
+                    read.add(place.ref.storage)
                     continue
                 self._check_known(place)
+                apart.append(place)
                 drawn.append(place.ref)
                 if self._recorder.written_elsewhere(tensor):
                     raise ValueError(
@@ -397,11 +417,18 @@ class LateWeights:
                         f"({type(place.holder).__name__}) has no reset_parameters. Make the model in configure_model (what is "
                         "done to meta tensors there is remembered), or give its weights: weights_from(module, folder)"
                     )
-        self._recorder.check(drawn, read)
+        for place in apart:
+            if place.ref.storage in given and place.ref.storage not in read:  # and not tied to what is filled
+                raise ValueError(
+                    f"{place.name}: it has the memory of {given[place.ref.storage][0]}, which weights_from fills, under another "
+                    "name or as another parameter (weight_norm, a parametrization?); make the model outside "
+                    "torch.device('meta') and load it whole"
+                )
+        self._recorder.check(drawn, given)
 
     def _check_known(self, place: _Place) -> None:
         """A parameter that took the place of one that files fill would be drawn, and the files' numbers lost."""
-        for source, files, inner in self._around(place.name):
+        for _, source, files, inner in self._around(place.name):
             if isinstance(getattr(place.holder, place.leaf), nn.Parameter) and files.has(inner):
                 raise ValueError(
                     f"{place.name}: it came after weights_from({str(source)!r}), which holds numbers of that name; change layers "
@@ -422,11 +449,11 @@ class LateWeights:
                         "one nn.Parameter under both names"
                     )
 
-    def _around(self, name: str) -> Iterator[tuple[_Source, WeightFiles, str]]:
-        """What was given for modules around a tensor, and its name in each of them."""
+    def _around(self, name: str) -> Iterator[tuple[str, _Source, WeightFiles, str]]:
+        """What was given for modules around a tensor: their names, and its own in each of them."""
         for path, (source, files) in self._sources.items():
             if name == path or not path or name.startswith(f"{path}."):
-                yield source, files, name.removeprefix(f"{path}.") if path else name
+                yield path, source, files, name.removeprefix(f"{path}.") if path else name
 
     @functools.cached_property
     def _found(self) -> dict[str, tuple[WeightFiles, str]]:
@@ -437,13 +464,13 @@ class LateWeights:
     def _source_of(self, place: _Place) -> tuple[WeightFiles, str] | None:
         """In which files a tensor is, and under which name: that which it had when they were given."""
         tensor = getattr(place.holder, place.leaf)
-        for source, files, inner in self._around(place.name):
+        for path, source, files, inner in self._around(place.name):
             known = source.names(tensor)
             names = known if known or isinstance(tensor, nn.Parameter) else [inner]
             found = next((name for name in names if files.has(name)), None)
             if found is None:
                 continue
-            if found in known and source.is_changed(found):
+            if (path, found) in self._changed:
                 raise ValueError(
                     f"{place.name}: it was changed in place after weights_from({str(source)!r}), whose numbers are read later "
                     "and would undo that; change weights in the files, or make the model outside torch.device('meta')"
@@ -482,6 +509,8 @@ class LateWeights:
                     _copy_part(place, tensor(place.ref), layout.shard if layout is not None else None, rank)
 
         self._fill(self._parameters, take, record, rank)
+        for module in self._model.modules():
+            module.__dict__.pop(_SOURCE, None)  # its work is done
 
     def _fill(
         self,
@@ -503,7 +532,7 @@ class LateWeights:
         """Take a tensor from a checkpoint or a file, if one has it."""
         current = getattr(place.holder, place.leaf)
         layout = _layout(record, current) if isinstance(current, nn.Parameter) else None
-        if self._state is not None and place.name in self._state:
+        if place.name in self._state:
             whole = self._state[place.name]
             local = layout.take(whole, rank) if layout is not None else whole
         elif (found := self._found.get(place.name)) is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -490,13 +492,80 @@ def exchanged(model: nn.Module) -> nn.Module:
     return model
 
 
+def copied(model: nn.Module) -> nn.Module:
+    model.trained = copy.deepcopy(model.lm_head)
+    return model.bfloat16()
+
+
+def fused(model: nn.Module) -> nn.Module:
+    for layer in model.model.layers:
+        layer.mlp.both = nn.Parameter(torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]))
+        del layer.mlp.gate_proj, layer.mlp.up_proj
+    return model
+
+
+def normed(model: nn.Module) -> nn.Module:
+    nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+    return model
+
+
+def filled(model: nn.Module, late: LateWeights) -> dict[str, Tensor]:
+    late.check()
+    late.fill_buffers()
+    late.fill_parameters(None)
+    return dict(model.named_parameters())
+
+
+def test_what_may_happen_between_files_and_filling(folders):
+    """Casts, checkpoints that are loaded over meta tensors; a copy of before."""
+    folder = str(folders["llama"])
+    real = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    names = dict(real.named_parameters())
+
+    found = filled(*late_llama(folder, then=lambda model: model.bfloat16().requires_grad_(False)))
+    assert all(torch.equal(p, names[name].bfloat16()) for name, p in found.items())
+
+    state = {name: p.detach() + 1 for name, p in real.state_dict().items()}
+    model, late = late_llama(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does nothing
+        model.load_state_dict(state)
+    found = filled(model, LateWeights(model, late._recorder, state))
+    assert all(torch.equal(p, state[name].float()) for name, p in found.items())
+
+    with pytest.raises(ValueError, match="adapted since"):
+        late_llama(folder, then=lora, weights=False)
+    with DeferredInit() as recorder, torch.device("meta"):
+        model = lora(build("llama"))
+    whole = {name: torch.full(p.shape, 2.0) for name, p in model.named_parameters()}
+    assert all((p == 2).all() for p in filled(model, LateWeights(model, recorder, whole)).values())
+
+    with DeferredInit() as recorder:
+        with torch.device("meta"):
+            model = build("llama")
+            teacher = copy.deepcopy(model)
+        weights_from(model.model, folder)
+        both = nn.ModuleDict({"student": model, "teacher": teacher})
+    found = filled(both, LateWeights(both, recorder))
+    for name, parameter in names.items():
+        of_files = name.startswith("model.")
+        assert torch.equal(found[f"student.{name}"].double(), parameter) == of_files, name
+        assert found[f"teacher.{name}"].any(), name
+
+
+def test_a_part_with_numbers_is_filled_at_once(folders):
+    with torch.device("meta"):
+        model = build("llama")
+    model.lm_head.to_empty(device="cpu")
+    model.lm_head.weight.data.zero_()
+    assert weights_from(model, str(folders["llama"])).lm_head.weight.any()
+
+
 def test_adapters_around_layers_that_files_fill(folders):
     """PEFT gives layers other names after ``weights_from``; they are filled by those they had."""
     folder = str(folders["llama"])
     model, late = late_llama(folder, then=lora)
-    late.check()
-    late.fill_buffers()
-    late.fill_parameters(None)
+    filled(model, late)
     real = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     found = {name.replace("base_layer.", ""): p for name, p in model.base_model.model.named_parameters()}
     for name, parameter in real.named_parameters():
@@ -523,6 +592,14 @@ def test_adapters_around_layers_that_files_fill(folders):
             exchanged,
             r"norm.weight: it came after weights_from",
         ),
+        (True, copied, r"lm_head.*weights_from gives its numbers, and \w+ has made"),
+        (True, fused, r"(gate|up)_proj.weight: weights_from gives its numbers, and cat has made another"),
+        (
+            True,
+            normed,
+            r"up_proj.parametrizations.weight.original\d: it has the memory of .*up_proj.weight, which|gives its numbers",
+        ),
+        (True, lambda model: copy.deepcopy(scaled(model)), r"norm.weight: it was changed in place after weights_from"),
         (False, lora, r"made on the meta device without weights and adapted since .*q_proj\)"),
     ],
 )
