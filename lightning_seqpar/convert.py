@@ -266,10 +266,11 @@ def _to_file(source: Source, target: Path, progress: Callable[[int, int], None])
         mapped = torch.load(unfinished, map_location="cpu", mmap=True, weights_only=False)
     places: dict[str, Tensor] = {}
     walk(mapped, lambda key, leaf: places.setdefault(key, leaf) if isinstance(leaf, Tensor) else leaf)
-    for value, place in zip(within, _Within(places.values()).of(mapped), strict=True):
+    for value, place in zip(within, _Within(places.values()).of(mapped), strict=False):
         if place.untyped_storage().nbytes() == value.untyped_storage().nbytes():
             place.untyped_storage().copy_(value.untyped_storage())
-    if not all(map(_are_equal, within, _Within(places.values()).of(mapped))):
+    written = _Within(places.values()).of(mapped)
+    if len(written) != len(within) or not all(map(_are_equal, within, written)):
         unfinished.unlink()
         raise ValueError(
             f"{target}: the checkpoint holds tensors within objects that can't be written one by one (in a set, sparse, or made "
@@ -315,6 +316,7 @@ class _Within(pickle.Pickler):
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (one, other)))

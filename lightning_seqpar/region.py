@@ -654,7 +654,7 @@ class SequenceRegion:
         return next((read for read in self._frame.gathered if read.whole() is x), None)
 
     def late_column(self, x: Tensor, weight: Tensor) -> tuple[Tensor, LateProduct | None, Slot | None]:
-        """The weight with which a column multiplies ``x``; its weight-grad product waits for the reduction of its input's.
+        """The weight with which a column multiplies ``x``; its weight-grad product waits for the reduction of its input's, if long.
 
         And where its input-grad product joins those of the other columns, if ``x`` is what was gathered for them.
         """
@@ -665,7 +665,7 @@ class SequenceRegion:
         return *late_weight(weight, number), read.under.slot if x._version == read.version else None
 
     def late_row(self, weight: Tensor, count: int) -> tuple[Tensor, LateProduct | None]:
-        """The weight of a row that makes ``count`` bytes; its weight-grad product waits for the gather of the row before it."""
+        """The weight of a row that makes ``count`` bytes; its weight-grad product waits for the backward's next gather, if long."""
         return late_weight(weight, self._frame.number if self._waits(count) else None)
 
     def _waits(self, count: int) -> bool:

@@ -385,8 +385,7 @@ class LateWeights:
             ValueError: naming a tensor that nothing fills.
         """
         self._check_overlaps()
-        drawn: list[TensorRef] = []
-        apart: list[_Place] = []
+        drawn: list[_Place] = []
         read: set[int] = set()
         given = {
             key: (name, source.since)
@@ -396,15 +395,11 @@ class LateWeights:
         for places in (*self._parameters.values(), *self._others.values()):
             for place in places:
                 tensor = getattr(place.holder, place.leaf)
-                if place.name in self._state:
-                    read.add(place.ref.storage)
-                    continue
-                if place.name in self._found:
+                if place.name in self._state or place.name in self._found:
                     read.add(place.ref.storage)
                     continue
                 self._check_known(place)
-                apart.append(place)
-                drawn.append(place.ref)
+                drawn.append(place)
                 if self._recorder.written_elsewhere(tensor):
                     raise ValueError(
                         f"{place.name}: it was made on the meta device, and initialised there outside configure_model, where "
@@ -417,14 +412,14 @@ class LateWeights:
                         f"({type(place.holder).__name__}) has no reset_parameters. Make the model in configure_model (what is "
                         "done to meta tensors there is remembered), or give its weights: weights_from(module, folder)"
                     )
-        for place in apart:
+        for place in drawn:
             if place.ref.storage in given and place.ref.storage not in read:  # and not tied to what is filled
                 raise ValueError(
                     f"{place.name}: it has the memory of {given[place.ref.storage][0]}, which weights_from fills, under another "
                     "name or as another parameter (weight_norm, a parametrization?); make the model outside "
                     "torch.device('meta') and load it whole"
                 )
-        self._recorder.check(drawn, given)
+        self._recorder.check((place.ref for place in drawn), given)
 
     def _check_known(self, place: _Place) -> None:
         """A parameter that took the place of one that files fill would be drawn, and the files' numbers lost."""
