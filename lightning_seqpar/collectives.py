@@ -65,8 +65,6 @@ class _Exchange:
         self._out = self._own.new_empty(len(others) * count)
         # The group's own call: torch.distributed's wrapper of it costs host time.
         self._work = group.alltoall_base(self._out, self._sent, splits, splits, dist.AllToAllOptions())
-        if not async_op:
-            self._work.wait()
 
     def wait(self) -> list[Tensor]:
         """What came, by rank."""
@@ -148,6 +146,8 @@ class PendingGather:
         dim = self._dim
         if self._in_parts:
             out = torch.cat(self._exchange.wait(), dim)
+            if self._length == out.shape[dim]:
+                return out
         else:
             if self._work is not None:
                 self._work.wait()
@@ -170,7 +170,7 @@ class PendingReduceScatter:
         self._in_parts = _exchanges(x, group)
         if self._in_parts:
             stands_for("reduce_scatter", x.nbytes)
-            self._exchange = _Exchange([x.narrow(dim, at * chunk, chunk) for at in range(size)], group, async_op)
+            self._exchange = _Exchange(x.chunk(size, dim), group, async_op)
             return
         stacked = x.unflatten(dim, (size, chunk)).movedim(dim, 0).contiguous()
         self._shape = stacked.shape[1:]
@@ -221,6 +221,10 @@ def _fill_padding(piece: Tensor, x: Tensor, dim: int, group: ProcessGroup) -> Te
     return piece
 
 
+def _scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return _fill_padding(split(x, dim, group), x, dim, group)
+
+
 def passes_none(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward that returns no gradients where it gets none, as torch's own do: none is not zero to an optimizer.
 
@@ -266,7 +270,7 @@ class _Scatter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
-        return _fill_padding(split(x, dim, group), x, dim, group)
+        return _scatter(x, dim, group)
 
     @staticmethod
     @passes_none
@@ -288,7 +292,7 @@ class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _SplitGrad.apply(grad, ctx.dim, ctx.group), None, None, None  # type: ignore[no-untyped-call]
+        return _applied(_SplitGrad, split, grad, ctx.dim, ctx.group), None, None, None
 
 
 class _SplitGrad(torch.autograd.Function):
@@ -336,12 +340,18 @@ class _ReduceScatter(torch.autograd.Function):
         return gather_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length), None, None
 
 
+def _applied(function: Any, plain: Callable[..., Tensor], *args: Any) -> Tensor:
+    """``function``'s forward, ``plain``; a node of a graph only where there is one: in most backwards there is none."""
+    made: Tensor = function.apply(*args) if torch.is_grad_enabled() else plain(*args)
+    return made
+
+
 def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """f: a replicated activation enters the tensor-parallel region.
 
     Forward: identity. Backward: all-reduce. Dim: none.
     """
-    return _Copy.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _applied(_Copy, lambda x, group: x.view_as(x), x, group)
 
 
 def reduce_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -349,7 +359,7 @@ def reduce_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor
 
     Forward: all-reduce. Backward: identity. Dim: none.
     """
-    return _Reduce.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _applied(_Reduce, all_reduce, x, group)
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -357,7 +367,7 @@ def scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup
 
     Forward: slice; padding repeats the last position. Backward: all-gather, trimmed. Dim: ``dim``.
     """
-    return _Scatter.apply(x, dim, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _applied(_Scatter, _scatter, x, dim, group)
 
 
 def gather_replicated_from_sequence_parallel_region(
@@ -369,7 +379,7 @@ def gather_replicated_from_sequence_parallel_region(
 
     Forward: all-gather, trimmed to ``length``. Backward: slice. Dim: ``dim``.
     """
-    return _GatherReplicated.apply(x, dim, group, length)  # type: ignore[no-untyped-call, no-any-return]
+    return _applied(_GatherReplicated, all_gather, x, dim, group, length)
 
 
 def gather_from_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
@@ -379,7 +389,7 @@ def gather_from_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGrou
 
     Forward: all-gather, trimmed to ``length``. Backward: reduce-scatter. Dim: ``dim``.
     """
-    return _Gather.apply(x, dim, group, length)  # type: ignore[no-untyped-call, no-any-return]
+    return _applied(_Gather, all_gather, x, dim, group, length)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -387,4 +397,4 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: Proce
 
     Forward: reduce-scatter, zero-padded. Backward: all-gather, trimmed. Dim: ``dim``.
     """
-    return _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _applied(_ReduceScatter, reduce_scatter, x, dim, group)

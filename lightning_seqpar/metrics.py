@@ -15,11 +15,17 @@ def share_metrics(holders: Sequence[Any], group: ProcessGroup) -> None:
     """Tell every metric of the holders (modules, callbacks and what they hold) to sync over ``group``.
 
     torchmetrics sync over the world unless told a group, and sums would come out × tp. A metric with a group of its own
-    keeps it.
+    keeps it; one that an earlier strategy told its group is told this one.
     """
     for metric in _find(list(holders), depth=4, seen=set()):
-        if metric.process_group is None:
+        told = metric.process_group
+        if told is None or getattr(metric, _TOLD, None) == id(told):
             metric.process_group = group
+            setattr(metric, _TOLD, id(metric.process_group))
+
+
+_TOLD = "_lightning_seqpar_group"
+"""Attribute of a metric: which group it was told here."""
 
 
 _SKIPPED = ("_trainer", "_parameters", "_buffers", "_modules")

@@ -1,9 +1,9 @@
 """Weight-grad products of a backward that run under its collectives.
 
 Nothing waits for the gradient of a weight, and everything for that of an activation. So the weight-grad product of a linear
-is a node of its own in the graph, and the collective a pair of them, one that starts and one that waits. Autograd runs what is
-ready in the order of its numbers, the youngest first: products get the number between the two. To everyone else these are
-gradients like all others, and where a torch can't number nodes they are only made earlier.
+is a node of its own in the graph, and a collective that takes long a pair of them, one that starts and one that waits.
+Autograd runs what is ready in the order of its numbers, the youngest first: products get the number between the two. To
+everyone else these are gradients like all others, and where a torch can't number nodes they are only made earlier.
 """
 
 from __future__ import annotations
@@ -52,11 +52,21 @@ class PerBackward(Generic[T]):
 # ---- products --------------------------------------------------------------------------------------------------
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """``[..., h]`` → ``[b·s, h]``."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, at less host time where it is of that type."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 class WeightGrad(NamedTuple):
     """The product that makes a weight's gradient, ``dW = dyᵀ x``, still to run.
 
     Attributes:
-        grad: of the output, ``[b, s, f/tp]``.
+        grad: of the output, ``[b·s, f/tp]``.
         read: gives the input, ``[b, s, h]``.
         dtype: of the weight.
         transposed: whether the weight is ``[h, f/tp]``.
@@ -69,11 +79,11 @@ class WeightGrad(NamedTuple):
 
     def make(self, kept: Tensor | None = None) -> Tensor | None:
         """The gradient; none if it was added to ``kept``, that of earlier micro-batches, without a tensor of its own."""
-        left, right = self.grad.flatten(0, -2).t(), self.read().flatten(0, -2).to(self.grad.dtype)
+        left, right = self.grad.t(), cast(rows_of(self.read()), self.grad.dtype)
         if kept is not None and kept.dtype == left.dtype:
             (kept.t() if self.transposed else kept).addmm_(left, right)
             return None
-        made = (left @ right).to(self.dtype)
+        made = cast(torch.mm(left, right), self.dtype)
         return made.t() if self.transposed else made
 
 
@@ -84,7 +94,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def told(ctx: Any, *grads: Any) -> Any:
         ctx.is_plain = not torch.is_grad_enabled()
-        return differentiable(ctx, *grads)
+        return (backward if ctx.is_plain else differentiable)(ctx, *grads)
 
     return told
 
@@ -202,19 +212,25 @@ class Slot:
         self._columns.append(weakref.ref(ctx))
 
     def add_product(self, grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """``dx += dy W`` for ``grad`` ``[..., f/tp]`` and ``weight`` ``[f/tp, h]``; the last column of a backward gets the sum."""
+        """``dx += dy W``; the last column of a backward gets the sum, ``[b·s, h]``.
+
+        Args:
+            grad: ``[b·s, f/tp]``.
+            weight: ``[f/tp, h]``.
+            dtype: of the sum.
+        """
         left, total = self._sums.take() or _Sum(self._count(), None)
-        rows, right = grad.flatten(0, -2), weight.to(grad.dtype)
+        right = cast(weight, grad.dtype)
         if total is None:
-            total = (rows @ right).to(dtype).view(*grad.shape[:-1], right.shape[1])
+            total = cast(torch.mm(grad, right), dtype)
         elif grad.dtype == dtype:
-            total.view(-1, right.shape[1]).addmm_(rows, right)
+            total.addmm_(grad, right)
         else:
-            total += (rows @ right).view_as(total)
+            total += torch.mm(grad, right)
         return self._end(left, total)
 
     def skip_product(self) -> Tensor | None:
-        """A column whose output has no gradient; it may be the last."""
+        """A column whose output has no gradient; it may be the last, and then gets the sum."""
         left, total = self._sums.take() or _Sum(self._count(), None)
         return self._end(left, total)
 
@@ -229,14 +245,11 @@ class Slot:
         nodes = [node for ref in self._columns if (node := ref()) is not None]
         return sum(torch._C._will_engine_execute_node(node) for node in nodes)
 
-    def give(self, pending: PendingAllReduce | PendingGather | PendingReduceScatter, like: Tensor) -> Tensor:
-        """Leave it; returns what autograd passes on in its place."""
-        if torch.is_anomaly_enabled():  # which looks at every gradient
-            return pending.wait()
+    def give(self, pending: PendingAllReduce | PendingGather | PendingReduceScatter) -> None:
+        """Leave it; autograd passes nothing on in its place."""
         self._pending.put(pending)
-        return like
 
-    def take(self, grad: Tensor) -> Tensor:
+    def take(self, grad: Tensor | None) -> Tensor | None:
         """What the collective made; ``grad`` where none is under way."""
         pending = self._pending.take()
         return grad if pending is None else pending.wait()
@@ -252,8 +265,7 @@ class _Wait(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         return ctx.slot.take(grad), None
 
 
@@ -261,7 +273,7 @@ class _GatherOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.slot, ctx.dim, ctx.group, ctx.shape = slot, dim, group, x.shape
+        ctx.slot, ctx.dim, ctx.group = slot, dim, group
         return all_gather(x, dim, group, length)
 
     @staticmethod
@@ -270,31 +282,30 @@ class _GatherOver(torch.autograd.Function):
         if torch.is_grad_enabled():  # the result will be differentiated
             return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), *_NONE
         pending = PendingReduceScatter(grad, ctx.dim, ctx.group, async_op=True)
-        return ctx.slot.give(pending, _nothing(grad, ctx.shape)), *_NONE
+        return ctx.slot.give(pending), *_NONE
 
 
 class _ReduceScatterOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.slot, ctx.dim, ctx.group, ctx.shape = slot, dim, group, x.shape
+        ctx.slot, ctx.dim, ctx.group, ctx.length = slot, dim, group, x.shape[dim]
         return reduce_scatter(x, dim, group)
 
     @staticmethod
     @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        length = ctx.shape[ctx.dim]
         if torch.is_grad_enabled():
-            return gather_from_sequence_parallel_region(grad, ctx.dim, ctx.group, length), *_NONE
-        pending = PendingGather(grad, ctx.dim, ctx.group, length, async_op=True)
-        return ctx.slot.give(pending, _nothing(grad, ctx.shape)), *_NONE
+            return gather_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length), *_NONE
+        pending = PendingGather(grad, ctx.dim, ctx.group, ctx.length, async_op=True)
+        return ctx.slot.give(pending), *_NONE
 
 
 class _CopyOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.slot, ctx.group, ctx.shape = slot, group, x.shape
+        ctx.slot, ctx.group = slot, group
         return x.view_as(x)
 
     @staticmethod
@@ -303,14 +314,10 @@ class _CopyOver(torch.autograd.Function):
         if torch.is_grad_enabled():
             return reduce_from_tensor_parallel_region(grad, ctx.group), *_NONE
         pending = PendingAllReduce(grad, ctx.group, async_op=True)
-        return ctx.slot.give(pending, _nothing(grad, ctx.shape)), *_NONE
+        return ctx.slot.give(pending), *_NONE
 
 
 _NONE = (None, None, None, None)
-
-
-def _nothing(like: Tensor, shape: torch.Size) -> Tensor:
-    return like.new_full((), float("nan")).expand(shape)  # whoever reads it is found out
 
 
 class Under(NamedTuple):
@@ -326,7 +333,7 @@ def _over(function: Any, x: Tensor, dim: int, group: ProcessGroup, length: int) 
     number = None
     if waits.grad_fn is not None:
         number = waits.grad_fn._sequence_nr()
-        _renumber(waits, number - 1)  # below the number, the collective's own above it
+        _renumber(waits, max(number - 1, 0))  # below the number, the collective's own above it
     return function.apply(waits, slot, dim, group, length), Under(number, slot)
 
 

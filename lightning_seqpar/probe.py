@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
@@ -138,6 +139,8 @@ def detached_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | N
             held = module.__dict__.get(attribute)
             if held is not None:
                 memo[id(held)] = None
+    for module in model.modules():  # metrics hold the group that they sync over, which nobody can copy
+        memo |= {id(held): held for held in module.__dict__.values() if isinstance(held, ProcessGroup)}
     if is_large(model):
         _share_equal_blocks(model, memo)
     copied = copy.deepcopy(model, memo)

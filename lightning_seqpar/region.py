@@ -6,7 +6,6 @@ opens a frame and closes it, whether it returns or raises, so that repeated, nes
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,9 +23,11 @@ from lightning_seqpar.collectives import (
     gather_from_sequence_parallel_region,
     gather_replicated_from_sequence_parallel_region,
     reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     shard_length,
 )
+from lightning_seqpar.draws import DrawPlace, Shards, check_alike
 from lightning_seqpar.gathered import GatheredInput
 from lightning_seqpar.lean import keeper
 from lightning_seqpar.linearity import REDUCTIONS, Leaks, Parts
@@ -73,14 +74,6 @@ class _Frame:
     def leave_rows(self) -> None:
         """No column's features are on their way any more."""
         self.tokens, self.behind, self.alike = None, None, []
-
-
-def _is_of_tokens(shape: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
-    """Whether what was drawn says nothing of features or heads: one number for all, for each sample or for each token."""
-    apart = [tokens, (tokens[0], 1, *tokens[1:])] if tokens else [tokens]  # [b, s, ...], [b, heads, s, ...]
-    return any(
-        all(size in (1, *like[at : at + 1]) for at, size in enumerate(shape)) for like in (*apart, (math.prod(tokens),))
-    )
 
 
 class _Read(NamedTuple):
@@ -347,13 +340,7 @@ class SequenceRegion:
     def _end_columns(self, local: int, features: int) -> None:
         """A row linear ``[features, local]``: without sequence parallelism its output is whole again."""
         frame = self._frame
-        for name, shape in frame.alike:  # no column came in between, so that it may be for what this row reads
-            if shape[-1] == local or shape[-1] != frame.behind:
-                raise ValueError(
-                    f"between two row linears of a module of {self.name} random numbers ({name}) of shape {list(shape)} are "
-                    "drawn, alike on every rank, that may be for features of the second row, which are each rank's own; let "
-                    "the module run one path to its end before the columns of the next, set sp=True, or set the dropout to 0"
-                )
+        check_alike(self.name, frame.alike, local, frame.behind)
         if frame.rows:
             frame.rows[-1] -= 1
         if not frame.rows or frame.rows[-1] <= 0:
@@ -384,61 +371,24 @@ class SequenceRegion:
         Raises:
             ValueError: for draws that would not be what one process draws, in distribution.
         """
-        if self._frame.raw:
-            raise ValueError(
-                f"a module of {self.name} that multiplies sharded parameters itself draws random numbers ({name}) of shape "
-                f"{list(shape)}, and nothing tells whether they are for whole activations or for this rank's features; give "
-                "it linears of their own, draw outside it, or set its dropout to 0"
-            )
-        if self._frame.sums and self.streams.own and shape[-1] not in self._frame.sums[-1]:
-            raise ValueError(
-                f"a module of {self.name} that returns a sum over ranks draws random numbers ({name}) of shape {list(shape)} "
-                "behind its first column linear, which are not for the features of a column: each rank would draw its own. "
-                "Draw them before the experts, outside the module, or not at all"
-            )
         frame = self._frame
-        if frame.behind is not None and frame.tokens is not None and not (self.sp or self.streams.own):
-            if not _is_of_tokens(shape, frame.tokens):
-                frame.alike.append((name, shape))
-            return
-        if frame.tokens is not None and self.streams.own:
-            if shape[-1:] == (frame.behind,) and self.active and not self._has_positions(shape):
-                raise ValueError(
-                    f"behind a row linear of {self.name} random numbers ({name}) of shape {list(shape)} are drawn, which have no "
-                    f"sequence dim of {self.shard_length}: each rank would draw its own for its part of the sequence, and one "
-                    "process draws one for all of it. Draw them outside the module, or set sp=False"
-                )
-            if _is_of_tokens(shape, frame.tokens):
-                raise ValueError(
-                    f"between a column linear of {self.name} and its row random numbers ({name}) of shape {list(shape)} are drawn, "
-                    "which are not for the features or heads that are this rank's: each rank would draw its own, and one process "
-                    "draws one for all of them (stochastic depth?). Draw them in a module whose class is called "
-                    "...DropPath or ...StochasticDepth, before the module or behind it, or not at all"
-                )
-            return
-        if not self.active:
-            return
-        if self._in_block and self.streams.own and not self._has_positions(shape):
-            raise ValueError(
-                f"a block of {self.name} draws random numbers ({name}) of shape {list(shape)}, which has no sequence dim of "
-                f"{self.shard_length}: each rank would draw its own for its part of the sequence, and one process draws one "
-                "for all of it (stochastic depth?). Draw them in a module whose class is called ...DropPath or "
-                "...StochasticDepth, between the blocks, or set sp=False"
-            )
-        alike = not self._in_block or not (self.streams.own or frame.scopes or shape[self.dim : self.dim + 1] == (1,))
-        if alike and shape[self.dim : self.dim + 1] == (self.shard_length,) and len(shape) == self._frame.ndim:
-            raise ValueError(
-                f"between the blocks of {self.name} (or in a DropPath) random numbers ({name}) of shape {list(shape)} are drawn "
-                "for shards of the sequence, and every rank would draw the same for other positions; drop out inside the blocks or "
-                "behind the region's end"
-            )
-
-    def _has_positions(self, shape: tuple[int, ...]) -> bool:
-        """Whether what was drawn is for a shard's positions, or for all of them (between a column that gathers and its row)."""
-        frame, flat = self._frame, self._frame.batch * self.shard_length
-        if shape[self.dim : self.dim + 1] in ((self.shard_length,), (self.length,)):
-            return True
-        return frame.ndim == 3 and len(shape) == 2 and shape[0] == flat
+        shards = None
+        if self.active:
+            shards = Shards(self.dim, frame.ndim, frame.batch, self.length, self.shard_length)
+        place = DrawPlace(
+            region=self.name,
+            sp=self.sp,
+            own=self.streams.own,
+            raw=frame.raw > 0,
+            widths=frame.sums[-1] if frame.sums else None,
+            tokens=frame.tokens,
+            behind=frame.behind,
+            in_block=self._in_block > 0,
+            in_gather=bool(frame.scopes),
+            shards=shards,
+        )
+        if place.check(name, shape):
+            frame.alike.append((name, shape))
 
     # ---- tensor-parallel parts -------------------------------------------------------------------------------
 
@@ -446,13 +396,21 @@ class SequenceRegion:
         """A shard on its way to column linears: gathered (g), or copied (f) where the sequence is not sharded."""
         handle = None
         if not self.sp:
-            whole, under = copy_over(x, self.group)
+            if self._waits(x.nbytes):
+                whole, under = copy_over(x, self.group)
+            else:
+                whole, under = copy_to_tensor_parallel_region(x, self.group), Under(None, Slot())
             if self.saves_activation(x.nbytes):
                 handle = GatheredInput(x, self.dim, self.group, None)
         else:
             length = self.length_for(x, module)
             folded = self._fold(x, self.shard_length)  # flattened tokens, in the order of [b, s]
-            whole, under = gather_over(x if folded is None else folded, self.dim, self.group, length)
+            shard = x if folded is None else folded
+            if self._waits(x.nbytes * self.size):
+                whole, under = gather_over(shard, self.dim, self.group, length)
+            else:
+                whole = gather_from_sequence_parallel_region(shard, self.dim, self.group, length)
+                under = Under(None, Slot())
             if folded is not None:
                 whole = whole.flatten(0, 1)
             elif self.saves(x.nbytes):
@@ -673,6 +631,9 @@ class SequenceRegion:
         return count > _SHORT or self.regather != "auto"
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
+        if not self._waits(x.nbytes):
+            self._frame.number = None
+            return reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
         shard, under = reduce_scatter_over(x, self.dim, self.group)
         self._frame.number = under.number
         return shard

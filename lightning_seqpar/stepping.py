@@ -57,7 +57,7 @@ class SteppingStrategy(TopologyStrategy):
         self._steps: dict[int, int] = {}
         self._calls: Counter[str] = Counter()
         self._since_start: Counter[str] = Counter()  # of an epoch, or of an evaluation: loaders may begin anew there
-        self._flushed = False
+        self._flushed = self._others_flushed = False
         self._optimizing: Optimizer | None = None
         self._muted_writers: list[tuple[int, Any]] = []
         self._ddp_model: DistributedDataParallel | None = None
@@ -117,7 +117,7 @@ class SteppingStrategy(TopologyStrategy):
         """The user's step; its random draws are watched at due steps, and behind one that drew as none before."""
         if self._sync is not None:
             self._sync.attach()
-            self._flushed = False
+            self._flushed = self._others_flushed = False
         if isinstance(self.model, DistributedDataParallel):
             self._follow_training_parameters(self.model)
         return self._step("training", super().training_step, args, kwargs)
@@ -128,15 +128,33 @@ class SteppingStrategy(TopologyStrategy):
         return any(p.requires_grad and id(p) not in reduced for one in self.optimizers for p in _parameters(one))
 
     def _follow_training_parameters(self, ddp: DistributedDataParallel) -> None:
-        """A replica's reduction is made anew where parameters thawed (or froze, which it would wait for) since."""
-        waits = self._module.automatic_optimization and not ddp.find_unused_parameters
-        if self._thawed() or (waits and not all(p.requires_grad for p in self._reduced)):
-            ddp._remove_autograd_hooks()
-            self._wrap_ddp(self._module)
+        """A replica's reduction is made anew where parameters thawed (or froze, which it would wait for) since.
 
-    def _wrap_ddp(self, module: LightningModule) -> None:
+        Raises:
+            RuntimeError: if gradients that the replicas have not summed would not be summed any more.
+        """
+        every = self._trainer.accumulate_grad_batches
+        within = self._trainer.fit_loop.epoch_loop.batch_idx % every != 0
+        thawed, frozen = self._thawed(), [p for p in self._reduced if not p.requires_grad] if self._waits(ddp) else []
+        lost = any(p.grad is not None for p in frozen)
+        # A new reduction knows nothing of what only earlier batches used.
+        if within and (lost or (thawed and ddp.find_unused_parameters)):
+            raise RuntimeError(
+                f"a parameter {'froze' if lost else 'began to train'} between batches whose gradients are accumulated "
+                f"(accumulate_grad_batches={every}): each replica (dp > 1) holds parts of gradients that would not be summed any "
+                "more. Switch requires_grad in on_train_batch_start where batch_idx % accumulate_grad_batches == 0"
+            )
+        if thawed or frozen:
+            ddp._remove_autograd_hooks()
+            self._wrap_ddp(self._module, init_sync=False)  # equal already; written to, parts of gradients would be void
+
+    def _waits(self, ddp: DistributedDataParallel) -> bool:
+        """Whether the reduction waits for the gradient of every parameter that it knows."""
+        return self._module.automatic_optimization and not ddp.find_unused_parameters
+
+    def _wrap_ddp(self, module: LightningModule, **more: Any) -> None:
         self._reduced = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        options = dict(self.config.ddp)
+        options = {**self.config.ddp, **more}
         devices = None if self.root_device.type == "cpu" else [self.root_device.index]
         stream = torch.cuda.stream(torch.cuda.Stream()) if devices is not None else nullcontext()
         with stream:
@@ -177,10 +195,12 @@ class SteppingStrategy(TopologyStrategy):
             else:
                 check_readers(closure_loss, record, inside=False)  # a loss may begin to read a parameter at any step
         if isinstance(self.model, DistributedDataParallel):
-            if self._thawed():
+            thawed = self._thawed()
+            if thawed or (self._waits(self.model) and not all(p.requires_grad for p in self._reduced)):
                 raise RuntimeError(
-                    "a parameter began to train within a step, where the reduction over replicas (dp > 1) does not know it yet: "
-                    "switch requires_grad (unfreeze, set_adapter) before the step, in on_train_batch_start or a callback"
+                    f"a parameter {'began' if thawed else 'ceased'} to train within a step, where the reduction over replicas "
+                    f"(dp > 1) does not know {'it' if thawed else 'of it'} yet: switch requires_grad (unfreeze, set_adapter) "
+                    "before the step, in on_train_batch_start or a callback"
                 )
             if not self._module.automatic_optimization:
                 prepare_for_backward(self.model, closure_loss)
@@ -195,7 +215,8 @@ class SteppingStrategy(TopologyStrategy):
         )
         if hooked or not self._module.automatic_optimization:
             self._sync.flush_all(check=self._is_due(self._calls["training"]))
-            self._flushed = not self._trainer.fit_loop._should_accumulate()  # read in automatic optimization alone
+            # Read in automatic optimization alone.
+            self._flushed = self._others_flushed = not self._trainer.fit_loop._should_accumulate()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The step, with the partial gradients summed right behind the user's closure."""
@@ -243,6 +264,17 @@ class SteppingStrategy(TopologyStrategy):
         self._sync.flush(_parameters(optimizer), check=self._is_due(step))
         # Elsewhere (a raw step, grad_norm in some hook) the backward may still be to come.
         self._flushed = automatic and self._optimizing is not None
+
+    def sync_others(self) -> None:
+        """Sum the partial gradients of parameters that train and that no optimizer holds; idempotent."""
+        automatic = self._module.automatic_optimization
+        if self._sync is None or (automatic and self._others_flushed):
+            return
+        held = {id(parameter) for optimizer in self.optimizers for parameter in _parameters(optimizer)}
+        others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in held]
+        if others:
+            self._sync.flush(others)
+        self._others_flushed = automatic and self._optimizing is not None
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Parameters that every rank holds whole must get the same gradient on every rank."""

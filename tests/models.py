@@ -164,9 +164,9 @@ class Scheduled(GPT):
 class Frozen(GPT):
     """Half of the model is frozen and thaws at the fifth batch; at the eighth the last block freezes."""
 
-    def __init__(self, thaw: bool = False, **kwargs: Any) -> None:
+    def __init__(self, thaw: bool = False, at: tuple[int, int] = (4, 7), **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.thaw = thaw
+        self.thaw, self.at = thaw, at
         self._freeze(False)
 
     def _freeze(self, on: bool) -> None:
@@ -177,9 +177,9 @@ class Frozen(GPT):
         self.model.tokens.requires_grad_(on)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.thaw and batch_idx == 4:
+        if self.thaw and batch_idx == self.at[0]:
             self._freeze(True)
-        if self.thaw and batch_idx == 7:
+        if self.thaw and batch_idx == self.at[1]:
             self.model.blocks[1].requires_grad_(False)
 
 

@@ -75,19 +75,37 @@ def check_pairs(tp: int, dim: int, length: int) -> None:
     torch.testing.assert_close(shard, cut(sum(parts), rank).detach(), rtol=1e-12, atol=1e-12)
     (shard * cut(weight, rank)).sum().backward()
     torch.testing.assert_close(mine.grad, weight)
-    check_double_backward(group, dim, parts[rank].detach(), length)
+    own, same = parts[rank].detach(), parts[0].detach()
 
-
-def check_double_backward(group, dim: int, x: torch.Tensor, length: int) -> None:
-    """The gradient of a gradient, against finite differences along a direction (all ranks step together)."""
-
-    def first(y):
+    def sharded(y):
         shard = C.reduce_scatter_to_sequence_parallel_region(y.tanh(), dim, group)
-        out = C.gather_from_sequence_parallel_region(shard.tanh(), dim, group, length)
-        return torch.autograd.grad(out.tanh().sum(), y, create_graph=True)[0]
+        return C.gather_from_sequence_parallel_region(shard.tanh(), dim, group, length)
+
+    def dealt_out(y):
+        shard = C.scatter_to_sequence_parallel_region(y.tanh(), dim, group)
+        return C.gather_replicated_from_sequence_parallel_region(shard.tanh(), dim, group, length)
+
+    def copied(y):
+        return C.reduce_from_tensor_parallel_region((C.copy_to_tensor_parallel_region(y, group) * own).tanh(), group)
+
+    check_double_backward(sharded, own, group)  # the penalty of every rank depends on every rank's part
+    for function in (dealt_out, copied):
+        check_double_backward(function, same, None)
+    for function, x in ((sharded, own), (dealt_out, same), (copied, same)):
+        with torch.no_grad():
+            plain = function(x)
+        assert plain.grad_fn is None
+        assert torch.equal(plain, function(x.clone().requires_grad_()))
+
+
+def check_double_backward(function, x: torch.Tensor, group) -> None:
+    """The gradient of a gradient, against finite differences along a direction (all ranks step together).
+
+    With ``group`` the penalty is the sum over its ranks'; without, all of them have the same one.
+    """
 
     def penalty(y):
-        return first(y).pow(2).sum()
+        return torch.autograd.grad(function(y).tanh().sum(), y, create_graph=True)[0].pow(2).sum()
 
     direction = _whole(x.shape, 55)
     mine = x.clone().requires_grad_()
@@ -95,8 +113,9 @@ def check_double_backward(group, dim: int, x: torch.Tensor, length: int) -> None
     step = 1e-6
     up, down = penalty((x + step * direction).requires_grad_()), penalty((x - step * direction).requires_grad_())
     slope = ((up - down) / (2 * step)).detach().reshape(1)
-    for value in (told, slope):  # the penalty of every rank depends on every rank's part
-        dist.all_reduce(value, group=group)
+    if group is not None:
+        for value in (told, slope):
+            dist.all_reduce(value, group=group)
     torch.testing.assert_close(told, slope, rtol=1e-6, atol=1e-6)
 
 

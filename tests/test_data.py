@@ -306,6 +306,26 @@ def test_metrics_speak_of_replicas_and_decisions_of_the_world():
             assert seen == expected[3]
 
 
+class Proved(Measured):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return models.GPT.training_step(self, (batch[1],), batch_idx)
+
+
+def measure_again() -> tuple[list[float], list[float]]:
+    first, second = Proved(), Proved()
+    for module, tp in ((first, 2), (second, 4)):
+        module.total, module.collection, module.hidden = first.total, first.collection, first.hidden
+        strategy = SeqParallelStrategy(tp=tp, plan="infer")  # which must be proved, on a copy
+        trainer = quiet_trainer(devices=4, strategy=strategy, max_epochs=1, num_sanity_val_steps=0)
+        trainer.fit(module, DataLoader(Numbered(8), 4), DataLoader(Numbered(8), 4))
+    return first.computed, second.computed
+
+
+def test_metrics_of_a_second_strategy_speak_of_its_replicas():
+    for first, second in run_distributed(measure_again, 4):
+        assert first == second == [3.5, 28.0]
+
+
 # ---- prediction -----------------------------------------------------------------------------------------------------
 
 

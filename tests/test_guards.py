@@ -539,16 +539,20 @@ def inner_norm_matches() -> None:
     told: list[float] = []
 
     class Model(models.GPT):
+        def configure_optimizers(self) -> Any:  # it is given no gradient of the first norms
+            return torch.optim.AdamW([p for n, p in self.named_parameters() if "norm1" not in n], lr=1e-3)
+
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             told.append(float(grad_norm(self)))
             told.append(float(grad_norm(self, float("inf"))))
             told.append(float(grad_norm(self, 1.0)))
 
-    recorder = ParityRecorder()
     world = dist.get_world_size()
-    trainer = quiet_trainer(devices=world, strategy=SeqParallelStrategy(tp=2), max_steps=1, callbacks=[recorder])
+    trainer = quiet_trainer(devices=world, strategy=SeqParallelStrategy(tp=2), max_steps=1)
     trainer.fit(Model(), models.loader(8 // (world // 2)))
-    grads = [g for g in recorder.trace.grads.values() if g is not None]
+    whole = models.GPT().double()
+    whole.training_step(next(iter(models.loader(8))), 0).backward()
+    grads = [parameter.grad for parameter in whole.parameters() if parameter.grad is not None]
     expected = [torch.nn.utils.get_total_norm(grads, norm).item() for norm in (2.0, float("inf"), 1.0)]
     assert told == pytest.approx(expected, rel=1e-12)
 
@@ -682,6 +686,54 @@ def test_a_thaw_within_a_step_is_refused_with_replicas():
         assert told.startswith(
             "a parameter began to train within a step, where the reduction over replicas (dp > 1) does not"
         )
+
+
+class Switches(models.GPT):
+    """A block begins (or ceases) to train at some batch, in front of the step or inside."""
+
+    def __init__(self, at: int, on: bool, inside: bool) -> None:
+        super().__init__()
+        self.at, self.on, self.inside = at, on, inside
+        self.model.blocks[1].requires_grad_(not on)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.at and not self.inside:
+            self.model.blocks[1].requires_grad_(self.on)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == self.at and self.inside:
+            self.model.blocks[1].requires_grad_(self.on)
+        return super().training_step(batch, batch_idx)
+
+
+SWITCHES: dict[str, tuple[int, dict[str, Any], str]] = {  # tp, the module's arguments, what is told
+    "freeze": (2, {"at": 3, "on": False, "inside": False}, "a parameter froze between batches"),
+    "freeze, replicas alone": (1, {"at": 1, "on": False, "inside": False}, "a parameter froze between batches"),
+    "freeze at a row's begin": (2, {"at": 2, "on": False, "inside": False}, "trained"),
+    "freeze inside": (2, {"at": 3, "on": False, "inside": True}, "a parameter ceased to train within a step"),
+    "thaw": (2, {"at": 3, "on": True, "inside": False}, "trained"),
+    "freeze, unused": (2, {"at": 3, "on": False, "inside": False}, "trained"),
+    "thaw, unused": (2, {"at": 3, "on": True, "inside": False}, "a parameter began to train between batches"),
+}
+
+
+def switch_between() -> dict[str, str]:
+    told = {}
+    for case, (tp, arguments, _) in SWITCHES.items():
+        strategy = SeqParallelStrategy(tp=tp, ddp={"find_unused_parameters": "unused" in case})
+        trainer = quiet_trainer(devices=4, strategy=strategy, max_steps=3, accumulate_grad_batches=2)
+        try:
+            trainer.fit(Switches(**arguments), models.loader(4, length=8, count=128))
+            told[case] = "trained"
+        except RuntimeError as error:
+            told[case] = str(error)
+    return told
+
+
+def test_switches_between_accumulated_batches_are_refused_where_replicas_would_drift_apart():
+    for told in run_distributed(switch_between, 4):
+        for case, (_, _, expected) in SWITCHES.items():
+            assert told[case].startswith(expected), case
 
 
 class CopiesLate(models.GPT):

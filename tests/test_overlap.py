@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import lightning_seqpar.region as regions
 from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.gathered import GatheredInput
 from lightning_seqpar.grad_sync import GradSync
@@ -440,11 +441,11 @@ def make(tp: int, sp: bool, regather: Any = True) -> tuple[Decoder, Any, Paralle
 FEW = ("plain", "micro_batches", "detached_inside", "other_orders", "recomputed", "two_forwards")
 
 
-def check_uses(tp: int, sp: bool, names: Sequence[str]) -> dict[str, int]:
+def check_uses(tp: int, sp: bool, names: Sequence[str], regather: Any = True) -> dict[str, int]:
     counts = {}
     for name in names:
         use = USES[name]
-        model, record, groups = make(tp, sp)
+        model, record, groups = make(tp, sp, regather)
         torch.manual_seed(0)
         reference = Decoder(3).double()
         sync = GradSync(record.layout, groups)
@@ -509,6 +510,22 @@ def test_gradients_are_those_of_one_process_whatever_is_done(world, tp, sp):
     counts = run_distributed(check_uses, world, tp, sp, FEW if world > 2 else list(USES))[0]
     assert all(counts.values())
     assert counts["plain"] == ROUNDS * (COLUMNS + (2 * 3 - 1 if sp else 0))  # and rows but the first
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_gradients_are_those_of_one_process_where_nothing_waits(sp):
+    assert not any(run_distributed(check_uses, 2, 2, sp, list(USES) if sp else FEW, "auto")[0].values())
+
+
+def check_some_wait(sp: bool) -> dict[str, int]:
+    regions._SHORT = 4 * 8 * 32 * 8  # the first two rounds' activations
+    return check_uses(4, sp, FEW, "auto")
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_gradients_are_those_of_one_process_where_some_products_wait(sp):
+    late = run_distributed(check_some_wait, 4, sp)[0]["plain"]
+    assert late == (ROUNDS - 2) * (COLUMNS + (5 if sp else 0))
 
 
 def made_late(length: int, sp: bool, regather: Any) -> int:

@@ -64,6 +64,11 @@ def test_a_thaw_and_a_freeze_with_replicas():
     check("Frozen", {"thaw": True, "tied": False}, 4)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_thaw_between_accumulated_batches(tp):
+    check("Frozen", {"thaw": True, "at": (4, 9), "tied": False}, 4, tp, steps=5, accumulate=3)
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("sp", [True, False])
 def test_gradients_that_the_user_puts_in_place_of_ours(sp, world):

@@ -19,7 +19,7 @@ from lightning_seqpar.gathered import GatheredInput, remembered
 from lightning_seqpar.layers.kind import LinearKind, features
 from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.lean import NormCall, saved_by
-from lightning_seqpar.overlap import LateProduct, Slot, WeightGrad, is_wanted, kept_grad, once
+from lightning_seqpar.overlap import LateProduct, Slot, WeightGrad, cast, is_wanted, kept_grad, once, rows_of
 from lightning_seqpar.region import SequenceRegion
 
 
@@ -78,7 +78,7 @@ class ShardedLinear(torch.autograd.Function):
             gathered.add_user()
             keep = gathered.kept
         ctx.save_for_backward(keep, weight)
-        ctx.gathered, ctx.x_dtype = gathered if needs_x else None, x.dtype
+        ctx.gathered, ctx.x_dtype, ctx.x_shape = gathered if needs_x else None, x.dtype, x.shape
         ctx.bias_dtype = bias.dtype if bias is not None else None
         return _product(x, weight, bias, dtype)
 
@@ -95,20 +95,22 @@ class ShardedLinear(torch.autograd.Function):
                 ctx.gathered.skip()
         if kept is not None and ctx.gathered is not None:
             ctx.gathered.start(kept)  # runs under the input-grad product
-        grad_x = None
+        grad_x, rows = None, rows_of(grad)
         if ctx.needs_input_grad[0]:
             if ctx.slot is not None and ctx.is_plain:
-                grad_x = ctx.slot.add_product(grad, weight, ctx.x_dtype)
+                grad_x = ctx.slot.add_product(rows, weight, ctx.x_dtype)
             else:
-                grad_x = (grad @ weight.to(grad.dtype)).to(ctx.x_dtype)
+                grad_x = cast(torch.mm(rows, cast(weight, grad.dtype)), ctx.x_dtype)
+        if grad_x is not None:
+            grad_x = grad_x.view(ctx.x_shape)
         grad_w = None
         if kept is not None:
             read = functools.partial(ctx.gathered.take if ctx.gathered is not None else _itself, kept)
             if ctx.late is not None and ctx.is_plain:
-                ctx.late.put(WeightGrad(grad, read, weight.dtype, ctx.transposed))
+                ctx.late.put(WeightGrad(rows, read, weight.dtype, ctx.transposed))
             else:
-                grad_w = WeightGrad(grad, read, weight.dtype).make(kept_grad(ctx, 1))
-        grad_b = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+                grad_w = WeightGrad(rows, read, weight.dtype).make(kept_grad(ctx, 1))
+        grad_b = rows.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_w, grad_b, None, None, None, None
 
     @staticmethod
@@ -119,7 +121,7 @@ class ShardedLinear(torch.autograd.Function):
         total = None
         if ctx.slot is not None and ctx.is_plain and ctx.needs_input_grad[0]:
             total = ctx.slot.skip_product()
-        return total, None, None, None, None, None, None
+        return None if total is None else total.view(ctx.x_shape), None, None, None, None, None, None
 
 
 class GatherLinear(torch.autograd.Function):
@@ -160,18 +162,18 @@ class GatherLinear(torch.autograd.Function):
     @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         shard, weight = saved_by(ctx, ctx.call)
-        gathering = None
+        gathering, rows = None, rows_of(grad)
         if shard is not None and is_wanted(ctx, 1):
             shard = shard if ctx.call is None else ctx.call.output(shard)
             gathering = PendingGather(shard.to(grad.dtype), ctx.dim, ctx.group, ctx.length, async_op=True)
         scattering = None
         if ctx.needs_input_grad[0]:
-            partial = grad @ weight.to(grad.dtype)
+            partial = torch.mm(rows, cast(weight, grad.dtype)).view(*grad.shape[:-1], weight.shape[1])
             scattering = PendingReduceScatter(partial, ctx.dim, ctx.group, async_op=True)
         grad_w = None
         if gathering is not None:
-            grad_w = WeightGrad(grad, gathering.wait, weight.dtype).make(kept_grad(ctx, 1))
-        grad_b = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+            grad_w = WeightGrad(rows, gathering.wait, weight.dtype).make(kept_grad(ctx, 1))
+        grad_b = rows.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         grad_x = scattering.wait().to(ctx.x_dtype) if scattering is not None else None
         return grad_x, grad_w, grad_b, None, None, None
 

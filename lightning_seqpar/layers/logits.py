@@ -8,109 +8,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
 from lightning_seqpar.collectives import all_gather, gather_replicated_from_sequence_parallel_region, passes_none
+from lightning_seqpar.layers.held import Held, Product, are_known
 from lightning_seqpar.layers.shard import Shard
-
-AT_ONCE = 2**22
-"""Logits of which a loss makes the softmax at once: 16 MiB in float32."""
-
-
-class _Held:
-    """A rank's part of logits, as the head made it; read as ``dtype``, which holds every number of it."""
-
-    def __init__(self, base: Tensor, dtype: torch.dtype) -> None:
-        self.tensors: tuple[Tensor, Tensor | None, Tensor | None] = (base, None, None)
-        self.dtype, self.chunk = dtype, 0
-
-    def read(self) -> Tensor:
-        """The part."""
-        return self.tensors[0].to(self.dtype)
-
-    def of_tokens(self, change: Callable[[Tensor], Tensor]) -> _Held:
-        """The part after something was done to the tokens: a reshape, a choice among them."""
-        return _Held(change(self.tensors[0]), self.dtype)
-
-    def cast(self, dtype: torch.dtype) -> _Held:
-        """The part, read as another type."""
-        return _Held(self.tensors[0], dtype)
-
-    def detached(self) -> _Held:
-        """The part, of no graph."""
-        return self.of_tokens(lambda x: x.detach())
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the part."""
-        return tuple(self.tensors[0].shape)
-
-
-class _Product(_Held):
-    """A rank's part that is not made yet: what the head's product would make it of, ``chunk`` tokens at a time."""
-
-    def __init__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, compute: torch.dtype, chunk: int
-    ) -> None:
-        self.tensors = (x, weight, bias)
-        self.dtype, self.compute, self.chunk = dtype, compute, chunk
-        self._versions = self._read_versions()
-
-    def _read_versions(self) -> list[int]:
-        """Of tensors that have one: not those of an inference."""
-        return [one._version for one in self.tensors if one is not None and not one.is_inference()]
-
-    def check(self) -> None:
-        """What the head would read must be what it read when it was called.
-
-        Raises:
-            RuntimeError: if an optimizer has stepped since.
-        """
-        if self._read_versions() != self._versions:
-            raise RuntimeError(
-                "logits that were not made yet (loss_chunk) are read after the head's weight or its input has changed, and would "
-                "be other logits; read them before the optimizer steps (logits.whole() keeps all, on all ranks), or leave "
-                "loss_chunk out"
-            )
-
-    def read(self) -> Tensor:
-        self.check()
-        x, weight, bias = self.tensors
-        assert weight is not None
-        with torch.autocast(x.device.type, enabled=False):
-            made = F.linear(
-                x.to(self.compute), weight.to(self.compute), None if bias is None else bias.to(self.compute)
-            )
-        return made.to(self.dtype)
-
-    def of_tokens(self, change: Callable[[Tensor], Tensor]) -> _Product:
-        x, weight, bias = self.tensors
-        assert weight is not None
-        self.check()
-        return _Product(change(x), weight, bias, self.dtype, self.compute, self.chunk)
-
-    def detached(self) -> _Product:
-        x, weight, bias = self.tensors
-        assert weight is not None
-        self.check()
-        return _Product(
-            x.detach(), weight.detach(), None if bias is None else bias.detach(), self.dtype, self.compute, self.chunk
-        )
-
-    def cast(self, dtype: torch.dtype) -> _Product:
-        x, weight, bias = self.tensors
-        assert weight is not None
-        self.check()
-        return _Product(x, weight, bias, dtype, self.compute, self.chunk)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        x, weight, _ = self.tensors
-        assert weight is not None
-        return (*x.shape[:-1], weight.shape[0])
+from lightning_seqpar.layers.vocab_loss import VocabParallelCrossEntropy, taken
 
 
 class ShardedLogits(Tensor):
@@ -121,7 +26,7 @@ class ShardedLogits(Tensor):
     for the others. A cast to a wider type costs nothing until somebody reads it: the loss widens a few tokens at a time.
     """
 
-    _part: _Held
+    _part: Held
     _shard: Shard
     _group: ProcessGroup
     _rank: int
@@ -129,7 +34,7 @@ class ShardedLogits(Tensor):
     @staticmethod
     def wrap(local: Tensor, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
         """The whole logits that ``local`` is this rank's part of."""
-        return ShardedLogits._wrap(_Held(local, local.dtype), shard, group, rank)
+        return ShardedLogits._wrap(Held(local, local.dtype), shard, group, rank)
 
     @staticmethod
     def product(
@@ -144,10 +49,10 @@ class ShardedLogits(Tensor):
         """The logits ``x Wᵀ + b``, which ``F.cross_entropy`` makes ``chunk`` tokens at a time, and nobody else keeps."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return ShardedLogits._wrap(_Product(x, weight, bias, dtype, dtype, chunk), shard, group, rank)
+        return ShardedLogits._wrap(Product(x, weight, bias, dtype, dtype, chunk), shard, group, rank)
 
     @staticmethod
-    def _wrap(part: _Held, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
+    def _wrap(part: Held, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
         if not torch.is_grad_enabled():  # whoever reads it where gradients are made must not teach the head
             part = part.detached()
         out: ShardedLogits = _Wrap.apply(*part.tensors, part, shard, group, rank)  # type: ignore[no-untyped-call]
@@ -155,7 +60,7 @@ class ShardedLogits(Tensor):
         return out
 
     @staticmethod
-    def _make(part: _Held, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
+    def _make(part: Held, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
         out: ShardedLogits = Tensor._make_wrapper_subclass(
             ShardedLogits, (*part.shape[:-1], shard.length), dtype=part.dtype, device=part.tensors[0].device
         )
@@ -166,13 +71,13 @@ class ShardedLogits(Tensor):
     def local(self) -> Tensor:
         """This rank's part, with a gradient; columns behind the vocabulary's end are padding."""
         part = self._part
-        if isinstance(part, _Product):
+        if isinstance(part, Product):
             made = part.read()
             with torch._C.DisableTorchFunctionSubclass():
                 graph = self.requires_grad
             # A metric may read under no_grad what the loss will read with a graph.
             if made.requires_grad or not (graph or made.is_inference()):
-                self._part = _Held(made, made.dtype)  # the next reader has it
+                self._part = Held(made, made.dtype)  # the next reader has it
             return made
         return part.read()
 
@@ -185,7 +90,7 @@ class ShardedLogits(Tensor):
         """Logits of the same vocabulary with another local part."""
         return ShardedLogits.wrap(local, self._shard, self._group, self._rank)
 
-    def with_part(self, part: _Held) -> ShardedLogits:
+    def with_part(self, part: Held) -> ShardedLogits:
         """The same for a part that is not read yet."""
         return ShardedLogits._wrap(part, self._shard, self._group, self._rank)
 
@@ -236,11 +141,6 @@ class ShardedLogits(Tensor):
         return func(*plain_args, **plain_kwargs)
 
 
-def are_known(x: Tensor) -> bool:
-    """Whether numbers are at hand: on a device it would wait for them, and fake tensors have none."""
-    return x.device.type == "cpu" and not isinstance(x, FakeTensor)
-
-
 def whole_logits(x: Tensor) -> Tensor:
     """Logits that are sharded, whole as a plain tensor (collective over tp); any other tensor as it is."""
     return x.whole() if isinstance(x, ShardedLogits) else x
@@ -265,7 +165,7 @@ class _Wrap(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        part: _Held,
+        part: Held,
         shard: Shard,
         group: ProcessGroup,
         rank: int,
@@ -457,183 +357,12 @@ def cross_entropy(
             raise IndexError(f"Target {int(target[~inside][0])} is out of bounds.")
     else:
         torch._assert_async(inside.all(), "a target lies outside the vocabulary")
-    losses: Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    losses: Tensor = VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
         *part.tensors, part, target, valid, weight, label_smoothing, logits._shard, logits._rank, logits._group
     )
     if reduction == "none":
         return losses
     if reduction == "sum":
         return losses.sum()
-    counts = valid.to(losses.dtype) if weight is None else _taken(weight.to(losses.dtype), target, valid)
+    counts = valid.to(losses.dtype) if weight is None else taken(weight.to(losses.dtype), target, valid)
     return losses.sum() / counts.sum()
-
-
-def _taken(weight: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-    return weight[target.masked_fill(~valid, 0)] * valid
-
-
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Losses ``[n]`` from this rank's logits ``[n, v/tp]``, or from ``x [n, h]`` and the head's ``weight [v/tp, h]``.
-
-    Saved is what is given; softmax and gradient are made a few tokens at a time, in float32 at least.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        head: Tensor | None,
-        bias: Tensor | None,
-        part: _Held,
-        target: Tensor,
-        valid: Tensor,
-        weight: Tensor | None,
-        smoothing: float,
-        shard: Shard,
-        rank: int,
-        group: ProcessGroup,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        if isinstance(part, _Product):
-            part.check()
-        how = (part.dtype, part.compute if isinstance(part, _Product) else x.dtype, part.chunk)
-        rows = _Rows(x, head, bias, how, shard, rank)
-        ((start, stop),) = shard.ranges[rank]
-        wide, classes = rows.wide, shard.length
-        weights = None if weight is None else weight.to(wide)
-        mine = valid & (target >= start) & (target < stop)
-        at = (target - start).masked_fill(~mine, 0)
-        told = x.new_zeros(4 if smoothing else 3, len(target), dtype=wide)
-        told[0].fill_(float("-inf"))
-        for some in rows.chunks if stop > start else ():
-            z = rows.logits(some)
-            largest = z.amax(-1)
-            shift = largest.masked_fill(largest == float("-inf"), 0.0)  # all of this rank's are masked out
-            z = z.sub_(shift.unsqueeze(-1))
-            told[0, some] = largest
-            told[2, some] = z.gather(-1, at[some].unsqueeze(-1)).squeeze(-1).masked_fill(~mine[some], 0.0)
-            if smoothing:
-                told[3, some] = z.sum(-1) if weights is None else z @ weights[start:stop]
-            told[1, some] = z.exp_().sum(-1)
-        own = valid.to(wide) if weights is None else _taken(weights, target, valid)
-        # [tp, 3 or 4, n]: every rank puts them together alike.
-        parts = all_gather(told.unsqueeze(0), 0, group)
-        top = parts[:, 0].amax(0)
-        below = (parts[:, 0] - top).masked_fill(parts[:, 0] == float("-inf"), 0.0)
-        total = (parts[:, 1] * below.exp()).sum(0)
-        owner = _owners(shard, target.masked_fill(~valid, 0))
-        score = (parts[:, 2] + below).gather(0, owner.unsqueeze(0)).squeeze(0)
-        losses: Tensor = (1 - smoothing) * own * (total.log() - score)
-        if smoothing:
-            heavy = _sums(shard, weights, parts)
-            smooth = (parts[:, 3] + heavy.unsqueeze(-1) * below).sum(0)
-            losses = losses + smoothing / classes * (heavy.sum() * total.log() - smooth) * valid
-            ctx.heavy = heavy.sum()
-        ctx.save_for_backward(x, head, bias, target, valid, own, weights, top, total)
-        ctx.rows, ctx.smoothing, ctx.classes = (how, shard, rank), smoothing, classes
-        return losses.to(part.dtype)
-
-    @staticmethod
-    @passes_none
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, head, bias, target, valid, own, weights, top, total = ctx.saved_tensors
-        how, shard, rank = ctx.rows
-        rows = _Rows(x, head, bias, how, shard, rank)
-        ((start, stop),), smoothing = shard.ranges[rank], ctx.smoothing
-        mine = valid & (target >= start) & (target < stop)
-        at = (target - start).masked_fill(~mine, 0)
-        scale = grad.to(rows.wide).masked_fill(~valid, 0)  # infinite where all targets are ignored
-        hard = (1 - smoothing) * own * scale
-        soft = smoothing / ctx.classes * scale
-        level = (hard + soft * ctx.heavy if smoothing else hard) / total
-        out = rows.collect(ctx.needs_input_grad)
-        for some in rows.chunks if stop > start else ():
-            z = rows.logits(some).sub_(top[some].unsqueeze(-1)).exp_().mul_(level[some].unsqueeze(-1))
-            z.scatter_add_(-1, at[some].unsqueeze(-1), -(hard * mine)[some].unsqueeze(-1))
-            if smoothing:
-                z -= soft[some].unsqueeze(-1) * (1.0 if weights is None else weights[start:stop])
-            out.add(some, z)
-        return *out.grads, *([None] * 8)
-
-
-class _Rows:
-    """A rank's logits, some tokens at a time, widened."""
-
-    def __init__(
-        self,
-        x: Tensor,
-        head: Tensor | None,
-        bias: Tensor | None,
-        how: tuple[torch.dtype, torch.dtype, int],
-        shard: Shard,
-        rank: int,
-    ) -> None:
-        dtype, self._compute, chunk = how
-        ((start, stop),) = shard.ranges[rank]
-        self.wide = torch.promote_types(dtype, torch.float32)
-        self.count = stop - start
-        self._x, self._head, self._bias = x, head, bias
-        size = chunk or max(1, AT_ONCE // max(1, self.count))
-        self.chunks = [slice(at, at + size) for at in range(0, len(x), size)]
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._compute)
-
-    def logits(self, some: slice) -> Tensor:
-        """``[c, v/tp]`` without padding, in memory of its own."""
-        if self._head is None:
-            given = self._x[some, : self.count]
-            return given.to(self.wide, copy=True)
-        with torch.autocast(self._x.device.type, enabled=False):
-            bias = None if self._bias is None else self._cast(self._bias[: self.count])
-            made = F.linear(self._cast(self._x[some]), self._cast(self._head[: self.count]), bias)
-            return made.to(self.wide)
-
-    def collect(self, needs: tuple[bool, ...]) -> _Grads:
-        """Where the gradients are put together."""
-        return _Grads(self, needs)
-
-
-class _Grads:
-    """The gradients of what a loss was given: of logits, or of the head's input, weight and bias."""
-
-    def __init__(self, rows: _Rows, needs: tuple[bool, ...]) -> None:
-        self._rows = rows
-        x, head, bias = rows._x, rows._head, rows._bias
-        self.grads: list[Tensor | None] = [torch.zeros_like(x) if needs[0] else None, None, None]
-        # Sums over chunks: in float32 at least, whatever the weight is.
-        if head is not None and needs[1]:
-            self.grads[1] = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32))
-        if bias is not None and needs[2]:
-            self.grads[2] = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
-
-    def add(self, some: slice, z: Tensor) -> None:
-        """The gradient ``[c, v/tp]`` of some tokens' logits."""
-        rows, (of_x, of_head, of_bias) = self._rows, self.grads
-        if rows._head is None:
-            if of_x is not None:
-                of_x[some, : rows.count] = z.to(of_x.dtype)
-            return
-        with torch.autocast(z.device.type, enabled=False):
-            d = rows._cast(z)
-            if of_x is not None:
-                of_x[some] = (d @ rows._cast(rows._head[: rows.count])).to(of_x.dtype)
-            if of_head is not None:
-                of_head[: rows.count] += d.t() @ rows._cast(rows._x[some])
-            if of_bias is not None:
-                of_bias[: rows.count] += d.sum(0)
-
-
-def _owners(shard: Shard, target: Tensor) -> Tensor:
-    """The rank that holds each target's column, ``[n]``."""
-    stops = torch.tensor([stop for ((_, stop),) in shard.ranges], device=target.device)
-    return torch.searchsorted(stops, target, right=True)
-
-
-def _sums(shard: Shard, weights: Tensor | None, like: Tensor) -> Tensor:
-    """The sum of the class weights in each rank's columns, ``[tp]``."""
-    columns = [slice(start, stop) for ((start, stop),) in shard.ranges]
-    if weights is None:
-        return like.new_tensor([float(one.stop - one.start) for one in columns])
-    return torch.stack([weights[one].sum() for one in columns])

@@ -13,8 +13,9 @@ from lightning_seqpar.collectives import (
     copy_to_tensor_parallel_region,
     reduce_from_tensor_parallel_region,
 )
+from lightning_seqpar.layers.held import are_known
 from lightning_seqpar.layers.linear import shrink
-from lightning_seqpar.layers.logits import ShardedLogits, are_known
+from lightning_seqpar.layers.logits import ShardedLogits
 from lightning_seqpar.layers.shard import Shard
 
 

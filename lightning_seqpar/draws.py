@@ -1,0 +1,154 @@
+"""Whether random numbers come from the stream that they must come from.
+
+What every rank holds whole must be dropped out alike on all of them; what is a rank's own (its positions, its heads, its
+features) apart. The region knows where a draw is made; here, by the shape of what is drawn, whether that is right there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Shards(NamedTuple):
+    """Of the activations that flow in a region with sequence parallelism.
+
+    Attributes:
+        dim: of the sequence.
+        ndim: of an activation.
+        batch: size of its other dim; flattened tokens are folded by it.
+        length: positions of the whole sequence.
+        part: positions of a shard.
+    """
+
+    dim: int
+    ndim: int
+    batch: int
+    length: int
+    part: int
+
+    def has_positions(self, shape: Shape) -> bool:
+        """Whether what was drawn is for a shard's positions, or for all of them (between a column that gathers and its row)."""
+        if shape[self.dim : self.dim + 1] in ((self.part,), (self.length,)):
+            return True
+        return self.ndim == 3 and len(shape) == 2 and shape[0] == self.batch * self.part
+
+
+class DrawPlace(NamedTuple):
+    """Where in a region random numbers are drawn.
+
+    Attributes:
+        region: how messages call it.
+        sp: whether activations between its blocks are shards.
+        own: whether the numbers come from this rank's own stream; else all ranks draw alike.
+        raw: whether in a module that multiplies sharded parameters itself.
+        widths: in a module that returns a sum over ranks, its columns' on this rank.
+        tokens: between a column and its row, the dims of the column's input in front of its features.
+        behind: behind a row whose module has another one to come, the row's features.
+        in_block: whether in a block.
+        in_gather: whether in a module whose arguments are gathered.
+        shards: the activations; none where no shards flow.
+    """
+
+    region: str
+    sp: bool
+    own: bool
+    raw: bool
+    widths: frozenset[int] | None
+    tokens: Shape | None
+    behind: int | None
+    in_block: bool
+    in_gather: bool
+    shards: Shards | None
+
+    def check(self, name: str, shape: Shape) -> bool:
+        """A random draw in a forward must fit the stream that it comes from.
+
+        Args:
+            name: of the operation.
+            shape: of what it drew.
+
+        Returns:
+            Whether the next row tells (:func:`check_alike`): all ranks drew alike, and it may be for features.
+
+        Raises:
+            ValueError: for draws that would not be what one process draws, in distribution.
+        """
+        drawn = f"random numbers ({name}) of shape {list(shape)}"
+        if self.raw:
+            raise ValueError(
+                f"a module of {self.region} that multiplies sharded parameters itself draws {drawn}, and nothing tells whether "
+                "they are for whole activations or for this rank's features; give it linears of their own, draw outside it, or "
+                "set its dropout to 0"
+            )
+        if self.widths is not None and self.own and shape[-1] not in self.widths:
+            raise ValueError(
+                f"a module of {self.region} that returns a sum over ranks draws {drawn} behind its first column linear, which "
+                "are not for the features of a column: each rank would draw its own. Draw them before the experts, outside the "
+                "module, or not at all"
+            )
+        if self.tokens is not None and self.own:
+            self._check_features(self.tokens, drawn, shape)
+        elif self.tokens is not None and self.behind is not None and not self.sp:
+            return not _is_of_tokens(shape, self.tokens)
+        elif self.shards is not None:
+            self._check_positions(self.shards, drawn, shape)
+        return False
+
+    def _check_features(self, tokens: Shape, drawn: str, shape: Shape) -> None:
+        """Between a column and its row, or from row to row, where each rank draws its own."""
+        if shape[-1:] == (self.behind,) and self.shards is not None and not self.shards.has_positions(shape):
+            raise ValueError(
+                f"behind a row linear of {self.region} {drawn} are drawn, which have no sequence dim of {self.shards.part}: each "
+                "rank would draw its own for its part of the sequence, and one process draws one for all of it. Draw them outside "
+                "the module, or set sp=False"
+            )
+        if _is_of_tokens(shape, tokens):
+            raise ValueError(
+                f"between a column linear of {self.region} and its row {drawn} are drawn, which are not for the features or heads "
+                "that are this rank's: each rank would draw its own, and one process draws one for all of them (stochastic "
+                "depth?). Draw them in a module whose class is called ...DropPath or ...StochasticDepth, before the module or "
+                "behind it, or not at all"
+            )
+
+    def _check_positions(self, shards: Shards, drawn: str, shape: Shape) -> None:
+        """Where shards of the sequence flow."""
+        if self.in_block and self.own and not shards.has_positions(shape):
+            raise ValueError(
+                f"a block of {self.region} draws {drawn}, which has no sequence dim of {shards.part}: each rank would draw its own "
+                "for its part of the sequence, and one process draws one for all of it (stochastic depth?). Draw them in a module "
+                "whose class is called ...DropPath or ...StochasticDepth, between the blocks, or set sp=False"
+            )
+        size = shape[shards.dim : shards.dim + 1]
+        alike = not self.in_block or not (self.own or self.in_gather or size == (1,))
+        if alike and size == (shards.part,) and len(shape) == shards.ndim:
+            raise ValueError(
+                f"between the blocks of {self.region} (or in a DropPath) {drawn} are drawn for shards of the sequence, and every "
+                "rank would draw the same for other positions; drop out inside the blocks or behind the region's end"
+            )
+
+
+def check_alike(region: str, drawn: Sequence[tuple[str, Shape]], local: int, behind: int | None) -> None:
+    """At a row of ``local`` features: what all ranks drew alike since the row before, which made ``behind`` features.
+
+    Raises:
+        ValueError: if it may be for what this row reads, since no column came in between.
+    """
+    for name, shape in drawn:
+        if shape[-1] == local or shape[-1] != behind:
+            raise ValueError(
+                f"between two row linears of a module of {region} random numbers ({name}) of shape {list(shape)} are drawn, "
+                "alike on every rank, that may be for features of the second row, which are each rank's own; let the module "
+                "run one path to its end before the columns of the next, set sp=True, or set the dropout to 0"
+            )
+
+
+def _is_of_tokens(shape: Shape, tokens: Shape) -> bool:
+    """Whether what was drawn says nothing of features or heads: one number for all, for each sample or for each token."""
+    apart = [tokens, (tokens[0], 1, *tokens[1:])] if tokens else [tokens]  # [b, s, ...], [b, heads, s, ...]
+    return any(
+        all(size in (1, *like[at : at + 1]) for at, size in enumerate(shape)) for like in (*apart, (math.prod(tokens),))
+    )
