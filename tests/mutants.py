@@ -1453,6 +1453,13 @@ MUTANTS = [
         "tests/test_saving_memory.py -k share",
     ),
     Mutant(
+        "what is written at once is copied first",
+        "folder.py",
+        "        return lambda: _write(path, parts, packed, told, group)",
+        "        return lambda: _write(path, {key: part.frozen() for key, part in parts.items()}, packed, told, group)",
+        "tests/test_saving_memory.py -k holds_more",
+    ),
+    Mutant(
         "what is written meanwhile is no copy",
         "folder.py",
         'offsets: (piece.to("cpu", copy=True), True)',
