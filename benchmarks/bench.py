@@ -33,8 +33,8 @@ from tables import write  # noqa: E402
 WAYS = ("ours", "ours, gathered kept", "ours, no sp", "dtensor", "dtensor, no sp", "ddp")
 SHAPES = {
     128: ({"length": 128, "steps": 30},),
-    512: ({"length": 512, "steps": 4}, {"length": 128, "steps": 12}),
-    1024: ({"length": 256, "steps": 4}, {"length": 128, "steps": 6}),
+    512: ({"length": 512, "steps": 10}, {"length": 128, "steps": 12}),
+    1024: ({"length": 256, "steps": 10}, {"length": 128, "steps": 10}),
 }
 """Of each dim: positions of a sequence and timed steps of a launch; 4 sequences, 4 layers, a vocabulary of 512."""
 BUDGET = 128 * 2**20
