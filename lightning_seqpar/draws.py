@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_seqpar.random import Drawn
+
 Shape = tuple[int, ...]
 
 
@@ -32,7 +34,11 @@ class Shards(NamedTuple):
 
     def has_positions(self, shape: Shape) -> bool:
         """Whether what was drawn is for a shard's positions, or for all of them (between a column that gathers and its row)."""
-        if shape[self.dim : self.dim + 1] in ((self.part,), (self.length,)):
+        return shape[self.dim : self.dim + 1] == (self.length,) or self.is_part(shape)
+
+    def is_part(self, shape: Shape) -> bool:
+        """Whether it is for a shard's positions."""
+        if shape[self.dim : self.dim + 1] == (self.part,):
             return True
         return self.ndim == 3 and len(shape) == 2 and shape[0] == self.batch * self.part
 
@@ -64,12 +70,8 @@ class DrawPlace(NamedTuple):
     in_gather: bool
     shards: Shards | None
 
-    def check(self, name: str, shape: Shape) -> bool:
+    def check(self, draw: Drawn) -> bool:
         """A random draw in a forward must fit the stream that it comes from.
-
-        Args:
-            name: of the operation.
-            shape: of what it drew.
 
         Returns:
             Whether the next row tells (:func:`check_alike`): all ranks drew alike, and it may be for features.
@@ -77,13 +79,17 @@ class DrawPlace(NamedTuple):
         Raises:
             ValueError: for draws that would not be what one process draws, in distribution.
         """
-        drawn = f"random numbers ({name}) of shape {list(shape)}"
+        shape = draw.shape
+        drawn = f"random numbers ({draw.name}) of shape {list(shape)}"
         if self.raw:
             raise ValueError(
                 f"a module of {self.region} that multiplies sharded parameters itself draws {drawn}, and nothing tells whether "
                 "they are for whole activations or for this rank's features; give it linears of their own, draw outside it, or "
                 "set its dropout to 0"
             )
+        if draw.seeded and self.own:
+            self._check_seeded(drawn, shape)
+            return False
         if self.widths is not None and self.own and shape[-1] not in self.widths:
             raise ValueError(
                 f"a module of {self.region} that returns a sum over ranks draws {drawn} behind its first column linear, which "
@@ -97,6 +103,22 @@ class DrawPlace(NamedTuple):
         elif self.shards is not None:
             self._check_positions(self.shards, drawn, shape)
         return False
+
+    def _check_seeded(self, drawn: str, shape: Shape) -> None:
+        """From a generator of the user's own, where each rank would draw its own from torch's."""
+        if self.tokens is not None:
+            for_part = not _is_of_tokens(shape, self.tokens)
+        elif self.widths is not None:
+            for_part = shape[-1:] != () and shape[-1] in self.widths
+        else:
+            shards = self.shards
+            for_part = shards is not None and shards.part < shards.length and shards.is_part(shape)
+        if for_part:
+            raise ValueError(
+                f"{drawn} are drawn from a generator of your own in {self.region}, the same on every rank, for what is each rank's "
+                "part (of the sequence, or of features or heads): all parts would be given the same numbers. Leave the generator "
+                "out, and torch's own is split over the ranks, or draw them in front of the blocks"
+            )
 
     def _check_features(self, tokens: Shape, drawn: str, shape: Shape) -> None:
         """Between a column and its row, or from row to row, where each rank draws its own."""

@@ -70,6 +70,7 @@ from lightning_seqpar.plan import (
     WholeRule,
     inside,
 )
+from lightning_seqpar.random import Drawn
 from lightning_seqpar.region import SequenceRegion
 
 _RECORD = "_seqpar_record"
@@ -161,10 +162,10 @@ class ShardedModel:
             if any(self.is_inside(".".join(path[:at])) for at in range(1, len(path)))
         ]
 
-    def check_draw(self, name: str, shape: tuple[int, ...]) -> None:
+    def check_draw(self, drawn: Drawn) -> None:
         """A random draw of a forward must fit the stream that it comes from."""
         for region in self.regions:
-            region.check_draw(name, shape)
+            region.check_draw(drawn)
 
     def drawn(self) -> tuple[tuple[bytes, ...], ...]:
         """Which draws this step made from the ranks' own streams, as far as their ends tell."""

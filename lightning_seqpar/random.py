@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 def get_streams(device: torch.device) -> list[Any]:
@@ -295,9 +296,11 @@ def _reseed(states: list[_State], rank: int) -> None:
 
 
 def _advance(used: list[bool]) -> None:
-    for generator, moved in zip(_generators(), used, strict=False):
-        if moved:
-            torch.rand(1, dtype=torch.float32, generator=generator, device=generator.device)
+    watched = torch._C._len_torch_dispatch_stack() > 0
+    with _disable_current_modes() if watched else nullcontext():  # no draw of the model's
+        for generator, moved in zip(_generators(), used, strict=False):
+            if moved:
+                torch.rand(1, dtype=torch.float32, generator=generator, device=generator.device)
 
 
 DRAWS = (
@@ -318,6 +321,11 @@ DRAWS = (
     "geometric",
     "cauchy",
     "log_normal",
+    "randperm",
+    "binomial",
+    "poisson",
+    "_standard_gamma",
+    "_sample_dirichlet",
 )
 """Operations that draw random numbers."""
 
@@ -326,10 +334,10 @@ class DrawWatch(TorchDispatchMode):
     """Shows every random draw of a forward to ``check``.
 
     Args:
-        check: is given the operation's name and the shape of what was drawn; raises if it can't be right.
+        check: is given what was drawn; raises if it can't be right.
     """
 
-    def __init__(self, check: Callable[[str, tuple[int, ...]], None]) -> None:
+    def __init__(self, check: Callable[[Drawn], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._check = check
 
@@ -337,12 +345,31 @@ class DrawWatch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if (drawn := drawn_shape(func, out)) is not None:
-            self._check(*drawn)
+        if (drawn := drawn_by(func, out, kwargs)) is not None:
+            self._check(drawn)
         return out
 
 
-def drawn_shape(func: Any, out: Any) -> tuple[str, tuple[int, ...]] | None:
-    """Of an operation that drew random numbers: its name and the shape of what it drew."""
+class Drawn(NamedTuple):
+    """Random numbers.
+
+    Attributes:
+        name: of the operation.
+        shape: of what it drew.
+        seeded: whether a generator of the user's own gave them, which is no rank's: all ranks draw alike.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    seeded: bool = False
+
+
+def drawn_by(func: Any, out: Any, kwargs: Mapping[str, Any] | None) -> Drawn | None:
+    """What an operation drew; none if it draws nothing."""
     name = func.name().split("::")[-1].split(".")[0].rstrip("_")
-    return (name, tuple((out[0] if isinstance(out, tuple) else out).shape)) if name in DRAWS else None
+    if name not in DRAWS:
+        return None
+    given = (kwargs or {}).get("generator")
+    known: list[Any] = [*_generators()]
+    seeded = given is not None and given._cdata not in [one._cdata for one in known]  # wrapped anew in each call
+    return Drawn(name, tuple((out[0] if isinstance(out, tuple) else out).shape), seeded)

@@ -33,7 +33,7 @@ from lightning_seqpar.lean import keeper
 from lightning_seqpar.linearity import REDUCTIONS, Leaks, Parts
 from lightning_seqpar.overlap import LateProduct, Slot, Under, copy_over, gather_over, late_weight, reduce_scatter_over
 from lightning_seqpar.parts import LocalParts
-from lightning_seqpar.random import RankStreams
+from lightning_seqpar.random import Drawn, RankStreams
 from lightning_seqpar.stretch import Stretches
 
 _MANY = 4096  # calls that are remembered outside any step
@@ -365,7 +365,7 @@ class SequenceRegion:
         while not self.sp and self.streams.on:
             self.streams.end()
 
-    def check_draw(self, name: str, shape: tuple[int, ...]) -> None:
+    def check_draw(self, drawn: Drawn) -> None:
         """A random draw in a forward must fit the stream that it comes from.
 
         Raises:
@@ -387,8 +387,8 @@ class SequenceRegion:
             in_gather=bool(frame.scopes),
             shards=shards,
         )
-        if place.check(name, shape):
-            frame.alike.append((name, shape))
+        if place.check(drawn):
+            frame.alike.append((drawn.name, drawn.shape))
 
     # ---- tensor-parallel parts -------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from lightning_seqpar.parallelize import ShardedModel, parallelize
 from lightning_seqpar.parity import gather_grads, norm_of
 from lightning_seqpar.plan import ShardingPlan, inside
 from lightning_seqpar.probe import Example, Quiet, default_dtype, detached_copy, is_large, kept_streams, seed_streams
-from lightning_seqpar.random import drawn_shape
+from lightning_seqpar.random import Drawn, drawn_by
 from lightning_seqpar.region import SequenceRegion
 
 LIMIT = 1e-8
@@ -71,10 +71,9 @@ class _Draw(NamedTuple):
     """Random numbers that a forward drew."""
 
     where: str  # the module that began last
-    name: str  # of the operation
-    shape: tuple[int, ...]
+    drawn: Drawn
     own: bool  # from the rank's own stream
-    lengths: tuple[int, ...]  # of the sequences that are dealt out now
+    dealt: tuple[tuple[int, int], ...]  # of the sequences that are dealt out now, the dim and the length
 
 
 class _Watch(Quiet):
@@ -93,10 +92,10 @@ class _Watch(Quiet):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(out, Tensor) and out.is_floating_point() and out.ndim > 1 and out.dtype != torch.float64:
             self.narrow = True
-        if (drawn := drawn_shape(func, out)) is not None and (kwargs or {}).get("generator") is None:
-            own = any(region.streams.own for region in self._regions)
-            lengths = tuple(region.length for region in self._regions if region.active)
-            self.drawn.append(_Draw(self.where, *drawn, own, lengths))
+        if (drawn := drawn_by(func, out, kwargs)) is not None:
+            own = not drawn.seeded and any(region.streams.own for region in self._regions)
+            dealt = tuple((region.dim, region.length) for region in self._regions if region.active)
+            self.drawn.append(_Draw(self.where, drawn, own, dealt))
         return out
 
 
@@ -295,7 +294,8 @@ def _compare(dense: _Run, sharded: _Run, record: ShardedModel, names: Sequence[s
     error = abs(dense.loss - sharded.loss) / max(abs(dense.loss), 1e-12)
     worst, where = worst_gradient(dense.grads, sharded.grads, narrow=dense.narrow)
     verdict.wrong += _unknown(dense, record)
-    verdict.wrong += _wrong_draws(dense.drawn, sharded.drawn)
+    shared = any(found.shard is not None and found.shard.has_shared for found in record.layout.values())
+    verdict.wrong += _wrong_draws(dense.drawn, sharded.drawn, groups.size("tp") if shared else 0)
     verdict.wrong += _wrong_buffers(dense, sharded, record, limit, groups)
     place = _first_difference(dense, sharded, record, groups, limit)
     if not error <= limit:
@@ -356,17 +356,30 @@ def _unknown(dense: _Run, record: ShardedModel) -> list[str]:
     ]
 
 
-def _wrong_draws(dense: Sequence[_Draw], sharded: Sequence[_Draw]) -> list[str]:
-    """What is drawn for a whole activation must be drawn alike on all ranks, what is drawn for this rank's part by each."""
-    if [draw.name for draw in dense] != [draw.name for draw in sharded]:
+def _wrong_draws(dense: Sequence[_Draw], sharded: Sequence[_Draw], sharers: int) -> list[str]:
+    """What is drawn for a whole activation must be drawn alike on all ranks, what is drawn for this rank's part by each.
+
+    Args:
+        sharers: ranks that a dim is dealt to, where some hold the same heads; else 0.
+    """
+    if [one.drawn.name for one in dense] != [one.drawn.name for one in sharded]:
         return [
             f"the sharded model draws random numbers {len(sharded)} times, the whole one {len(dense)} times, or in other ways: "
             "let the forward draw alike, whatever the shape of its input"
         ]
-    for whole, draw in zip(dense, sharded, strict=True):
-        if (whole.shape == draw.shape) is not draw.own or 1 in draw.lengths:  # one position is as many as a shard's
+    for one, draw in zip(dense, sharded, strict=True):
+        if any(length == 1 for _, length in draw.dealt):  # one position is as many as a shard's
             continue
-        told = f"random numbers ({draw.name}) of shape {list(draw.shape)}, drawn in {draw.where or 'the step'} (or behind it), "
+        whole, shape = one.drawn.shape, draw.drawn.shape
+        told = f"random numbers ({draw.drawn.name}) of shape {list(shape)}, drawn in {draw.where or 'the step'} (or behind it), "
+        if draw.own and sharers and _is_shared(whole, shape, draw.dealt, sharers):
+            return [
+                f"{told}are more than a rank's part of {list(whole)} in the whole model: some of {sharers} ranks hold the same key "
+                "and value heads, and each would draw its own for the same head. Draw them for the query or the attention's "
+                "weights, or use no more ranks than key and value heads"
+            ]
+        if (whole == shape) is not draw.own:
+            continue
         if draw.own:
             return [
                 f"{told}are as many as in the whole model, so that all ranks must draw the same, but behind a column linear and in "
@@ -375,10 +388,26 @@ def _wrong_draws(dense: Sequence[_Draw], sharded: Sequence[_Draw]) -> list[str]:
                 "...StochasticDepth, or not at all"
             ]
         return [
-            f"{told}are a part of {list(whole.shape)} in the whole model, so that each rank must draw its own, but between the "
-            "blocks, in a DropPath and behind a row linear all ranks draw the same; draw them inside a block, or not at all"
+            f"{told}are a part of {list(whole)} in the whole model, so that each rank must draw its own, but between the "
+            "blocks, in a DropPath, behind a row linear and from a generator of your own all ranks draw the same; draw them inside "
+            "a block, from torch's own generator, or not at all"
         ]
     return []
+
+
+def _is_shared(whole: tuple[int, ...], shape: tuple[int, ...], dealt: Sequence[tuple[int, int]], ranks: int) -> bool:
+    """Whether what a rank drew is of heads that others hold too: more than one in so many of a dim that is no sequence."""
+    if len(whole) != len(shape):
+        return False
+
+    def is_sequence(at: int, size: int) -> bool:
+        flat = len(whole) == 2 and at == 0
+        return any((at == dim and size == length) or (flat and size % length == 0) for dim, length in dealt)
+
+    return any(
+        part != size and part * ranks > size and not is_sequence(at, size)
+        for at, (size, part) in enumerate(zip(whole, shape, strict=True))
+    )
 
 
 def _wrong_buffers(dense: _Run, sharded: _Run, record: ShardedModel, limit: float, groups: ParallelGroups) -> list[str]:

@@ -408,9 +408,19 @@ class StrayBlock(Block):
     def __init__(self, where: str) -> None:
         super().__init__()
         self.attn, self.where, self.rate = StrayAttention(where), where, 0.1
+        if where == "seeded":
+            self.numbers = torch.Generator().manual_seed(3)
+        if where == "values":
+            self.attn = FewHeads()
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
+        if self.where == "samples":  # as stochastic depth that leaves samples out
+            self.masks = [*getattr(self, "masks", []), torch.randperm(len(x))[: len(x) // 2]]
+            return x.index_add(0, self.masks[-1], x[self.masks[-1]], alpha=0.1)
+        if self.where == "seeded" and self.rate:
+            self.masks = [*getattr(self, "masks", []), torch.rand(x.shape, generator=self.numbers) > self.rate]
+            return x * self.masks[-1]
         if self.where == "square":  # as many features as positions
             self.masks = [*getattr(self, "masks", []), torch.rand(len(x), 16) > self.rate]
             return x * self.masks[-1][:, None]
@@ -421,6 +431,8 @@ class StrayAttention(DropAttention):
     def __init__(self, where: str) -> None:
         super().__init__(16, 4)
         self.where, self.rate, self.path = where, 0.1, HouseDropPath()
+        if where == "seeded features":
+            self.numbers = torch.Generator().manual_seed(3)
         if where in PATHS:
             self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
@@ -433,6 +445,8 @@ class StrayAttention(DropAttention):
         drawn = {"sample": (b, 1, 1), "token": (*x.shape[:2], 1), "scalar": (1,), "features": (b, 1, y.shape[-1])}
         if self.rate and self.where in drawn:
             y = y * (torch.rand(drawn[self.where]) > self.rate)
+        if self.rate and self.where == "seeded features":
+            y = y * (torch.rand(y.shape, generator=self.numbers) > self.rate)
         y = self.proj(self.path(y) if self.where == "module" else y)
         return y * (torch.rand(b, 1, 1) > self.rate) if self.rate and self.where == "behind" else y
 
@@ -458,6 +472,23 @@ class StrayAttention(DropAttention):
         return out * (torch.rand(len(q), 1, 1, 1) > self.rate) if self.rate and self.where == "heads" else out
 
 
+class FewHeads(nn.Module):
+    """Two key and value heads for four of the query; drops out the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.groups = 4, 2
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.o, self.drop = nn.Linear(16, 16), nn.Dropout(P)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q = self.q(x).view(b, s, self.heads, 4).transpose(1, 2)
+        k, v = (y.view(b, s, self.groups, 4).transpose(1, 2) for y in (self.k(x), self.drop(self.v(x))))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(y.transpose(1, 2).reshape(b, s, -1))
+
+
 PATHS = ("in turn", "interleaved", "row", "locked", "vector", "both")
 """Of two rows in one module: what is drawn behind the first, for its own features or for the second's heads."""
 
@@ -479,12 +510,12 @@ class HouseDropPath(DropPath):
 
 
 def fit_stray(
-    where: str, sp: bool, late: int = 0, *, self_check: bool = False, length: int = 12
+    where: str, sp: bool, late: int = 0, *, self_check: bool = False, length: int = 12, tp: int = 2
 ) -> tuple[str, int, dict[str, list[Tensor]]]:
     data = DataLoader(TensorDataset(torch.randint(31, (176, length))), batch_size=8)
-    strategy = SeqParallelStrategy(tp=2, sp=sp, self_check=self_check)
+    strategy = SeqParallelStrategy(tp=tp, sp=sp, self_check=self_check)
     module, told = Stray(where, late), "trained"
-    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=late + 4)
+    trainer = quiet_trainer(devices=tp, strategy=strategy, max_steps=late + 4)
     try:
         trainer.fit(module, data)
     except ValueError as error:
@@ -559,9 +590,11 @@ def test_the_self_check_sees_draws_whose_shape_tells_nothing(where, sp, shape):
         assert step == 0
 
 
-def test_a_block_that_draws_for_all_positions_keeps_whole_sequences():
-    (told, _, one), (_, _, two) = run_distributed(fit_stray, 2, "square", True, self_check=True, length=16)
+@pytest.mark.parametrize("where", ["square", "samples", "seeded"])
+def test_a_block_that_draws_for_all_positions_keeps_whole_sequences(where):
+    (told, _, one), (_, _, two) = run_distributed(fit_stray, 2, where, True, self_check=True, length=16)
     assert told == "trained"
+    assert one["sp"] == [False]
     for name in ("blocks.0", "blocks.1"):
         assert torch.equal(torch.stack(one[name]), torch.stack(two[name]))
 
@@ -578,6 +611,40 @@ def test_the_self_check_passes_draws_for_one_position():
     assert [told for told, *_ in run_distributed(fit_stray, 2, "row", True, self_check=True, length=1)] == [
         "trained"
     ] * 2
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_the_self_check_refuses_a_generator_of_ones_own_for_features(sp):
+    for told, step, _ in run_distributed(fit_stray, 2, "seeded features", sp, self_check=True):
+        assert "of shape [8, 12, 8], drawn in blocks.0.attn" in told
+        assert "are a part of [8, 12, 16] in the whole model" in told
+        assert "from a generator of your own all ranks draw the same" in told
+        assert step == 0
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_ranks_that_share_value_heads_may_not_drop_them_apart(sp):
+    for told, step, _ in run_distributed(fit_stray, 4, "values", sp, self_check=True, length=8, tp=4):
+        assert (
+            "of shape [8, 8, 4], drawn in blocks.0.attn.drop (or behind it), are more than a rank's part of [8, 8, 8]"
+            in told
+        )
+        assert "some of 4 ranks hold the same key and value heads" in told
+        assert step == 0
+    told, _, masks = run_distributed(fit_stray, 2, "values", sp, self_check=True, length=8)[0]
+    assert (told, masks["sp"]) == ("trained", [sp])  # there each has its own
+
+
+@pytest.mark.parametrize(
+    ("where", "shape", "sp"),
+    [("seeded", [8, 6, 16], True), *(("seeded features", [8, 12, 8], sp) for sp in (True, False))],
+)
+def test_a_generator_of_ones_own_that_begins_late_is_seen(where, shape, sp):
+    for told, step, _ in run_distributed(fit_stray, 2, where, sp, 8):
+        assert told.startswith(
+            f"random numbers (rand) of shape {shape} are drawn from a generator of your own in the model"
+        )
+        assert step == 8
 
 
 @pytest.mark.parametrize("where", ["block", "behind", "sample"])
