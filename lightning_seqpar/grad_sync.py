@@ -97,7 +97,9 @@ class GradSync:
         if partial.fired and partial.parameter._version != partial.version:
             raise RuntimeError(
                 f"{partial.layout.name}: it was updated before its gradient was summed over tp, by an optimizer that "
-                "Lightning does not know; return it from configure_optimizers, or step it through self.optimizers()"
+                "Lightning does not know (return it from configure_optimizers, or step it through self.optimizers()), or was "
+                "changed by code of yours between the backward and the step (do that in on_before_optimizer_step, or on "
+                "batches behind whose backward the optimizer has stepped)"
             )
 
     def _arrival(self, partial: _Partial) -> Callable[[Tensor], None]:
@@ -385,8 +387,14 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
     names, grads = [], []
     for parameter in parameters:
         found = layout.of(parameter)
-        if found is not None and not found.is_sharded:
-            names.append(found)
+        if found is None:
+            unknown = (
+                f"a parameter of shape {list(parameter.shape)} that is none of the model's (register it in its module)"
+            )
+            names.append((unknown, "nothing is known of it"))
+        elif not found.is_sharded:
+            names.append((found.name, found.reason))
+        if found is None or not found.is_sharded:
             grads.append(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
     if not grads:
         return
@@ -397,10 +405,10 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
         if gap > _tolerance(grad.dtype) and gap > worst:
             worst, at = gap, index
     if at >= 0:
-        found = names[at]
+        name, reason = names[at]
         raise RuntimeError(
-            f"{found.name}: every rank holds it whole, but the gradients that reach the optimizer differ across tp by "
-            f"{worst:.1e} (laid out as: {found.reason}). Either it also sees sequence shards or lies between a gather and "
+            f"{name}: every rank holds it whole, but the gradients that reach the optimizer differ across tp by "
+            f"{worst:.1e} (laid out as: {reason}). Either it also sees sequence shards or lies between a gather and "
             "a row linear (change the plan), or gradients were clipped by torch.nn.utils.clip_grad_norm_, which knows "
             "nothing of shards (use self.clip_gradients or Trainer(gradient_clip_val=...))"
         )

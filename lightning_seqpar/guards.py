@@ -384,6 +384,11 @@ def refuse_callbacks(callbacks: Sequence[Any], tp: int) -> None:
                     f"{type(callback).__name__} with tp={tp}: it copies the model before it is sharded; leave it out, or "
                     "average checkpoints afterwards"
                 )
+            if tp > 1 and kind.__name__ == "ModelPruning":
+                raise ValueError(
+                    f"{type(callback).__name__} with tp={tp}: it copies the model before it is sharded, and each rank would choose "
+                    "by its own part of a weight what to prune; prune before or after the training"
+                )
 
 
 def refuse_links(callbacks: Sequence[Any]) -> None:

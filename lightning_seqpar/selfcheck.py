@@ -329,8 +329,8 @@ def worst_gradient(
         other = sharded.get(name)
         if grad is None and other is None:
             continue
-        a = grad if grad is not None else torch.zeros_like(other)  # type: ignore[arg-type]
-        b = other if other is not None else torch.zeros_like(a)
+        a = (grad if grad is not None else torch.zeros_like(other)).to_dense()  # type: ignore[arg-type]
+        b = (other if other is not None else torch.zeros_like(a)).to_dense()
         gap = float((a.double() - b.double()).abs().max()) / norm if a.numel() else 0.0
         own = gap * norm / max(float(a.abs().max()), 1e-300) if a.numel() else 0.0
         wrong = not gap <= limit or (own > OWN_LIMIT and gap > NOISE[narrow])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -20,6 +21,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.agreement import check_agreement, told_of_optimizer
 from lightning_seqpar.batch import map_tensors, tensors_in
@@ -33,6 +36,7 @@ from lightning_seqpar.guards import (
     check_parameters,
     check_readers,
     refuse_added,
+    refuse_optimizers,
     warn_of_equal_replicas,
 )
 from lightning_seqpar.launcher import SeqParallelLauncher
@@ -59,6 +63,8 @@ class SteppingStrategy(TopologyStrategy):
         self._since_start: Counter[str] = Counter()  # of an epoch, or of an evaluation: loaders may begin anew there
         self._flushed = self._others_flushed = False
         self._optimizing: Optimizer | None = None
+        self._all_steps: RemovableHandle | None = None
+        self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # against steps past the strategy
         self._muted_writers: list[tuple[int, Any]] = []
         self._ddp_model: DistributedDataParallel | None = None
         self._reduced: list[Tensor] = []  # by DDP, over the replicas
@@ -232,10 +238,45 @@ class SteppingStrategy(TopologyStrategy):
         finally:
             self._optimizing = None
 
-    def _guard_raw_steps(self) -> None:
-        """``self.optimizers(use_pl_optimizer=False).step()`` goes past the strategy: sync there too."""
-        for optimizer in self.optimizers:
-            optimizer.register_step_pre_hook(self._before_raw_step)
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Let the user make them, who sees the model that he wrote."""
+        record = record_of(self._module)
+        with record.as_written() if record is not None else nullcontext():
+            super().setup_optimizers(trainer)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those of the training, also where the user exchanges them in its course."""
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        refuse_optimizers(optimizers, self.groups.size("tp") if optimizers else 1)
+        for optimizer in optimizers:
+            if optimizer not in self._guarded:  # one that is stepped past the strategy is synced for too
+                self._guarded.add(optimizer)
+                optimizer.register_step_pre_hook(self._before_raw_step)
+        super(SteppingStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+
+    def _watch_all_steps(self) -> None:
+        """Also optimizers that nobody told Lightning of must update each element by itself, if they hold shards."""
+        self._stop_watching()
+        if record_of(self._module) is not None:
+            self._all_steps = register_optimizer_step_pre_hook(self._refuse_unknown)
+
+    def _stop_watching(self) -> None:
+        if self._all_steps is not None:
+            self._all_steps.remove()
+            self._all_steps = None
+
+    def _refuse_unknown(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._guarded:
+            return
+        record = record_of(self._module)
+        if record is not None and any(
+            found.is_sharded for p in _parameters(optimizer) if (found := record.layout.of(p)) is not None
+        ):
+            refuse_optimizers([optimizer], self.groups.size("tp"))
 
     def _before_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self._optimizing is not None:
@@ -291,7 +332,7 @@ class SteppingStrategy(TopologyStrategy):
     def _note_hooks(self) -> None:
         """Whether code of the user's runs between the backward and the update, on any rank; collective over the world."""
         module, callbacks = self._module, self._trainer.callbacks  # type: ignore[attr-defined]
-        own = ("configure_gradient_clipping", "optimizer_step", *_BEHIND_BACKWARD)
+        own = ("backward", "configure_gradient_clipping", "optimizer_step", *_BEHIND_BACKWARD)
         self._gradients_may_change = self.reduce_boolean_decision(
             not module.automatic_optimization
             or any(is_overridden(hook, module) for hook in own)

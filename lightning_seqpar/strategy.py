@@ -32,7 +32,6 @@ from lightning_seqpar.grad_sync import GradSync
 from lightning_seqpar.guards import (
     check_ddp_options,
     refuse_callbacks,
-    refuse_optimizers,
     refuse_unsupported,
 )
 from lightning_seqpar.launcher import SeqParallelLauncher
@@ -205,8 +204,7 @@ class SeqParallelStrategy(SavingStrategy):
             if self.dp_size > 1:
                 self._wrap_ddp(module)
             self.setup_optimizers(trainer)
-            refuse_optimizers(self.optimizers, self.groups.size("tp"))
-            self._guard_raw_steps()
+            self._watch_all_steps()
             self._note_hooks()
         self.setup_precision_plugin()
         if fitting:
@@ -313,6 +311,7 @@ class SeqParallelStrategy(SavingStrategy):
         if self._sync is not None:
             self._sync.remove()
             self._sync = None
+        self._stop_watching()
         if isinstance(self.launcher, SeqParallelLauncher):
             self.launcher.give_signals_back()
         module = self.lightning_module

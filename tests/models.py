@@ -161,6 +161,26 @@ class Scheduled(GPT):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class FollowsShapes(GPT):
+    """Learning rates and decay that follow from the model's shapes and classes, as muP has them."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        linears = {id(module.weight) for module in self.modules() if type(module) is nn.Linear}
+        norms = {id(module.weight) for module in self.modules() if type(module) is nn.LayerNorm}
+        assert linears
+        assert norms
+        small = 1 / sum(p.numel() for p in self.parameters()) ** 0.5
+        groups = [
+            {
+                "params": [p],
+                "lr": small if id(p) in norms else 1 / p.shape[-1] if p.ndim > 1 else 1 / (p.size(0) + len(p)),
+                "weight_decay": 0.1 if id(p) in linears else 0.0,
+            }
+            for p in self.parameters()
+        ]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
 class Frozen(GPT):
     """Half of the model is frozen and thaws at the fifth batch; at the eighth the last block freezes."""
 

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 import zoo
 from byte_gpt import ByteGPT
 from fit import quiet_trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_seqpar import SeqParallelStrategy, unshard
-from lightning_seqpar.guards import ELEMENTWISE_OPTIMIZERS
+from lightning_seqpar.guards import ELEMENTWISE_OPTIMIZERS, refuse_callbacks
 from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.parity import ParityRecorder
 from lightning_seqpar.testing import RankFailedError, run_distributed
@@ -229,6 +229,42 @@ class HiddenOptimizer(models.GPT):
         self.hidden.zero_grad()
 
 
+class HiddenMuon(HiddenOptimizer):
+    """And one that mixes a weight's elements, of which a rank has a part."""
+
+    def on_fit_start(self) -> None:
+        self.hidden = torch.optim.Muon([self.model.blocks[0].mlp.up.weight], lr=0.1)
+
+
+class LateMuon(models.GPT):
+    """Another optimizer from the second batch on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.trainer.optimizers = [torch.optim.Muon([self.model.blocks[0].mlp.up.weight], lr=0.1)]
+
+
+class LooseParameter(models.GPT):
+    """Norms whose scale is in no module, but in the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.model.blocks:
+            block.norm1 = LooseNorm(block.norm1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.parameters(), *(block.norm1.scale[0] for block in self.model.blocks)], lr=0.2)
+
+
+class LooseNorm(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.scale = norm, [nn.Parameter(torch.ones(16, dtype=norm.weight.dtype))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) * self.scale[0]
+
+
 class OtherValidation(models.Watched):
     def val_dataloader(self) -> Any:
         return torch.utils.data.DataLoader(models.tokens(seed=dist.get_rank()), batch_size=4)
@@ -390,6 +426,17 @@ CASES = {
         {},
         r"norm1.weight: it was updated before its gradient was summed",
     ),
+    "an unknown optimizer that mixes elements steps": (
+        "HiddenMuon",
+        {},
+        r"torch.optim.\w*.?Muon with tp=2: it is not known",
+    ),
+    "an optimizer that comes later": ("LateMuon", {}, r"torch.optim.\w*.?Muon with tp=2: it is not known"),
+    "a parameter of no module": (
+        "LooseParameter",
+        {},
+        r"a parameter of shape \[16\] that is none of the model's \(register it in its module\): every rank holds it whole, but",
+    ),
     "validation data by rank": ("OtherValidation", NAMED, r"read different validation batches \(checksums"),
     "memory not gathered": (
         "CrossModel",
@@ -458,6 +505,13 @@ def test_refused(case):
     assert len(__import__("re").findall(says, message, __import__("re").S)) >= 1, message[:1500]
 
 
+def test_callbacks_that_hold_whole_weights_are_refused():
+    for callback in (ModelPruning("l1_unstructured"), StochasticWeightAveraging(0.1)):
+        refuse_callbacks([callback], 1)
+        with pytest.raises(ValueError, match=f"{type(callback).__name__} with tp=2: it copies the model"):
+            refuse_callbacks([callback], 2)
+
+
 def test_a_head_count_that_does_not_divide_names_the_tp_that_works():
     with pytest.raises(
         RankFailedError, match=r"attn.proj: 2 units \(heads or features\) do not divide by tp=4; use tp of 1, 2"
@@ -486,24 +540,24 @@ def test_every_optimizer_of_the_list_is_elementwise():
         assert torch.equal(parts[0], torch.cat(parts[1:])), kind
 
 
-class SeesShards(models.GPT):
+class Looks(models.GPT):
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        self.shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
-        return super().configure_optimizers()
+        self.seen = {name: tuple(p.shape) for name, p in self.named_parameters()}
+        self.made = super().configure_optimizers()
+        return self.made
 
 
-def shapes_in_configure_optimizers() -> tuple[int, ...]:
-    module = SeesShards()
+def shapes_in_configure_optimizers() -> list[tuple[int, ...]]:
+    module, name = Looks(), "model.blocks.0.attn.qkv.weight"
     trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
     trainer.fit(module, models.loader(4))
-    held = {id(p) for g in trainer.optimizers[0].param_groups for p in g["params"]} if trainer.optimizers else set()
-    del held
     assert record_of(module) is not None
-    return module.shapes["model.blocks.0.attn.qkv.weight"]
+    held = {id(p): tuple(p.shape) for group in module.made.param_groups for p in group["params"]}
+    return [module.seen[name], held[id(module.get_parameter(name))]]
 
 
-def test_the_optimizer_is_made_of_the_sharded_parameters():
-    assert run_distributed(shapes_in_configure_optimizers, 2) == [(24, 16)] * 2
+def test_configure_optimizers_sees_whole_shapes_and_the_optimizer_holds_shards():
+    assert run_distributed(shapes_in_configure_optimizers, 2) == [[(48, 16), (24, 16)]] * 2
 
 
 def start_apart() -> tuple[bool, bool]:

@@ -14,7 +14,7 @@ import lightning_seqpar
 PACKAGE = Path(lightning_seqpar.__file__).parent
 LINE = [
     "config", "batch", "adapters", "topology", "groups", "measure", "collectives", "random", "linearity", "parts", "lean",
-    "stretch", "gathered", "overlap", "draws", "region", "layers", "layout", "plan", "trace", "probe", "dataflow",
+    "stretch", "gathered", "overlap", "draws", "region", "layers", "layout", "facade", "plan", "trace", "probe", "dataflow",
     "support", "products", "blockplan", "infer", "hooks", "blueprint", "parallelize", "losswatch", "grad_sync", "files",
     "background", "folder", "convert", "checkpoint", "parity", "guards", "metrics", "sampler", "precision", "launcher",
     "agreement", "selfcheck", "proof", "broadcast", "summary", "describe", "deferred", "weights", "environment", "stepping",

@@ -280,6 +280,9 @@ def test_a_small_gradient_that_is_counted_twice_is_seen(narrow):
     assert worst_gradient(grads, grads, narrow=narrow) == (0.0, "")
     _, where = worst_gradient(grads, {**grads, "small": 2 * small}, narrow=narrow)
     assert where == "small"
+    sparse = {**grads, "large": grads["large"].to_sparse()}
+    assert worst_gradient(sparse, grads, narrow=narrow) == (0.0, "")
+    assert worst_gradient(sparse, {**sparse, "large": 2 * sparse["large"]}, narrow=narrow)[1] == "large"
     noise = {**grads, "small": small * (1 + 1e-3)}
     assert worst_gradient(grads, noise, narrow=narrow) == (0.0, "")
 

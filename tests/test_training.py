@@ -54,6 +54,11 @@ def test_a_scheduler(world):
     check("Scheduled", {}, world)
 
 
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 4), (4, 2)])
+def test_rates_that_follow_from_shapes_and_classes(world, tp):
+    check("FollowsShapes", {}, world, tp)
+
+
 @pytest.mark.parametrize("thaw", [False, True])
 @pytest.mark.parametrize("sp", [True, False])
 def test_frozen_parameters_and_a_thaw(sp, thaw):
