@@ -42,6 +42,12 @@ class Shards(NamedTuple):
             return True
         return self.ndim == 3 and len(shape) == 2 and shape[0] == self.batch * self.part
 
+    def is_activation(self, shape: Shape) -> bool:
+        """Whether it is for a shard's positions, and for nothing but them, its samples and features."""
+        if len(shape) == self.ndim == 3:
+            return shape[self.dim] == self.part and shape[1 - self.dim] in (1, self.batch)
+        return len(shape) == 2 and shape[0] == (self.part if self.ndim == 2 else self.batch * self.part)
+
 
 class DrawPlace(NamedTuple):
     """Where in a region random numbers are drawn.
@@ -107,12 +113,13 @@ class DrawPlace(NamedTuple):
     def _check_seeded(self, drawn: str, shape: Shape) -> None:
         """From a generator of the user's own, where each rank would draw its own from torch's."""
         if self.tokens is not None:
-            for_part = not _is_of_tokens(shape, self.tokens)
+            batch = (*self.tokens[:1], math.prod(self.tokens))
+            for_part = len(shape) > 1 and shape[0] in batch and not _is_of_tokens(shape, self.tokens)
         elif self.widths is not None:
             for_part = shape[-1:] != () and shape[-1] in self.widths
         else:
             shards = self.shards
-            for_part = shards is not None and shards.part < shards.length and shards.is_part(shape)
+            for_part = shards is not None and shards.part < shards.length and shards.is_activation(shape)
         if for_part:
             raise ValueError(
                 f"{drawn} are drawn from a generator of your own in {self.region}, the same on every rank, for what is each rank's "

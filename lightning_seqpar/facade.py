@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,19 +50,72 @@ class _WholeShapes(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def as_written(classes: Sequence[tuple[nn.Module, type, type]], layout: ModelLayout) -> Iterator[None]:
-    """Modules have their own classes again, and sharded parameters tell their whole shapes.
+class Changed(NamedTuple):
+    """What sharding changed of a module.
 
-    Args:
-        classes: of each module that was given another class, its own and the other.
-        layout: of the parameters.
+    Attributes:
+        module: the module.
+        own: its class in the user's model.
+        other: its class now.
+        counts: its numbers (features, heads) that are others now, as they were and as they are.
     """
-    for module, own, _ in classes:
-        module.__class__ = own
+
+    module: nn.Module
+    own: type
+    other: type
+    counts: dict[str, tuple[int, int]]
+
+
+def counts_of(module: nn.Module) -> dict[str, int]:
+    """A module's own whole numbers."""
+    return {key: value for key, value in vars(module).items() if type(value) is int}
+
+
+def changes(before: Sequence[tuple[nn.Module, type, dict[str, int]]]) -> list[Changed]:
+    """What became of modules that had these classes and numbers."""
+    found = []
+    for module, own, counts in before:
+        now = counts_of(module)
+        other = {key: (value, now[key]) for key, value in counts.items() if now.get(key, value) != value}
+        if type(module) is not own or other:
+            found.append(Changed(module, own, type(module), other))
+    return found
+
+
+@contextmanager
+def as_written(changed: Sequence[Changed], layout: ModelLayout) -> Iterator[None]:
+    """Modules have their own classes and numbers again, and sharded parameters tell their whole shapes.
+
+    Nothing can be run or copied meanwhile: the weights are shards.
+    """
+    with ExitStack() as stack:
+        for one in changed:
+            if type(one.module) is one.other:
+                stack.enter_context(_as_own(one))
+        stack.enter_context(_WholeShapes(layout))
+        yield
+
+
+@contextmanager
+def _as_own(one: Changed) -> Iterator[None]:
+    module, held = one.module, vars(one.module)  # instances may have a forward of their own
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            f"configure_optimizers runs or copies a {one.own.__name__} whose weights are this rank's shards by then; make copies "
+            "in __init__ or configure_model, and run the model in on_fit_start or later"
+        )
+
+    kept: dict[str, Any] = {key: held[key] for key in ("forward", "__deepcopy__") if key in held}
+    held.update({key: whole for key, (whole, _) in one.counts.items()})
+    held.update(forward=refuse, __deepcopy__=refuse)
+    module.__class__ = one.own
     try:
-        with _WholeShapes(layout):
-            yield
+        yield
     finally:
-        for module, _, other in classes:
-            module.__class__ = other
+        for key in ("forward", "__deepcopy__"):
+            del held[key]
+        held.update(kept)
+        held.update({key: local for key, (_, local) in one.counts.items()})
+        if type(module) is one.own:
+            module.__class__ = one.other

@@ -343,7 +343,11 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 def _spread(tensors: Sequence[Tensor], groups: ParallelGroups, axis: str = "tp") -> tuple[list[float], list[float]]:
     """Smallest and largest norm of each tensor over an axis."""
-    norms = torch.stack([tensor.detach().double().norm() for tensor in tensors])
+    on_gpus = [tensor.device for tensor in tensors if tensor.is_cuda]
+    if not on_gpus and dist.get_backend(groups[axis]) == "nccl":  # numbers of the user's own on the CPU
+        on_gpus = [torch.device("cuda", torch.cuda.current_device())]
+    device = on_gpus[0] if on_gpus else tensors[0].device
+    norms = torch.stack([tensor.detach().double().norm().to(device) for tensor in tensors])
     both = torch.cat([norms, -norms])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups[axis])
     count = len(tensors)

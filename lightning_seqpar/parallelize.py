@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.adapters import BASE
 from lightning_seqpar.blueprint import Blueprint
 from lightning_seqpar.collectives import all_gather
-from lightning_seqpar.facade import as_written
+from lightning_seqpar.facade import Changed, as_written, changes, counts_of
 from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.hooks import (
     begin_sum,
@@ -87,7 +87,7 @@ class ShardedModel:
         groups: the process groups.
         regions: the sequence regions, one per stack of blocks.
         doubtful: partial parameters whose class the module tree alone does not prove; checked when training runs.
-        classes: of each module that was given another class, its own and the other.
+        changed: what else became of its modules.
         choices: ``(module, style, who decided)`` for each planned module, in order.
         buffers: layouts of the buffers that are cut.
         on_shards: parameters whose gradient is partial because they are read inside a sequence region.
@@ -110,7 +110,7 @@ class ShardedModel:
     is_copy: bool = False
     on_shards: frozenset[str] = frozenset()
     versions: dict[str, int] = field(default_factory=dict)
-    classes: list[tuple[nn.Module, type, type]] = field(default_factory=list)
+    changed: list[Changed] = field(default_factory=list)
 
     def note_versions(self) -> None:
         """The shards are as they should be now."""
@@ -133,7 +133,7 @@ class ShardedModel:
 
     def as_written(self) -> AbstractContextManager[None]:
         """The model looks like the user's own, for code that reads its classes and shapes and runs nothing."""
-        return as_written(self.classes, self.layout)
+        return as_written(self.changed, self.layout)
 
     def on_shard(self, name: str) -> bool:
         """Whether the module stands inside blocks whose activations are shards."""
@@ -211,7 +211,7 @@ class _Swap(Blueprint):
         doubtful = frozenset(name for name, (_, doubt) in facts.items() if doubt)
         keepers = self._keepers()
         undo = list(self._snapshots(keepers))
-        own = [(module, type(module)) for module in dict.fromkeys(self.modules.values())]
+        before = [(module, type(module), counts_of(module)) for module in dict.fromkeys(self.modules.values())]
         for name, match in self.linear.items():
             self._swap(name, match.rule)
         for match in self.sets:
@@ -230,7 +230,7 @@ class _Swap(Blueprint):
             choices,
         )
         record.undo = undo
-        record.classes = [(module, kind, type(module)) for module, kind in own if type(module) is not kind]
+        record.changed = changes(before)
         record.on_shards = frozenset(
             n for n, item in layouts.items() if item.is_partial and self.sp_at(n.rpartition(".")[0])
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -345,7 +345,7 @@ class DrawWatch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if (drawn := drawn_by(func, out, kwargs)) is not None:
+        if (drawn := drawn_by(func, out, args, kwargs)) is not None:
             self._check(drawn)
         return out
 
@@ -364,12 +364,12 @@ class Drawn(NamedTuple):
     seeded: bool = False
 
 
-def drawn_by(func: Any, out: Any, kwargs: Mapping[str, Any] | None) -> Drawn | None:
+def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Drawn | None:
     """What an operation drew; none if it draws nothing."""
     name = func.name().split("::")[-1].split(".")[0].rstrip("_")
     if name not in DRAWS:
         return None
-    given = (kwargs or {}).get("generator")
+    given: Any = next((one for one in (*args, *(kwargs or {}).values()) if isinstance(one, torch.Generator)), None)
     known: list[Any] = [*_generators()]
     seeded = given is not None and given._cdata not in [one._cdata for one in known]  # wrapped anew in each call
     return Drawn(name, tuple((out[0] if isinstance(out, tuple) else out).shape), seeded)

@@ -92,7 +92,7 @@ class _Watch(Quiet):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(out, Tensor) and out.is_floating_point() and out.ndim > 1 and out.dtype != torch.float64:
             self.narrow = True
-        if (drawn := drawn_by(func, out, kwargs)) is not None:
+        if (drawn := drawn_by(func, out, args, kwargs)) is not None:
             own = not drawn.seeded and any(region.streams.own for region in self._regions)
             dealt = tuple((region.dim, region.length) for region in self._regions if region.active)
             self.drawn.append(_Draw(self.where, drawn, own, dealt))

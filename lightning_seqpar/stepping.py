@@ -64,7 +64,7 @@ class SteppingStrategy(TopologyStrategy):
         self._flushed = self._others_flushed = False
         self._optimizing: Optimizer | None = None
         self._all_steps: RemovableHandle | None = None
-        self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # against steps past the strategy
+        self._guarded: weakref.WeakSet[Optimizer] | None = None  # against steps past the strategy
         self._muted_writers: list[tuple[int, Any]] = []
         self._ddp_model: DistributedDataParallel | None = None
         self._reduced: list[Tensor] = []  # by DDP, over the replicas
@@ -251,8 +251,10 @@ class SteppingStrategy(TopologyStrategy):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        refuse_optimizers(optimizers, self.groups.size("tp") if optimizers else 1)
-        for optimizer in optimizers:
+        plain = [plain_optimizer(optimizer) for optimizer in optimizers]
+        refuse_optimizers(plain, self.groups.size("tp") if plain else 1)
+        self._guarded = self._guarded or weakref.WeakSet()
+        for optimizer in plain:
             if optimizer not in self._guarded:  # one that is stepped past the strategy is synced for too
                 self._guarded.add(optimizer)
                 optimizer.register_step_pre_hook(self._before_raw_step)
@@ -270,7 +272,7 @@ class SteppingStrategy(TopologyStrategy):
             self._all_steps = None
 
     def _refuse_unknown(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._guarded:
+        if self._guarded is not None and optimizer in self._guarded:
             return
         record = record_of(self._module)
         if record is not None and any(

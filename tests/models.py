@@ -165,7 +165,8 @@ class FollowsShapes(GPT):
     """Learning rates and decay that follow from the model's shapes and classes, as muP has them."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        linears = {id(module.weight) for module in self.modules() if type(module) is nn.Linear}
+        widths = {id(module.weight): module.in_features for module in self.modules() if type(module) is nn.Linear}
+        linears = set(widths)
         norms = {id(module.weight) for module in self.modules() if type(module) is nn.LayerNorm}
         assert linears
         assert norms
@@ -173,7 +174,11 @@ class FollowsShapes(GPT):
         groups = [
             {
                 "params": [p],
-                "lr": small if id(p) in norms else 1 / p.shape[-1] if p.ndim > 1 else 1 / (p.size(0) + len(p)),
+                "lr": small
+                if id(p) in norms
+                else 1 / widths.get(id(p), p.shape[-1])
+                if p.ndim > 1
+                else 1 / (p.size(0) + len(p)),
                 "weight_decay": 0.1 if id(p) in linears else 0.0,
             }
             for p in self.parameters()

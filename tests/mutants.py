@@ -1033,15 +1033,22 @@ MUTANTS = [
     Mutant(
         "configure_optimizers sees our classes",
         "facade.py",
-        "        module.__class__ = own\n",
-        "        pass\n",
+        "    module.__class__ = one.own\n",
+        "    pass\n",
         "tests/test_training.py -k follow",
+    ),
+    Mutant(
+        "a forward's outputs weighed by what is drawn",
+        "probe.py",
+        "    weights = (places * 12.9898).sin().view(tensor.shape)\n",
+        "    weights = torch.randn(tensor.shape, dtype=torch.float64)\n",
+        "tests/test_selfcheck.py -k weighed",
     ),
     Mutant(
         "an optimizer that comes later not looked at",
         "stepping.py",
-        'refuse_optimizers(optimizers, self.groups.size("tp") if optimizers else 1)',
-        "refuse_optimizers(optimizers, 1)",
+        'refuse_optimizers(plain, self.groups.size("tp") if plain else 1)',
+        "refuse_optimizers(plain, 1)",
         "tests/test_guards.py -k refused",
     ),
     Mutant(

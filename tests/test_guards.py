@@ -244,6 +244,18 @@ class LateMuon(models.GPT):
             self.trainer.optimizers = [torch.optim.Muon([self.model.blocks[0].mlp.up.weight], lr=0.1)]
 
 
+class CopiesForItsOptimizer(models.GPT):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.average = [copy.deepcopy(self.model)]
+        return super().configure_optimizers()
+
+
+class RunsForItsOptimizer(models.GPT):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.model(torch.zeros(1, 8, dtype=torch.long))
+        return super().configure_optimizers()
+
+
 class LooseParameter(models.GPT):
     """Norms whose scale is in no module, but in the optimizer."""
 
@@ -432,6 +444,16 @@ CASES = {
         r"torch.optim.\w*.?Muon with tp=2: it is not known",
     ),
     "an optimizer that comes later": ("LateMuon", {}, r"torch.optim.\w*.?Muon with tp=2: it is not known"),
+    "a copy in configure_optimizers": (
+        "CopiesForItsOptimizer",
+        {},
+        r"configure_optimizers runs or copies a \w+ whose weights",
+    ),
+    "a run in configure_optimizers": (
+        "RunsForItsOptimizer",
+        {},
+        r"configure_optimizers runs or copies a \w+ whose weights",
+    ),
     "a parameter of no module": (
         "LooseParameter",
         {},

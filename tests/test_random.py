@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.parallelize import record_of
-from lightning_seqpar.random import RankStreams
+from lightning_seqpar.random import DrawWatch, RankStreams
 from lightning_seqpar.testing import run_distributed
 
 P = 0.25
@@ -661,3 +661,18 @@ def test_stochastic_depth_between_columns_and_row_drops_the_same_samples(sp):
     masks = [torch.cat(one["blocks.0.attn.path"]), torch.cat(two["blocks.0.attn.path"])]
     assert torch.equal(*masks)
     assert 0 < float(masks[0].double().mean()) < 1
+
+
+@pytest.mark.parametrize("draw", ["poisson", "binomial", "rand", "own"])
+def test_a_generator_is_seen_wherever_it_is_given(draw):
+    numbers, drawn, rates = torch.Generator(), [], torch.ones(3)
+    with DrawWatch(drawn.append):
+        if draw == "poisson":
+            torch.poisson(rates, generator=numbers)
+        elif draw == "binomial":
+            torch.binomial(rates, rates / 2, generator=numbers)
+        elif draw == "rand":
+            torch.rand(3, generator=numbers)
+        else:
+            torch.rand(3, generator=torch.default_generator)
+    assert [(one.shape, one.seeded) for one in drawn] == [((3,), draw != "own")]

@@ -26,7 +26,7 @@ from lightning_seqpar import (
     selfcheck,
 )
 from lightning_seqpar.infer import infer_plan
-from lightning_seqpar.probe import Example
+from lightning_seqpar.probe import Example, Quiet, _project
 from lightning_seqpar.selfcheck import self_check, worst_gradient
 from lightning_seqpar.testing import RankFailedError, run_distributed
 
@@ -427,3 +427,14 @@ def test_a_step_that_needs_the_trainer_says_so():
 def fit_needing() -> None:
     trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
     trainer.fit(NeedsTrainer("einsum"), models.loader(4, count=8))
+
+
+def test_what_a_forward_gives_is_weighed_where_draws_are_kept_quiet():
+    """Weights that were drawn would be zeros there, and every gradient of the check with them."""
+    out = torch.ones(3, 4, requires_grad=True)
+    with Quiet(draws=False):
+        loss = _project(out)
+    loss.backward()
+    assert out.grad.abs().min() > 0
+    assert len(out.grad.unique()) == 12
+    assert torch.equal(loss, _project(out))
