@@ -4,12 +4,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec
 from lightning_seqpar.describe import Description, describe
-from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallelize import unshard
 from lightning_seqpar.plan import ShardingPlan
 from lightning_seqpar.strategy import SeqParallelStrategy, grad_norm
-from lightning_seqpar.topology import ProcessTopology
+from lightning_seqpar.topology.grid import ProcessTopology
+from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.weights import weights_from
 
 __version__ = VERSION

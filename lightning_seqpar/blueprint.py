@@ -10,16 +10,11 @@ from typing import Literal
 from torch import Tensor, nn
 
 from lightning_seqpar.adapters import DOWN, UP
-from lightning_seqpar.groups import ParallelGroups
-from lightning_seqpar.layers import (
-    LinearKind,
-    ParallelMultiheadAttention,
-    Shard,
-    VocabParallelEmbedding,
-    features,
-    linear_kind,
-    read_attribute,
-)
+from lightning_seqpar.layers.attention import ParallelMultiheadAttention
+from lightning_seqpar.layers.kind import LinearKind, features, linear_kind
+from lightning_seqpar.layers.shard import Shard
+from lightning_seqpar.layers.view import read_attribute
+from lightning_seqpar.layers.vocab import VocabParallelEmbedding
 from lightning_seqpar.layout import ParamLayout
 from lightning_seqpar.plan import (
     Argument,
@@ -45,6 +40,7 @@ from lightning_seqpar.plan import (
     match_pattern,
 )
 from lightning_seqpar.region import SequenceRegion
+from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NOT_POINTWISE = (

@@ -1,7 +1,7 @@
 """What a user asks for: :class:`ParallelConfig` and its parts.
 
 Pure data. Nothing here knows torch, the environment or the world size; sizes meet the world where the
-topology is made (:meth:`lightning_seqpar.topology.ProcessTopology.from_config`).
+topology is made (:meth:`lightning_seqpar.topology.grid.ProcessTopology.from_config`).
 """
 
 from __future__ import annotations

@@ -24,15 +24,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from lightning_seqpar.batch import map_tensors, tensors_in
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.grad_sync import step_traffic
-from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.infer import infer_plan
-from lightning_seqpar.layers import LinearKind, features, linear_kind
+from lightning_seqpar.layers.kind import LinearKind, features, linear_kind
 from lightning_seqpar.measure import SavedBytes, Traffic
 from lightning_seqpar.parallelize import ShardedModel, parallelize, record_of, refuse_compiled
 from lightning_seqpar.plan import ShardingPlan, inside, resolve_plans
 from lightning_seqpar.probe import answer_harmlessly, kept_streams
 from lightning_seqpar.random import OneStream
-from lightning_seqpar.topology import ProcessTopology
+from lightning_seqpar.topology.grid import ProcessTopology
+from lightning_seqpar.topology.process_groups import ParallelGroups
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
 """Numbers that an optimizer keeps for each parameter."""

@@ -28,11 +28,11 @@ from torch.utils.data import DataLoader
 from lightning_seqpar.agreement import check_agreement, told_at_start
 from lightning_seqpar.broadcast import BroadcastLoader
 from lightning_seqpar.config import VERSION, ParallelConfig
-from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.guards import check_backend, refuse_notebook, refuse_sweep
 from lightning_seqpar.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.sampler import OrderSeed, inject_sampler, replica_workers
-from lightning_seqpar.topology import ProcessTopology
+from lightning_seqpar.topology.grid import ProcessTopology
+from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 class TopologyStrategy(ParallelStrategy):

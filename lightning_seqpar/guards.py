@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from lightning_seqpar.batch import tensors_in
 from lightning_seqpar.config import ParallelConfig, nearest
-from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layers.linear import GatherLinear, ShardedLinear
 from lightning_seqpar.linearity import children, reach
 from lightning_seqpar.overlap import READERS
 from lightning_seqpar.parallelize import ShardedModel
+from lightning_seqpar.topology.process_groups import ParallelGroups
 
 ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     optim.SGD,

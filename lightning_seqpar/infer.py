@@ -27,7 +27,7 @@ from lightning_seqpar.dataflow import (
     find_stacks,
     read_blocks,
 )
-from lightning_seqpar.layers import linear_kind
+from lightning_seqpar.layers.kind import linear_kind
 from lightning_seqpar.plan import BlocksRule, ColumnRule, ReplaceRule, RowRule, ShardingPlan, WholeRule, inside
 from lightning_seqpar.probe import (
     Example,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_seqpar.groups import ParallelGroups
+from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _CAUSES = (
     "They must see the same batch, and the loss must not read parameters (an L2 term sees shards; weight decay belongs into "

@@ -20,7 +20,6 @@ from lightning_seqpar.adapters import BASE
 from lightning_seqpar.blueprint import Blueprint
 from lightning_seqpar.collectives import all_gather
 from lightning_seqpar.facade import Changed, as_written, changes, counts_of
-from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.hooks import (
     begin_sum,
     close_call,
@@ -43,18 +42,10 @@ from lightning_seqpar.hooks import (
     switch_streams,
     widen,
 )
-from lightning_seqpar.layers import (
-    ColumnParallelLinear,
-    ParallelMultiheadAttention,
-    ParallelTransformerEncoder,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    read_attribute,
-    set_data,
-    shrink,
-    write_attribute,
-)
+from lightning_seqpar.layers.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
+from lightning_seqpar.layers.linear import ColumnParallelLinear, RowParallelLinear, set_data, shrink
+from lightning_seqpar.layers.view import read_attribute, write_attribute
+from lightning_seqpar.layers.vocab import VocabParallelEmbedding, VocabParallelHead
 from lightning_seqpar.layout import ModelLayout, ParamLayout
 from lightning_seqpar.lean import SAVES, TRUSTED, is_norm, make_lean
 from lightning_seqpar.plan import (
@@ -73,6 +64,7 @@ from lightning_seqpar.plan import (
 )
 from lightning_seqpar.random import Drawn
 from lightning_seqpar.region import SequenceRegion
+from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _RECORD = "_seqpar_record"
 _PART = "_seqpar_part"

@@ -24,7 +24,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_seqpar.adapters import known_limits
 from lightning_seqpar.config import VERSION, ParallelConfig, PlanSpec
 from lightning_seqpar.dataflow import CantInferError
-from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.infer import Inference, infer_plan
 from lightning_seqpar.plan import EXAMPLE, ReduceRule, ShardingPlan, resolve_plans
 from lightning_seqpar.probe import (
@@ -40,6 +39,7 @@ from lightning_seqpar.probe import (
     seed_streams,
 )
 from lightning_seqpar.selfcheck import SelfCheckError, self_check
+from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _WAYS_OUT = (
     "set example_input_array on the module (a tensor, tuple or dict that its forward takes), or self_check=False to train "

@@ -26,9 +26,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.probe import kept_streams
 from lightning_seqpar.random import share_streams
+from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _DRAWN_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, BatchSampler)
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from lightning_seqpar.collectives import split
 from lightning_seqpar.grad_sync import GradSync, check_replicated
-from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.guards import check_readers
-from lightning_seqpar.layers import ShardedLogits
+from lightning_seqpar.layers.logits import ShardedLogits
 from lightning_seqpar.losswatch import check_loss
 from lightning_seqpar.parallelize import ShardedModel, parallelize
 from lightning_seqpar.parity import gather_grads, norm_of
@@ -25,6 +24,7 @@ from lightning_seqpar.plan import ShardingPlan, inside
 from lightning_seqpar.probe import Example, Quiet, default_dtype, detached_copy, is_large, kept_streams, seed_streams
 from lightning_seqpar.random import Drawn, drawn_by
 from lightning_seqpar.region import SequenceRegion
+from lightning_seqpar.topology.process_groups import ParallelGroups
 
 LIMIT = 1e-8
 """Largest error in float64, of the loss (relative) and of a gradient (of the global norm)."""

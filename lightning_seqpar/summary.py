@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.topology import ProcessTopology
+from lightning_seqpar.topology.grid import ProcessTopology
 
 _MOST = 8
 """Ranks, rows or groups that are shown in a line before the rest is left out."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_seqpar.adapters import is_adapted
 from lightning_seqpar.config import nearest
 from lightning_seqpar.deferred import DeferredInit, TensorRef
-from lightning_seqpar.layers import Shard
+from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.layout import ParamLayout
 from lightning_seqpar.parallelize import ShardedModel
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_seqpar.grad_sync import GradSync, step_traffic
-from lightning_seqpar.groups import ParallelGroups
 from lightning_seqpar.layout import ModelLayout, ParamLayout
 from lightning_seqpar.measure import Traffic
 from lightning_seqpar.testing import run_distributed
-from lightning_seqpar.topology import ProcessTopology
+from lightning_seqpar.topology.grid import ProcessTopology
+from lightning_seqpar.topology.process_groups import ParallelGroups
 
 SIZE = 6
 

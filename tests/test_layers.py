@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_seqpar import ParallelGroups, ProcessTopology
-from lightning_seqpar.layers import ColumnParallelLinear, RowParallelLinear, Shard
+from lightning_seqpar.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.layout import ParamLayout
 from lightning_seqpar.measure import SavedBytes, Traffic
 from lightning_seqpar.parallelize import whole_tensor

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_seqpar.config import nearest
-from lightning_seqpar.topology import ProcessTopology
+from lightning_seqpar.topology.grid import ProcessTopology
 
 Axes = str | tuple[str, ...]
 """One axis, several axes, or one of :data:`NAMED`."""
