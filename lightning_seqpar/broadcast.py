@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.random import get_streams, set_streams
+from lightning_seqpar.distributed.rng import get_streams, set_streams
 
 _CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_seqpar.random import Drawn
+from lightning_seqpar.distributed.rng import Drawn
 
 Shape = tuple[int, ...]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.collectives import PendingGather
+from lightning_seqpar.distributed.collectives import PendingGather
 from lightning_seqpar.lean import NormCall, keeper, norm_of
 
 

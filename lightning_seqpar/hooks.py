@@ -331,7 +331,7 @@ def narrow(region: SequenceRegion, name: str) -> Callable[..., Any]:
 
 
 def switch_streams(region: SequenceRegion, what: Literal["begin", "end", "pause", "resume"]) -> Callable[..., None]:
-    """From here on draws come from another stream: see :class:`~lightning_seqpar.random.RankStreams`."""
+    """From here on draws come from another stream: see :class:`~lightning_seqpar.distributed.rng.RankStreams`."""
 
     def hook(module: nn.Module, *args: Any) -> None:
         streams = region.streams

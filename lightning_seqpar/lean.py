@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import _get_current_function_mode, has_torch_function_unary
 
-from lightning_seqpar.collectives import passes_none
-from lightning_seqpar.random import get_streams, set_streams
+from lightning_seqpar.distributed.collectives import passes_none
+from lightning_seqpar.distributed.rng import get_streams, set_streams
 
 TRUSTED = "_seqpar_norm_trusted"
 """Where a norm notes whether its forward can be run again."""

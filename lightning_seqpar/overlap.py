@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from lightning_seqpar.collectives import (
+from lightning_seqpar.distributed.collectives import (
     PendingAllReduce,
     PendingGather,
     PendingReduceScatter,

@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.adapters import BASE
 from lightning_seqpar.blueprint import Blueprint
-from lightning_seqpar.collectives import all_gather
+from lightning_seqpar.distributed.collectives import all_gather
+from lightning_seqpar.distributed.rng import Drawn
 from lightning_seqpar.facade import Changed, as_written, changes, counts_of
 from lightning_seqpar.hooks import (
     begin_sum,
@@ -62,7 +63,6 @@ from lightning_seqpar.plan import (
     WholeRule,
     inside,
 )
-from lightning_seqpar.random import Drawn
 from lightning_seqpar.region import SequenceRegion
 from lightning_seqpar.topology.process_groups import ParallelGroups
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.collectives import gather_replicated_from_sequence_parallel_region
+from lightning_seqpar.distributed.collectives import gather_replicated_from_sequence_parallel_region
 
 _MANY = 4096
 """Parts that are remembered outside any step, which would forget them."""

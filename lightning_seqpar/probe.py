@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_seqpar.batch import map_tensors, tensors_in
-from lightning_seqpar.random import get_streams, set_streams
+from lightning_seqpar.distributed.rng import get_streams, set_streams
 
 LARGE = 30_000_000
 """Parameters above which equal blocks of a copy share one block's weights."""

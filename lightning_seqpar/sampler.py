@@ -26,8 +26,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.probe import kept_streams
-from lightning_seqpar.random import share_streams
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _DRAWN_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, BatchSampler)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_seqpar.collectives import split
+from lightning_seqpar.distributed.collectives import split
+from lightning_seqpar.distributed.rng import Drawn, drawn_by
 from lightning_seqpar.grad_sync import GradSync, check_replicated
 from lightning_seqpar.guards import check_readers
 from lightning_seqpar.layers.logits import ShardedLogits
@@ -22,7 +23,6 @@ from lightning_seqpar.parallelize import ShardedModel, parallelize
 from lightning_seqpar.parity import gather_grads, norm_of
 from lightning_seqpar.plan import ShardingPlan, inside
 from lightning_seqpar.probe import Example, Quiet, default_dtype, detached_copy, is_large, kept_streams, seed_streams
-from lightning_seqpar.random import Drawn, drawn_by
 from lightning_seqpar.region import SequenceRegion
 from lightning_seqpar.topology.process_groups import ParallelGroups
 

@@ -24,9 +24,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.agreement import check_agreement, told_of_optimizer
 from lightning_seqpar.batch import map_tensors, tensors_in
 from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.distributed.rank_consistency import check_agreement, told_of_optimizer
+from lightning_seqpar.distributed.rng import DrawWatch
 from lightning_seqpar.environment import TopologyStrategy
 from lightning_seqpar.grad_sync import GradSync, check_reduced, check_replicated, global_grad_norm
 from lightning_seqpar.guards import (
@@ -45,7 +46,6 @@ from lightning_seqpar.losswatch import check_loss
 from lightning_seqpar.metrics import share_metrics
 from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.precision import with_global_clipping
-from lightning_seqpar.random import DrawWatch
 
 _MANY = 2**14  # patterns of draws that are remembered
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")

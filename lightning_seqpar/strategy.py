@@ -24,9 +24,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from lightning_seqpar.agreement import check_agreement, told_of_model
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec, nearest
 from lightning_seqpar.deferred import DeferredInit
+from lightning_seqpar.distributed.rank_consistency import check_agreement, told_of_model
+from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.files import on_every_rank
 from lightning_seqpar.grad_sync import GradSync
 from lightning_seqpar.guards import (
@@ -38,7 +39,6 @@ from lightning_seqpar.launcher import SeqParallelLauncher
 from lightning_seqpar.parallelize import ShardedModel, parallelize, record_of, unshard
 from lightning_seqpar.plan import ShardingPlan, check_plan
 from lightning_seqpar.proof import Prover
-from lightning_seqpar.random import share_streams
 from lightning_seqpar.saving import SavingStrategy
 from lightning_seqpar.summary import summarize
 from lightning_seqpar.weights import LateWeights

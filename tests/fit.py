@@ -14,7 +14,7 @@ import zoo
 from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.measure import StepMeter
+from lightning_seqpar.distributed.counters import StepMeter
 from lightning_seqpar.parity import ParityRecorder, Trace
 
 

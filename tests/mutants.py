@@ -79,19 +79,19 @@ MUTANTS = [
     ),
     Mutant(
         "wrong conjugate for the gather",
-        "collectives.py",
+        "distributed/collectives.py",
         "        return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), None, None, None\n",
         "        return _applied(_SplitGrad, split, grad, ctx.dim, ctx.group), None, None, None\n",
     ),
     Mutant(
         "wrong conjugate for the exit",
-        "collectives.py",
+        "distributed/collectives.py",
         "        return _applied(_SplitGrad, split, grad, ctx.dim, ctx.group), None, None, None",
         "        return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), None, None, None",
     ),
     Mutant(
         "collective forgets its group",
-        "collectives.py",
+        "distributed/collectives.py",
         "group.alltoall_base(self._out, self._sent",
         "dist.distributed_c10d._get_default_group().alltoall_base(self._out, self._sent",
     ),
@@ -346,7 +346,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks that disagree go on",
-        "agreement.py",
+        "distributed/rank_consistency.py",
         "    if int(extremes[0]) == -int(extremes[1]):\n",
         "    if int(extremes[0]) >= -int(extremes[1]):\n",
         "tests/test_agreement.py",
@@ -549,7 +549,7 @@ MUTANTS = [
     ),
     Mutant(
         "every rank draws the same masks",
-        "random.py",
+        "distributed/rng.py",
         'salt=rank.to_bytes(4, "little")',
         'salt=b"0"',
         "tests/test_random.py",
@@ -654,7 +654,7 @@ MUTANTS = [
     ),
     Mutant(
         "every step draws the same masks",
-        "random.py",
+        "distributed/rng.py",
         "        _advance(used)\n",
         "",
         "tests/test_random.py",
@@ -885,14 +885,14 @@ MUTANTS = [
     ),
     Mutant(
         "two pauses of one block share a state",
-        "random.py",
+        "distributed/rng.py",
         "            _advance([True] * len(now))  # the next pause begins at a state of its own\n",
         "",
         "tests/test_random.py",
     ),
     Mutant(
         "a recompute that begins behind a pause goes on with its stream",
-        "random.py",
+        "distributed/rng.py",
         '        if moved or where != "end":\n',
         "        if False:\n",
         "tests/test_random.py",
@@ -1074,7 +1074,7 @@ MUTANTS = [
     ),
     Mutant(
         "an order of samples taken for no draw",
-        "random.py",
+        "distributed/rng.py",
         '    "randperm",\n',
         "",
         "tests/test_random.py -k keeps_whole",
@@ -1193,7 +1193,7 @@ MUTANTS = [
     ),
     Mutant(
         "zeros where the output of a row that makes little has no gradient",
-        "collectives.py",
+        "distributed/collectives.py",
         "        ctx.set_materialize_grads(False)\n        ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]\n        return reduce_scatter(",
         "        ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]\n        return reduce_scatter(",
         "tests/test_overlap.py -k nothing_waits",

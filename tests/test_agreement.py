@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fit import quiet_trainer
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.agreement import check_agreement
+from lightning_seqpar.distributed.rank_consistency import check_agreement
 from lightning_seqpar.testing import RankFailedError, run_distributed
 
 

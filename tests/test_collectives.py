@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_seqpar import ParallelGroups, ProcessTopology
-from lightning_seqpar import collectives as C
+from lightning_seqpar.distributed import collectives as C
 from lightning_seqpar.testing import RankFailedError, run_distributed
 
 

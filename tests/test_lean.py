@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_seqpar.distributed.counters import SavedBytes
 from lightning_seqpar.lean import TRUSTED, is_norm, make_lean, norm_of
-from lightning_seqpar.measure import SavedBytes
 from lightning_seqpar.stretch import Stretch
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_seqpar.collectives import reduce_from_tensor_parallel_region, split
+from lightning_seqpar.distributed.collectives import reduce_from_tensor_parallel_region, split
 from lightning_seqpar.layers.linear import RowParallelLinear, sharded_linear, shrink
 from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.region import SequenceRegion

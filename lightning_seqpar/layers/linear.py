@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_seqpar.collectives import PendingGather, PendingReduceScatter, passes_none
+from lightning_seqpar.distributed.collectives import PendingGather, PendingReduceScatter, passes_none
 from lightning_seqpar.gathered import GatheredInput, remembered
 from lightning_seqpar.layers.kind import LinearKind, features
 from lightning_seqpar.layers.shard import Shard

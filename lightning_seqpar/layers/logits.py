@@ -12,7 +12,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
-from lightning_seqpar.collectives import all_gather, gather_replicated_from_sequence_parallel_region, passes_none
+from lightning_seqpar.distributed.collectives import (
+    all_gather,
+    gather_replicated_from_sequence_parallel_region,
+    passes_none,
+)
 from lightning_seqpar.layers.held import Held, Product, are_known
 from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.layers.vocab_loss import VocabParallelCrossEntropy, taken

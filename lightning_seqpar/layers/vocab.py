@@ -9,10 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.collectives import (
-    copy_to_tensor_parallel_region,
-    reduce_from_tensor_parallel_region,
-)
+from lightning_seqpar.distributed.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from lightning_seqpar.layers.held import are_known
 from lightning_seqpar.layers.linear import shrink
 from lightning_seqpar.layers.logits import ShardedLogits

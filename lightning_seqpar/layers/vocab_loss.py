@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.collectives import all_gather, passes_none
+from lightning_seqpar.distributed.collectives import all_gather, passes_none
 from lightning_seqpar.layers.held import Held, Product
 from lightning_seqpar.layers.shard import Shard
 
