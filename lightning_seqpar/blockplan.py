@@ -18,7 +18,7 @@ from lightning_seqpar.dataflow import (
     orders_tokens,
     reorders_tokens,
 )
-from lightning_seqpar.layers.view import read_attribute
+from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.plan import inside
 from lightning_seqpar.probe import kind_of
 from lightning_seqpar.products import Products

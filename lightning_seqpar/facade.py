@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_seqpar.layout import ModelLayout
+from lightning_seqpar.layout.param_layout import ModelLayout
 
 _NUMELS = (Tensor.numel, Tensor.nelement, torch.numel)
 

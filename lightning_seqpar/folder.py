@@ -50,7 +50,7 @@ from lightning_seqpar.files import (
     told_of,
     write_synced,
 )
-from lightning_seqpar.layout import ParamLayout
+from lightning_seqpar.layout.param_layout import ParamLayout
 
 STATE = "state.pt"
 """The checkpoint, with meta tensors for what the ranks wrote."""

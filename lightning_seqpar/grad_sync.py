@@ -18,7 +18,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.distributed.collectives import all_reduce
-from lightning_seqpar.layout import ModelLayout, ParamLayout
+from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.losswatch import LossWatch
 from lightning_seqpar.topology.process_groups import ParallelGroups
 

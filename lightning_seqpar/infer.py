@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_seqpar.adapters import without_adapters
 from lightning_seqpar.blockplan import BlockPlan, BlockPlanner, mixes_positions, pattern_of
 from lightning_seqpar.dataflow import (
     BlockFlow,
@@ -27,7 +26,8 @@ from lightning_seqpar.dataflow import (
     find_stacks,
     read_blocks,
 )
-from lightning_seqpar.layers.kind import linear_kind
+from lightning_seqpar.layout.adapters import without_adapters
+from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.plan import BlocksRule, ColumnRule, ReplaceRule, RowRule, ShardingPlan, WholeRule, inside
 from lightning_seqpar.probe import (
     Example,

@@ -16,7 +16,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.adapters import BASE
 from lightning_seqpar.blueprint import Blueprint
 from lightning_seqpar.distributed.collectives import all_gather
 from lightning_seqpar.distributed.rng import Drawn
@@ -45,9 +44,10 @@ from lightning_seqpar.hooks import (
 )
 from lightning_seqpar.layers.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
 from lightning_seqpar.layers.linear import ColumnParallelLinear, RowParallelLinear, set_data, shrink
-from lightning_seqpar.layers.view import read_attribute, write_attribute
 from lightning_seqpar.layers.vocab import VocabParallelEmbedding, VocabParallelHead
-from lightning_seqpar.layout import ModelLayout, ParamLayout
+from lightning_seqpar.layout.adapters import BASE
+from lightning_seqpar.layout.attribute_override import read_attribute, write_attribute
+from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.lean import SAVES, TRUSTED, is_norm, make_lean
 from lightning_seqpar.plan import (
     Argument,

@@ -21,8 +21,8 @@ import yaml
 from pydantic import Field, ValidationError, field_validator
 from torch import nn
 
-from lightning_seqpar.adapters import BASE, DOWN, UP, is_adapted, plain_modules
 from lightning_seqpar.config import FrozenModel, PlanSpec, nearest
+from lightning_seqpar.layout.adapters import BASE, DOWN, UP, is_adapted, plain_modules
 
 Argument = int | str
 """An argument of a call: its position or its name."""

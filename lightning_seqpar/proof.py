@@ -21,10 +21,10 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_seqpar.adapters import known_limits
 from lightning_seqpar.config import VERSION, ParallelConfig, PlanSpec
 from lightning_seqpar.dataflow import CantInferError
 from lightning_seqpar.infer import Inference, infer_plan
+from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan import EXAMPLE, ReduceRule, ShardingPlan, resolve_plans
 from lightning_seqpar.probe import (
     Example,

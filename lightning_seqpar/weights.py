@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.adapters import is_adapted
 from lightning_seqpar.config import nearest
 from lightning_seqpar.deferred import DeferredInit, TensorRef
-from lightning_seqpar.layers.shard import Shard
-from lightning_seqpar.layout import ParamLayout
+from lightning_seqpar.layout.adapters import is_adapted
+from lightning_seqpar.layout.param_layout import ParamLayout
+from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.parallelize import ShardedModel
 
 _SOURCE = "_seqpar_weights"

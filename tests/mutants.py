@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant("gather not trimmed", "collectives.py", "if self._length is not None and", "if False and"),
     Mutant(
         "fused parts out of order",
-        "layers/shard.py",
+        "layout/shard.py",
         "        return cls(dim, start, tuple(tuple(held) for held in ranges))",
         "        return cls(dim, start, tuple(((r * start // size, (r + 1) * start // size),) for r in range(size)))",
     ),
@@ -1422,7 +1422,7 @@ MUTANTS = [
     ),
     Mutant(
         "a variant of an adapter taken for the plain one",
-        "adapters.py",
+        "layout/adapters.py",
         "    return filled and not any(True for other in children.values() for _ in other.parameters())\n",
         "    return filled\n",
         "tests/test_adapters.py",
@@ -1500,7 +1500,7 @@ MUTANTS = [
     ),
     Mutant(
         "padding left in",
-        "layers/shard.py",
+        "layout/shard.py",
         "        shape[self.dim] = self.length\n        whole = parts[0].new_empty(shape)\n",
         "        if self.padded is not None:\n            return torch.cat(list(parts), self.dim)\n"
         "        shape[self.dim] = self.length\n        whole = parts[0].new_empty(shape)\n",

@@ -14,7 +14,7 @@ from test_families import HuggingFace, build
 from torch import Tensor, nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
-from lightning_seqpar.adapters import is_adapted
+from lightning_seqpar.layout.adapters import is_adapted
 from lightning_seqpar.parity import Trace, compare
 from lightning_seqpar.testing import run_distributed
 

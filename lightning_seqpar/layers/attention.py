@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_seqpar.distributed.collectives import reduce_from_tensor_parallel_region, split
 from lightning_seqpar.layers.linear import RowParallelLinear, sharded_linear, shrink
-from lightning_seqpar.layers.shard import Shard
+from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.region import SequenceRegion
 
 

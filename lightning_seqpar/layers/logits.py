@@ -18,8 +18,8 @@ from lightning_seqpar.distributed.collectives import (
     passes_none,
 )
 from lightning_seqpar.layers.held import Held, Product, are_known
-from lightning_seqpar.layers.shard import Shard
 from lightning_seqpar.layers.vocab_loss import VocabParallelCrossEntropy, taken
+from lightning_seqpar.layout.shard import Shard
 
 
 class ShardedLogits(Tensor):

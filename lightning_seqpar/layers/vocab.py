@@ -13,7 +13,7 @@ from lightning_seqpar.distributed.collectives import copy_to_tensor_parallel_reg
 from lightning_seqpar.layers.held import are_known
 from lightning_seqpar.layers.linear import shrink
 from lightning_seqpar.layers.logits import ShardedLogits
-from lightning_seqpar.layers.shard import Shard
+from lightning_seqpar.layout.shard import Shard
 
 
 class VocabParallelEmbedding(nn.Embedding):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.layers.shard import Shard
+from lightning_seqpar.layout.shard import Shard
 
 
 @dataclass(frozen=True)
