@@ -14,11 +14,11 @@ from torch import Tensor, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_seqpar.activations.wgrad_overlap import READERS
 from lightning_seqpar.batch import tensors_in
 from lightning_seqpar.config import ParallelConfig, nearest
 from lightning_seqpar.layers.linear import GatherLinear, ShardedLinear
 from lightning_seqpar.linearity import children, reach
-from lightning_seqpar.overlap import READERS
 from lightning_seqpar.parallelize import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 

@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_seqpar.activations.norm_recompute import SAVES, TRUSTED, is_norm, make_lean
 from lightning_seqpar.blueprint import Blueprint
 from lightning_seqpar.distributed.collectives import all_gather
 from lightning_seqpar.distributed.rng import Drawn
@@ -48,7 +49,6 @@ from lightning_seqpar.layers.vocab import VocabParallelEmbedding, VocabParallelH
 from lightning_seqpar.layout.adapters import BASE
 from lightning_seqpar.layout.attribute_override import read_attribute, write_attribute
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
-from lightning_seqpar.lean import SAVES, TRUSTED, is_norm, make_lean
 from lightning_seqpar.plan import (
     Argument,
     ColumnRule,

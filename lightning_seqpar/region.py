@@ -18,6 +18,18 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_seqpar.activations.elementwise_recompute import Stretches
+from lightning_seqpar.activations.norm_recompute import keeper
+from lightning_seqpar.activations.regather import GatheredInput
+from lightning_seqpar.activations.wgrad_overlap import (
+    LateProduct,
+    Slot,
+    Under,
+    copy_over,
+    gather_over,
+    late_weight,
+    reduce_scatter_over,
+)
 from lightning_seqpar.distributed.collectives import (
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
@@ -29,12 +41,8 @@ from lightning_seqpar.distributed.collectives import (
 )
 from lightning_seqpar.distributed.rng import Drawn, RankStreams
 from lightning_seqpar.draws import DrawPlace, Shards, check_alike
-from lightning_seqpar.gathered import GatheredInput
-from lightning_seqpar.lean import keeper
 from lightning_seqpar.linearity import REDUCTIONS, Leaks, Parts
-from lightning_seqpar.overlap import LateProduct, Slot, Under, copy_over, gather_over, late_weight, reduce_scatter_over
 from lightning_seqpar.parts import LocalParts
-from lightning_seqpar.stretch import Stretches
 
 _MANY = 4096  # calls that are remembered outside any step
 _PASSING = ("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "AliasBackward0")  # casts and views of all of it

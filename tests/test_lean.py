@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_seqpar.activations.elementwise_recompute import Stretch
+from lightning_seqpar.activations.norm_recompute import TRUSTED, is_norm, make_lean, norm_of
 from lightning_seqpar.distributed.counters import SavedBytes
-from lightning_seqpar.lean import TRUSTED, is_norm, make_lean, norm_of
-from lightning_seqpar.stretch import Stretch
 
 
 class RMSNorm(nn.Module):

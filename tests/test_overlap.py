@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_seqpar.region as regions
 from lightning_seqpar import ParallelGroups, ProcessTopology
-from lightning_seqpar.gathered import GatheredInput
+from lightning_seqpar.activations.regather import GatheredInput
+from lightning_seqpar.activations.wgrad_overlap import LateProduct, Slot, WeightGrad
 from lightning_seqpar.grad_sync import GradSync
 from lightning_seqpar.infer import infer_plan
-from lightning_seqpar.overlap import LateProduct, Slot, WeightGrad
 from lightning_seqpar.parallelize import parallelize
 from lightning_seqpar.parity import gather_grads
 from lightning_seqpar.plan import resolve_plans

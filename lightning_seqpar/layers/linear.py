@@ -14,12 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_seqpar.activations.norm_recompute import NormCall, saved_by
+from lightning_seqpar.activations.regather import GatheredInput, remembered
+from lightning_seqpar.activations.wgrad_overlap import (
+    LateProduct,
+    Slot,
+    WeightGrad,
+    cast,
+    is_wanted,
+    kept_grad,
+    once,
+    rows_of,
+)
 from lightning_seqpar.distributed.collectives import PendingGather, PendingReduceScatter, passes_none
-from lightning_seqpar.gathered import GatheredInput, remembered
 from lightning_seqpar.layout.linear_kind import LinearKind, features
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.lean import NormCall, saved_by
-from lightning_seqpar.overlap import LateProduct, Slot, WeightGrad, cast, is_wanted, kept_grad, once, rows_of
 from lightning_seqpar.region import SequenceRegion
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from lightning_seqpar.activations.norm_recompute import Autocast, apply_mask, dropout, drops, is_plain
 from lightning_seqpar.distributed.counters import SavedBytes
-from lightning_seqpar.lean import Autocast, apply_mask, dropout, drops, is_plain
 
 _ARITHMETIC = (
     "add", "__add__", "__radd__", "sub", "subtract", "__sub__", "__rsub__", "rsub", "mul", "multiply", "__mul__", "__rmul__",

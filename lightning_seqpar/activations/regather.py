@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_seqpar.activations.norm_recompute import NormCall, keeper, norm_of
 from lightning_seqpar.distributed.collectives import PendingGather
-from lightning_seqpar.lean import NormCall, keeper, norm_of
 
 
 def remembered(x: Tensor) -> tuple[Tensor, NormCall | None]:
