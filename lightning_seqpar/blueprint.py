@@ -39,7 +39,7 @@ from lightning_seqpar.plan import (
     inside,
     match_pattern,
 )
-from lightning_seqpar.region import SequenceRegion
+from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

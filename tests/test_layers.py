@@ -15,7 +15,7 @@ from lightning_seqpar.layers.linear import ColumnParallelLinear, RowParallelLine
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.parallelize import whole_tensor
-from lightning_seqpar.region import SequenceRegion
+from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.testing import run_distributed
 
 

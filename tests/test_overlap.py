@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import lightning_seqpar.region as regions
+import lightning_seqpar.region.sequence_region as regions
 from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.activations.regather import GatheredInput
 from lightning_seqpar.activations.wgrad_overlap import LateProduct, Slot, WeightGrad

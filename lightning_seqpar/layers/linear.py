@@ -29,7 +29,7 @@ from lightning_seqpar.activations.wgrad_overlap import (
 from lightning_seqpar.distributed.collectives import PendingGather, PendingReduceScatter, passes_none
 from lightning_seqpar.layout.linear_kind import LinearKind, features
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.region import SequenceRegion
+from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_seqpar.linearity import MarkRow
 from lightning_seqpar.plan import Argument
-from lightning_seqpar.region import SequenceRegion
+from lightning_seqpar.region.partial_sum_check import MarkRow
+from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
 def _argument(name: str, arg: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any]:

@@ -40,9 +40,9 @@ from lightning_seqpar.distributed.collectives import (
     shard_length,
 )
 from lightning_seqpar.distributed.rng import Drawn, RankStreams
-from lightning_seqpar.draws import DrawPlace, Shards, check_alike
-from lightning_seqpar.linearity import REDUCTIONS, Leaks, Parts
-from lightning_seqpar.parts import LocalParts
+from lightning_seqpar.region.partial_sum_check import REDUCTIONS, Leaks, Parts
+from lightning_seqpar.region.rng_checks import DrawPlace, Shards, check_alike
+from lightning_seqpar.region.sharded_outputs import LocalParts
 
 _MANY = 4096  # calls that are remembered outside any step
 _PASSING = ("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "AliasBackward0")  # casts and views of all of it
