@@ -9,13 +9,13 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from lightning_seqpar.layers.attention import ParallelMultiheadAttention
-from lightning_seqpar.layers.vocab import VocabParallelEmbedding
 from lightning_seqpar.layout.adapters import DOWN, UP
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.nn.attention import ParallelMultiheadAttention
+from lightning_seqpar.nn.vocab import VocabParallelEmbedding
 from lightning_seqpar.plan import (
     Argument,
     BlocksRule,

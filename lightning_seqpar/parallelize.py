@@ -21,12 +21,12 @@ from lightning_seqpar.blueprint import Blueprint
 from lightning_seqpar.distributed.collectives import all_gather
 from lightning_seqpar.distributed.rng import Drawn
 from lightning_seqpar.facade import Changed, as_written, changes, counts_of
-from lightning_seqpar.layers.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
-from lightning_seqpar.layers.linear import ColumnParallelLinear, RowParallelLinear, set_data, shrink
-from lightning_seqpar.layers.vocab import VocabParallelEmbedding, VocabParallelHead
 from lightning_seqpar.layout.adapters import BASE
 from lightning_seqpar.layout.attribute_override import read_attribute, write_attribute
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
+from lightning_seqpar.nn.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
+from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear, set_data, shrink
+from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from lightning_seqpar.plan import (
     Argument,
     ColumnRule,

@@ -17,8 +17,8 @@ from lightning_seqpar.distributed.collectives import split
 from lightning_seqpar.distributed.rng import Drawn, drawn_by
 from lightning_seqpar.grad_sync import GradSync, check_replicated
 from lightning_seqpar.guards import check_readers
-from lightning_seqpar.layers.logits import ShardedLogits
 from lightning_seqpar.losswatch import check_loss
+from lightning_seqpar.nn.sharded_logits import ShardedLogits
 from lightning_seqpar.parallelize import ShardedModel, parallelize
 from lightning_seqpar.parity import gather_grads, norm_of
 from lightning_seqpar.plan import ShardingPlan, inside

@@ -41,9 +41,9 @@ from lightning_seqpar.guards import (
     warn_of_equal_replicas,
 )
 from lightning_seqpar.launcher import SeqParallelLauncher
-from lightning_seqpar.layers.logits import ShardedLogits, whole_logits
 from lightning_seqpar.losswatch import check_loss
 from lightning_seqpar.metrics import share_metrics
+from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
 from lightning_seqpar.parallelize import record_of
 from lightning_seqpar.precision import with_global_clipping
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.distributed.counters import SavedBytes
-from lightning_seqpar.layers.logits import ShardedLogits, cross_entropy
 from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.nn.sharded_logits import ShardedLogits, cross_entropy
 from lightning_seqpar.parity import Trace, compare
 from lightning_seqpar.testing import run_distributed
 

@@ -14,10 +14,10 @@ from fit import fit, quiet_trainer
 from torch import nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan, grad_norm
-from lightning_seqpar.layers.vocab import VocabParallelEmbedding, VocabParallelHead
 from lightning_seqpar.layout.attribute_override import AttributeView
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from lightning_seqpar.parity import compare
 from lightning_seqpar.plan import _STYLES, parse_rule
 from lightning_seqpar.testing import RankFailedError, run_distributed

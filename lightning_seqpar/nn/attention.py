@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_seqpar.distributed.collectives import reduce_from_tensor_parallel_region, split
-from lightning_seqpar.layers.linear import RowParallelLinear, sharded_linear, shrink
 from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.nn.linear import RowParallelLinear, sharded_linear, shrink
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 

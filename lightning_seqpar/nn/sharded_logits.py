@@ -17,9 +17,9 @@ from lightning_seqpar.distributed.collectives import (
     gather_replicated_from_sequence_parallel_region,
     passes_none,
 )
-from lightning_seqpar.layers.held import Held, Product, are_known
-from lightning_seqpar.layers.vocab_loss import VocabParallelCrossEntropy, taken
 from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.nn.logits_storage import Held, Product, are_known
+from lightning_seqpar.nn.vocab_loss import VocabParallelCrossEntropy, taken
 
 
 class ShardedLogits(Tensor):

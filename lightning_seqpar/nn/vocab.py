@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
-from lightning_seqpar.layers.held import are_known
-from lightning_seqpar.layers.linear import shrink
-from lightning_seqpar.layers.logits import ShardedLogits
 from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.nn.linear import shrink
+from lightning_seqpar.nn.logits_storage import are_known
+from lightning_seqpar.nn.sharded_logits import ShardedLogits
 
 
 class VocabParallelEmbedding(nn.Embedding):

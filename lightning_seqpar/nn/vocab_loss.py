@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.collectives import all_gather, passes_none
-from lightning_seqpar.layers.held import Held, Product
 from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.nn.logits_storage import Held, Product
 
 AT_ONCE = 2**22
 """Logits of which a loss makes the softmax at once: 16 MiB in float32."""
