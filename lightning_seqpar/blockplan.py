@@ -19,7 +19,7 @@ from lightning_seqpar.dataflow import (
     reorders_tokens,
 )
 from lightning_seqpar.layout.attribute_override import read_attribute
-from lightning_seqpar.plan import inside
+from lightning_seqpar.plan.rules import inside
 from lightning_seqpar.probe import kind_of
 from lightning_seqpar.products import Products
 from lightning_seqpar.support import Block, ColumnLayout, Edit, GroupLayout

@@ -16,7 +16,7 @@ from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.attention import ParallelMultiheadAttention
 from lightning_seqpar.nn.vocab import VocabParallelEmbedding
-from lightning_seqpar.plan import (
+from lightning_seqpar.plan.rules import (
     Argument,
     BlocksRule,
     ColumnRule,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_seqpar.plan import Argument
+from lightning_seqpar.plan.rules import Argument
 from lightning_seqpar.trace import Call, Op, Trace, Value
 
 RES = "<residual>"

@@ -28,7 +28,7 @@ from lightning_seqpar.dataflow import (
 )
 from lightning_seqpar.layout.adapters import without_adapters
 from lightning_seqpar.layout.linear_kind import linear_kind
-from lightning_seqpar.plan import BlocksRule, ColumnRule, ReplaceRule, RowRule, ShardingPlan, WholeRule, inside
+from lightning_seqpar.plan.rules import BlocksRule, ColumnRule, ReplaceRule, RowRule, ShardingPlan, WholeRule, inside
 from lightning_seqpar.probe import (
     Example,
     Quiet,

@@ -27,7 +27,7 @@ from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.nn.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear, set_data, shrink
 from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
-from lightning_seqpar.plan import (
+from lightning_seqpar.plan.rules import (
     Argument,
     ColumnRule,
     CopyRule,

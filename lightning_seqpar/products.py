@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_seqpar.dataflow import CantInferError
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.plan import Argument
+from lightning_seqpar.plan.rules import Argument
 from lightning_seqpar.support import EQUAL, Block, Edit, changed_attribute
 
 _TRIES = 2000

@@ -25,7 +25,7 @@ from lightning_seqpar.config import VERSION, ParallelConfig, PlanSpec
 from lightning_seqpar.dataflow import CantInferError
 from lightning_seqpar.infer import Inference, infer_plan
 from lightning_seqpar.layout.adapters import known_limits
-from lightning_seqpar.plan import EXAMPLE, ReduceRule, ShardingPlan, resolve_plans
+from lightning_seqpar.plan.rules import EXAMPLE, ReduceRule, ShardingPlan, resolve_plans
 from lightning_seqpar.probe import (
     Example,
     NoExampleError,

@@ -21,7 +21,7 @@ from lightning_seqpar.losswatch import check_loss
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
 from lightning_seqpar.parallelize import ShardedModel, parallelize
 from lightning_seqpar.parity import gather_grads, norm_of
-from lightning_seqpar.plan import ShardingPlan, inside
+from lightning_seqpar.plan.rules import ShardingPlan, inside
 from lightning_seqpar.probe import Example, Quiet, default_dtype, detached_copy, is_large, kept_streams, seed_streams
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.topology.process_groups import ParallelGroups

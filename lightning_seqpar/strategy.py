@@ -37,7 +37,7 @@ from lightning_seqpar.guards import (
 )
 from lightning_seqpar.launcher import SeqParallelLauncher
 from lightning_seqpar.parallelize import ShardedModel, parallelize, record_of, unshard
-from lightning_seqpar.plan import ShardingPlan, check_plan
+from lightning_seqpar.plan.rules import ShardingPlan, check_plan
 from lightning_seqpar.proof import Prover
 from lightning_seqpar.saving import SavingStrategy
 from lightning_seqpar.summary import summarize

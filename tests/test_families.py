@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from lightning_seqpar.parity import Trace, compare
-from lightning_seqpar.plan import resolve_plans
+from lightning_seqpar.plan.rules import resolve_plans
 from lightning_seqpar.testing import run_distributed
 
 FAMILIES = list(write_families.FAMILIES)

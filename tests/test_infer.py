@@ -23,7 +23,7 @@ from lightning_seqpar import ShardingPlan
 from lightning_seqpar.dataflow import CantInferError
 from lightning_seqpar.infer import infer_plan
 from lightning_seqpar.parity import Trace, compare
-from lightning_seqpar.plan import resolve_plans
+from lightning_seqpar.plan.rules import resolve_plans
 from lightning_seqpar.probe import Example, NoExampleError, detached_copy, peek_batch, small
 from lightning_seqpar.testing import run_distributed
 

@@ -27,7 +27,7 @@ from lightning_seqpar.grad_sync import GradSync
 from lightning_seqpar.infer import infer_plan
 from lightning_seqpar.parallelize import parallelize
 from lightning_seqpar.parity import gather_grads
-from lightning_seqpar.plan import resolve_plans
+from lightning_seqpar.plan.rules import resolve_plans
 from lightning_seqpar.testing import run_distributed
 
 ROUNDS = 4

@@ -11,7 +11,7 @@ import yaml
 from torch import nn
 
 from lightning_seqpar import ParallelConfig, ShardingPlan
-from lightning_seqpar.plan import EXAMPLE, load_families, match_pattern, parse_rule, resolve_plans, source_digest
+from lightning_seqpar.plan.rules import EXAMPLE, load_families, match_pattern, parse_rule, resolve_plans, source_digest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -155,7 +155,7 @@ def test_every_yaml_of_the_repository_parses():
     files = [
         *ROOT.glob("conf/**/*.yaml"),
         *ROOT.glob("examples/**/*.yaml"),
-        *ROOT.glob("lightning_seqpar/plans/*.yaml"),
+        *ROOT.glob("lightning_seqpar/plan/families/*.yaml"),
     ]
     assert files
     for file in files:

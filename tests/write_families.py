@@ -16,9 +16,9 @@ import transformers
 import yaml
 from torch import nn
 
-from lightning_seqpar.plan import source_digest
+from lightning_seqpar.plan.rules import source_digest
 
-FOLDER = Path(__file__).resolve().parent.parent / "lightning_seqpar" / "plans"
+FOLDER = Path(__file__).resolve().parent.parent / "lightning_seqpar" / "plan" / "families"
 TINY: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4,
     "intermediate_size": 48, "vocab_size": 31, "max_position_embeddings": 64,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_seqpar.plan import Argument
+from lightning_seqpar.plan.rules import Argument
 from lightning_seqpar.region.partial_sum_check import MarkRow
 from lightning_seqpar.region.sequence_region import SequenceRegion
 

@@ -450,7 +450,7 @@ class Family(FrozenModel):
     """Digest of the source of each class: a plan is only right for the code that it was written for."""
     rules: tuple[dict[str, Any], ...]
 
-    FOLDER: ClassVar[str] = "plans"
+    FOLDER: ClassVar[str] = "families"
 
     def is_named_by(self, module: nn.Module) -> bool:
         """Whether ``module`` has the family's class name."""
@@ -507,7 +507,7 @@ def source_digest(kind: type) -> str:
 @functools.cache
 def load_families() -> tuple[Family, ...]:
     """All shipped families, by name."""
-    folder = resources.files("lightning_seqpar") / Family.FOLDER
+    folder = resources.files("lightning_seqpar.plan") / Family.FOLDER
     files = sorted((item for item in folder.iterdir() if item.name.endswith(".yaml")), key=lambda item: item.name)
     return tuple(Family(**parse_yaml(item.read_text())) for item in files)
 
