@@ -5,7 +5,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec
 from lightning_seqpar.describe import Description, describe
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
-from lightning_seqpar.parallelize import unshard
+from lightning_seqpar.parallel.apply import unshard
 from lightning_seqpar.plan.rules import ShardingPlan
 from lightning_seqpar.strategy import SeqParallelStrategy, grad_norm
 from lightning_seqpar.topology.grid import ProcessTopology

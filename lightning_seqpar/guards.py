@@ -18,7 +18,7 @@ from lightning_seqpar.activations.wgrad_overlap import READERS
 from lightning_seqpar.batch import tensors_in
 from lightning_seqpar.config import ParallelConfig, nearest
 from lightning_seqpar.nn.linear import GatherLinear, ShardedLinear
-from lightning_seqpar.parallelize import ShardedModel
+from lightning_seqpar.parallel.apply import ShardedModel
 from lightning_seqpar.region.partial_sum_check import children, reach
 from lightning_seqpar.topology.process_groups import ParallelGroups
 

@@ -27,7 +27,7 @@ from lightning_seqpar.distributed.rng import pack_streams, unpack_streams
 from lightning_seqpar.files import WholeFileIO, local_path, on_every_rank, on_first_rank
 from lightning_seqpar.folder import FolderTensors, Opened, find_folder, own_memory, remove_folder, write_folder
 from lightning_seqpar.guards import refuse_links
-from lightning_seqpar.parallelize import record_of
+from lightning_seqpar.parallel.apply import record_of
 from lightning_seqpar.stepping import SteppingStrategy, plain_optimizer
 from lightning_seqpar.topology.process_groups import ParallelGroups
 

@@ -29,7 +29,6 @@ from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.distributed.rank_consistency import check_agreement, told_of_optimizer
 from lightning_seqpar.distributed.rng import DrawWatch
 from lightning_seqpar.environment import TopologyStrategy
-from lightning_seqpar.grad_sync import GradSync, check_reduced, check_replicated, global_grad_norm
 from lightning_seqpar.guards import (
     OutputWatch,
     check_batch,
@@ -41,10 +40,11 @@ from lightning_seqpar.guards import (
     warn_of_equal_replicas,
 )
 from lightning_seqpar.launcher import SeqParallelLauncher
-from lightning_seqpar.losswatch import check_loss
 from lightning_seqpar.metrics import share_metrics
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
-from lightning_seqpar.parallelize import record_of
+from lightning_seqpar.parallel.apply import record_of
+from lightning_seqpar.parallel.grad_sync import GradSync, check_reduced, check_replicated, global_grad_norm
+from lightning_seqpar.parallel.loss_consistency import check_loss
 from lightning_seqpar.precision import with_global_clipping
 
 _MANY = 2**14  # patterns of draws that are remembered

@@ -20,7 +20,7 @@ from lightning_seqpar.deferred import DeferredInit, TensorRef
 from lightning_seqpar.layout.adapters import is_adapted
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.parallelize import ShardedModel
+from lightning_seqpar.parallel.apply import ShardedModel
 
 _SOURCE = "_seqpar_weights"
 _Module = TypeVar("_Module", bound=nn.Module)

@@ -37,43 +37,43 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "norm sync left out",
-        "grad_sync.py",
+        "parallel/grad_sync.py",
         "        grad.copy_(total)\n",
         "        del total\n",
     ),
     Mutant(
         "average for sum",
-        "grad_sync.py",
+        "parallel/grad_sync.py",
         "flat = all_reduce(flat, group)",
         "flat = all_reduce(flat, group); flat /= dist.get_world_size(group)",
     ),
     Mutant(
         "sync on the world group",
-        "grad_sync.py",
+        "parallel/grad_sync.py",
         "group = self._groups[axes if len(axes) > 1 else axes[0]]",
         'group = self._groups["dp", "tp"]',
     ),
     Mutant(
         "sync per micro-batch",
-        "grad_sync.py",
+        "parallel/grad_sync.py",
         "partial.hook = parameter.register_hook(self._arrival(partial))",
         'partial.hook = parameter.register_post_accumulate_grad_hook(lambda p, own=partial: (dist.all_reduce(p.grad, group=self._groups["tp"]), setattr(own, "synced", p.grad), None)[-1])',
     ),
     Mutant(
         "sync of a kept gradient counts it tp times",
-        "grad_sync.py",
+        "parallel/grad_sync.py",
         "                    partial.parameter.grad = kept.div_(share) if kept is partial.synced else kept / share\n",
         "                    pass\n",
     ),
     Mutant(
         "row bias unsynced",
-        "blueprint.py",
+        "parallel/resolve.py",
         '            return layout(partial=sp, reason="row bias: added to shards" if sp else ""), False\n',
         "            return layout(), False\n",
     ),
     Mutant(
         "heads' norm unsynced without sp",
-        "blueprint.py",
+        "parallel/resolve.py",
         'return layout(partial=in_gather, reason="between copy and row" if in_gather else ""), in_gather',
         "return layout(), False",
     ),
@@ -116,7 +116,7 @@ MUTANTS = [
     ),
     Mutant(
         "whole parameters counted tp times in the norm",
-        "grad_sync.py",
+        "parallel/grad_sync.py",
         "            whole.append(parameter.grad)\n        elif found.shard.has_shared",
         "            sharded.append(parameter.grad)\n        elif found.shard.has_shared",
         "tests/test_parity.py tests/test_guards.py",
@@ -213,7 +213,7 @@ MUTANTS = [
     ),
     Mutant(
         "state_dict not guarded",
-        "parallelize.py",
+        "parallel/apply.py",
         "        if not record.reading:\n",
         "        if False:\n",
         "tests/test_checkpoint.py",
@@ -409,14 +409,14 @@ MUTANTS = [
     ),
     Mutant(
         "shared kv gradients not summed",
-        "grad_sync.py",
+        "parallel/grad_sync.py",
         "        for part in shared:\n            part.take()\n",
         "        del shared\n",
         "tests/test_zoo.py tests/test_styles.py",
     ),
     Mutant(
         "a shared kv head counts twice in the norm",
-        "grad_sync.py",
+        "parallel/grad_sync.py",
         "            sharded.append(parameter.grad.index_select(found.shard.dim, first))",
         "            sharded.append(parameter.grad)",
         "tests/test_styles.py -k shared_parts",
@@ -486,7 +486,7 @@ MUTANTS = [
     ),
     Mutant(
         "a replaced gradient taken for a part",
-        "grad_sync.py",
+        "parallel/grad_sync.py",
         "            if not partial.fired and kept is not None:\n",
         "            if not partial.fired and kept is not None and kept is partial.synced:\n",
         "tests/test_training.py -k in_place_of_ours",
@@ -500,7 +500,7 @@ MUTANTS = [
     ),
     Mutant(
         "copies of shards pass for the whole",
-        "parallelize.py",
+        "parallel/apply.py",
         "            self.modules[name].__dict__[_PART] = name\n",
         "            self.modules[name].__dict__.pop(_PART, None)\n",
         "tests/test_guards.py -k copies",
@@ -633,7 +633,7 @@ MUTANTS = [
     ),
     Mutant(
         "no largest gradient where a rank counts none of a tensor",
-        "grad_sync.py",
+        "parallel/grad_sync.py",
         "grad if grad.numel() else grad.new_zeros(1)",
         "grad",
         "tests/test_styles.py -k norms_of",
@@ -696,7 +696,7 @@ MUTANTS = [
     ),
     Mutant(
         "a whole expert among sharded ones accepted",
-        "blueprint.py",
+        "parallel/resolve.py",
         "if twin in self.modules and twin not in self.linear:",
         "if twin not in self.modules:",
         "tests/test_products.py",
@@ -836,7 +836,7 @@ MUTANTS = [
     ),
     Mutant(
         "a whole gradient summed again by ranks that add nothing",
-        "grad_sync.py",
+        "parallel/grad_sync.py",
         "return kept if partial.fired else kept / self._share(partial, kept)",
         "return kept",
         "tests/test_grad_sync.py",
@@ -1025,14 +1025,14 @@ MUTANTS = [
     ),
     Mutant(
         "shards tell their own shapes to configure_optimizers",
-        "facade.py",
+        "parallel/unsharded_view.py",
         "        if asked is None or found is None or not found.is_sharded:",
         "        if True:",
         "tests/test_training.py -k follow",
     ),
     Mutant(
         "configure_optimizers sees our classes",
-        "facade.py",
+        "parallel/unsharded_view.py",
         "    module.__class__ = one.own\n",
         "    pass\n",
         "tests/test_training.py -k follow",
@@ -1060,7 +1060,7 @@ MUTANTS = [
     ),
     Mutant(
         "parameters of no module not compared",
-        "grad_sync.py",
+        "parallel/grad_sync.py",
         "        if found is None or not found.is_sharded:",
         "        if found is not None and not found.is_sharded:",
         "tests/test_guards.py -k refused",
@@ -1130,7 +1130,7 @@ MUTANTS = [
     ),
     Mutant(
         "stochastic depth on the rank's own stream without sp",
-        "parallelize.py",
+        "parallel/apply.py",
         "if (stochastic or isinstance(module, _DropoutNd)) and any(",
         "if (stochastic and self.sp_at(name) or isinstance(module, _DropoutNd)) and any(",
         "tests/test_random.py",
@@ -1353,7 +1353,7 @@ MUTANTS = [
     ),
     Mutant(
         "order of the summed gradients from a set",
-        "grad_sync.py",
+        "parallel/grad_sync.py",
         "for name in layout if layout[name].is_partial]\n        self.attach()",
         "for name in set(layout) if layout[name].is_partial]\n        self.attach()",
     ),
@@ -1366,7 +1366,7 @@ MUTANTS = [
     ),
     Mutant(
         "hidden states given away in parts",
-        "parallelize.py",
+        "parallel/apply.py",
         "            yield module.register_forward_hook(return_whole(around[id(module)]))\n",
         "            yield from ()\n",
         "tests/test_hf_uses.py",
@@ -1380,7 +1380,7 @@ MUTANTS = [
     ),
     Mutant(
         "router scores of a shard taken for all",
-        "parallelize.py",
+        "parallel/apply.py",
         "                        yield self.modules[name].register_forward_hook(note_shards(region, name))\n",
         "",
         "tests/test_hf_uses.py",
@@ -1415,7 +1415,7 @@ MUTANTS = [
     ),
     Mutant(
         "the second half of a row's adapter summed where it is whole",
-        "blueprint.py",
+        "parallel/resolve.py",
         "        if self._follows_row(module):\n",
         "        if self._follows_row(module) and self.sp_at(module):\n",
         "tests/test_adapters.py",
@@ -1472,7 +1472,7 @@ MUTANTS = [
     ),
     Mutant(
         "16-bit sums counted at their own size",
-        "grad_sync.py",
+        "parallel/grad_sync.py",
         "count * max(4, parameter.element_size())",
         "count * 2",
         "tests/test_describe.py",

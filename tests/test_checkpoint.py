@@ -16,7 +16,7 @@ from fit import fit, quiet_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_seqpar import SeqParallelStrategy, unshard
-from lightning_seqpar.parallelize import record_of
+from lightning_seqpar.parallel.apply import record_of
 from lightning_seqpar.parity import FLOAT64_TOLERANCE, ParityRecorder, compare
 from lightning_seqpar.testing import RankFailedError, run_distributed
 

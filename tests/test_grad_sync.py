@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_seqpar.distributed.counters import Traffic
-from lightning_seqpar.grad_sync import GradSync, step_traffic
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
+from lightning_seqpar.parallel.grad_sync import GradSync, step_traffic
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.guards import ELEMENTWISE_OPTIMIZERS, refuse_callbacks
-from lightning_seqpar.parallelize import record_of
+from lightning_seqpar.parallel.apply import record_of
 from lightning_seqpar.parity import ParityRecorder
 from lightning_seqpar.testing import RankFailedError, run_distributed
 

@@ -14,7 +14,7 @@ from lightning_seqpar.distributed.counters import SavedBytes, Traffic
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_seqpar.parallelize import whole_tensor
+from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.testing import run_distributed
 

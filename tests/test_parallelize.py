@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_seqpar import ParallelGroups, ProcessTopology, ShardingPlan, unshard
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_seqpar.parallelize import parallelize
+from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.plan.rules import resolve_plans
 from lightning_seqpar.testing import run_distributed
 

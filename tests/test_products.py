@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar import SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.infer import infer_plan
-from lightning_seqpar.parallelize import record_of
+from lightning_seqpar.parallel.apply import record_of
 from lightning_seqpar.parity import Trace, compare
 from lightning_seqpar.probe import Example
 from lightning_seqpar.testing import RankFailedError, run_distributed

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.distributed.rng import DrawWatch, RankStreams
-from lightning_seqpar.parallelize import record_of
+from lightning_seqpar.parallel.apply import record_of
 from lightning_seqpar.testing import run_distributed
 
 P = 0.25

@@ -17,16 +17,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.activations.norm_recompute import SAVES, TRUSTED, is_norm, make_lean
-from lightning_seqpar.blueprint import Blueprint
 from lightning_seqpar.distributed.collectives import all_gather
 from lightning_seqpar.distributed.rng import Drawn
-from lightning_seqpar.facade import Changed, as_written, changes, counts_of
 from lightning_seqpar.layout.adapters import BASE
 from lightning_seqpar.layout.attribute_override import read_attribute, write_attribute
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.nn.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear, set_data, shrink
 from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from lightning_seqpar.parallel.resolve import Blueprint
+from lightning_seqpar.parallel.unsharded_view import Changed, as_written, changes, counts_of
 from lightning_seqpar.plan.rules import (
     Argument,
     ColumnRule,

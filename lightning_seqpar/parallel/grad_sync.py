@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.distributed.collectives import all_reduce
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
-from lightning_seqpar.losswatch import LossWatch
+from lightning_seqpar.parallel.loss_consistency import LossWatch
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
