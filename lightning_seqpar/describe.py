@@ -21,8 +21,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from lightning_seqpar.batch import map_tensors, tensors_in
 from lightning_seqpar.config import ParallelConfig, PlanSpec
+from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.counters import SavedBytes, Traffic
 from lightning_seqpar.distributed.rng import OneStream
 from lightning_seqpar.infer import infer_plan

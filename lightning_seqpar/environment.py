@@ -25,12 +25,12 @@ from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_seqpar.broadcast import BroadcastLoader
 from lightning_seqpar.config import VERSION, ParallelConfig
+from lightning_seqpar.data.broadcast import BroadcastLoader
+from lightning_seqpar.data.sampler import OrderSeed, inject_sampler, replica_workers
 from lightning_seqpar.distributed.rank_consistency import check_agreement, told_at_start
 from lightning_seqpar.guards import check_backend, refuse_notebook, refuse_sweep
 from lightning_seqpar.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
-from lightning_seqpar.sampler import OrderSeed, inject_sampler, replica_workers
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_seqpar.activations.wgrad_overlap import READERS
-from lightning_seqpar.batch import tensors_in
 from lightning_seqpar.config import ParallelConfig, nearest
+from lightning_seqpar.data.batch import tensors_in
 from lightning_seqpar.nn.linear import GatherLinear, ShardedLinear
 from lightning_seqpar.parallel.apply import ShardedModel
 from lightning_seqpar.region.partial_sum_check import children, reach

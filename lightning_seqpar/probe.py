@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_seqpar.batch import map_tensors, tensors_in
+from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.rng import get_streams, set_streams
 
 LARGE = 30_000_000

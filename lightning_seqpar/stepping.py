@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.batch import map_tensors, tensors_in
 from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.rank_consistency import check_agreement, told_of_optimizer
 from lightning_seqpar.distributed.rng import DrawWatch
 from lightning_seqpar.environment import TopologyStrategy

@@ -123,14 +123,14 @@ MUTANTS = [
     ),
     Mutant(
         "sampler by global rank",
-        "sampler.py",
+        "data/sampler.py",
         'self.num_replicas, self.rank = groups.size("dp"), groups.rank("dp")',
         "self.num_replicas, self.rank = dist.get_world_size(), dist.get_rank()",
         "tests/test_data.py",
     ),
     Mutant(
         "ranks of a replica shuffle each for itself",
-        "sampler.py",
+        "data/sampler.py",
         '            share_streams(self.groups["tp"], source, torch.device("cpu"))\n            self._share_generator(source)\n',
         "",
         "tests/test_data.py",
@@ -360,14 +360,14 @@ MUTANTS = [
     ),
     Mutant(
         "a broadcast batch without the reader's random streams",
-        "broadcast.py",
+        "data/broadcast.py",
         "                set_streams(streams, _CPU)\n",
         "                pass\n",
         "tests/test_broadcast.py",
     ),
     Mutant(
         "a reader's failure kept to itself",
-        "broadcast.py",
+        "data/broadcast.py",
         '                    told = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]\n',
         '                    told = [("end", None, get_streams(_CPU))]\n',
         "tests/test_broadcast.py",
@@ -598,7 +598,7 @@ MUTANTS = [
     ),
     Mutant(
         "batches of mappings not looked at",
-        "batch.py",
+        "data/batch.py",
         "    if isinstance(leaf, Mapping):\n",
         "    if isinstance(leaf, dict):\n",
         "tests/test_batch.py",
@@ -1443,7 +1443,7 @@ MUTANTS = [
     ),
     Mutant(
         "the order of samples follows the stream",
-        "sampler.py",
+        "data/sampler.py",
         "            torch.default_generator.manual_seed(number)\n",
         "",
         "tests/test_folder.py -k resumed",
@@ -1573,14 +1573,14 @@ MUTANTS = [
     ),
     Mutant(
         "loaders shuffled alike",
-        "sampler.py",
+        "data/sampler.py",
         "1_000_003 * place",
         "0 * place",
         "tests/test_data.py -k two_shuffled",
     ),
     Mutant(
         "an order that is agreed on behind the first read",
-        "sampler.py",
+        "data/sampler.py",
         "        dealt.set_epoch(epoch)\n",
         "        pass\n",
         "tests/test_data.py -k before",
