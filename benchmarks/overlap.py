@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from lightning_seqpar import ParallelGroups, ProcessTopology  # noqa: E402
-from lightning_seqpar.infer import infer_plan  # noqa: E402
+from lightning_seqpar.inference.infer import infer_plan  # noqa: E402
 from lightning_seqpar.parallel.apply import parallelize  # noqa: E402
 from lightning_seqpar.plan.rules import resolve_plans  # noqa: E402
 from lightning_seqpar.testing import run_distributed  # noqa: E402

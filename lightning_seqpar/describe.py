@@ -25,12 +25,12 @@ from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.counters import SavedBytes, Traffic
 from lightning_seqpar.distributed.rng import OneStream
-from lightning_seqpar.infer import infer_plan
+from lightning_seqpar.inference.infer import infer_plan
+from lightning_seqpar.inference.model_copy import answer_harmlessly, kept_streams
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
 from lightning_seqpar.parallel.apply import ShardedModel, parallelize, record_of, refuse_compiled
 from lightning_seqpar.parallel.grad_sync import step_traffic
 from lightning_seqpar.plan.rules import ShardingPlan, inside, resolve_plans
-from lightning_seqpar.probe import answer_harmlessly, kept_streams
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 

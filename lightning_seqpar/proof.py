@@ -22,11 +22,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_seqpar.config import VERSION, ParallelConfig, PlanSpec
-from lightning_seqpar.dataflow import CantInferError
-from lightning_seqpar.infer import Inference, infer_plan
-from lightning_seqpar.layout.adapters import known_limits
-from lightning_seqpar.plan.rules import EXAMPLE, ReduceRule, ShardingPlan, resolve_plans
-from lightning_seqpar.probe import (
+from lightning_seqpar.inference.dataflow import CantInferError
+from lightning_seqpar.inference.infer import Inference, infer_plan
+from lightning_seqpar.inference.model_copy import (
     Example,
     NoExampleError,
     Quiet,
@@ -38,6 +36,8 @@ from lightning_seqpar.probe import (
     kept_streams,
     seed_streams,
 )
+from lightning_seqpar.layout.adapters import known_limits
+from lightning_seqpar.plan.rules import EXAMPLE, ReduceRule, ShardingPlan, resolve_plans
 from lightning_seqpar.selfcheck import SelfCheckError, self_check
 from lightning_seqpar.topology.process_groups import ParallelGroups
 

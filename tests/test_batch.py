@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.guards import OutputWatch, checksum, warn_of_equal_replicas
-from lightning_seqpar.probe import Example, small
+from lightning_seqpar.inference.model_copy import Example, small
 from lightning_seqpar.testing import RankFailedError, run_distributed
 
 CPU = torch.device("cpu")

@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar import ShardingPlan
-from lightning_seqpar.dataflow import CantInferError
-from lightning_seqpar.infer import infer_plan
+from lightning_seqpar.inference.dataflow import CantInferError
+from lightning_seqpar.inference.infer import infer_plan
+from lightning_seqpar.inference.model_copy import Example, NoExampleError, detached_copy, peek_batch, small
 from lightning_seqpar.parity import Trace, compare
 from lightning_seqpar.plan.rules import resolve_plans
-from lightning_seqpar.probe import Example, NoExampleError, detached_copy, peek_batch, small
 from lightning_seqpar.testing import run_distributed
 
 IDS = torch.randint(31, (4, 9), generator=torch.Generator().manual_seed(0))

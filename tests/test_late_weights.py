@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from lightning_seqpar import SeqParallelStrategy, weights_from
 from lightning_seqpar.deferred import DeferredInit
+from lightning_seqpar.inference.model_copy import default_dtype
 from lightning_seqpar.parity import ParityRecorder, Trace, compare
-from lightning_seqpar.probe import default_dtype
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.weights import LateWeights
 

@@ -23,7 +23,7 @@ import lightning_seqpar.region.sequence_region as regions
 from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.activations.regather import GatheredInput
 from lightning_seqpar.activations.wgrad_overlap import LateProduct, Slot, WeightGrad
-from lightning_seqpar.infer import infer_plan
+from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parity import gather_grads

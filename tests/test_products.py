@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar import SeqParallelStrategy, ShardingPlan
-from lightning_seqpar.infer import infer_plan
+from lightning_seqpar.inference.infer import infer_plan
+from lightning_seqpar.inference.model_copy import Example
 from lightning_seqpar.parallel.apply import record_of
 from lightning_seqpar.parity import Trace, compare
-from lightning_seqpar.probe import Example
 from lightning_seqpar.testing import RankFailedError, run_distributed
 
 IDS = torch.randint(31, (4, 9), generator=torch.Generator().manual_seed(0))

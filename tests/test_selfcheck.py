@@ -25,8 +25,8 @@ from lightning_seqpar import (
     ShardingPlan,
     selfcheck,
 )
-from lightning_seqpar.infer import infer_plan
-from lightning_seqpar.probe import Example, Quiet, _project
+from lightning_seqpar.inference.infer import infer_plan
+from lightning_seqpar.inference.model_copy import Example, Quiet, _project
 from lightning_seqpar.selfcheck import self_check, worst_gradient
 from lightning_seqpar.testing import RankFailedError, run_distributed
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_seqpar.dataflow import CantInferError
+from lightning_seqpar.inference.dataflow import CantInferError
+from lightning_seqpar.inference.feature_dependence import EQUAL, Block, Edit, changed_attribute
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.plan.rules import Argument
-from lightning_seqpar.support import EQUAL, Block, Edit, changed_attribute
 
 _TRIES = 2000
 _SEGMENTS = (1, 2, 3)

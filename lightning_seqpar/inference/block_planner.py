@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_seqpar.dataflow import (
+from lightning_seqpar.inference.dataflow import (
     BlockFlow,
     CantInferError,
     UnknownLinearError,
     orders_tokens,
     reorders_tokens,
 )
+from lightning_seqpar.inference.feature_dependence import Block, ColumnLayout, Edit, GroupLayout
+from lightning_seqpar.inference.model_copy import kind_of
+from lightning_seqpar.inference.raw_parameters import Products
+from lightning_seqpar.inference.trace import Trace
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.plan.rules import inside
-from lightning_seqpar.probe import kind_of
-from lightning_seqpar.products import Products
-from lightning_seqpar.support import Block, ColumnLayout, Edit, GroupLayout
-from lightning_seqpar.trace import Trace
 
 _TRIES = 600  # sets of changes that are tried at most, the smallest first
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_seqpar.dataflow import BlockFlow, CantInferError, UnknownLinearError
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError
+from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.layout.attribute_override import write_attribute
 from lightning_seqpar.layout.linear_kind import features, linear_kind
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.probe import Quiet
 
 _DRAWS = 16
 """Inputs that are tried before a feature counts as dead."""
