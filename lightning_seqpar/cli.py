@@ -34,8 +34,8 @@ from lightning_seqpar.convert import (
 )
 from lightning_seqpar.describe import OPTIMIZERS, describe
 from lightning_seqpar.huggingface import HuggingFaceSource, HuggingFaceTarget, inspect_folder, is_huggingface
+from lightning_seqpar.init.model_source import load_target
 from lightning_seqpar.report import human, render, render_contents, render_tensors
-from lightning_seqpar.targets import load_target
 
 OWN = {
     "plan": "show what a configuration makes of a model: shards, bytes kept and sent",

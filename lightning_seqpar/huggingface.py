@@ -19,8 +19,8 @@ from lightning_seqpar.config import nearest
 from lightning_seqpar.convert import Contents, Form, Source, check_free, identity
 from lightning_seqpar.files import MARKER, UNFINISHED, beside, sync_folder, write_synced
 from lightning_seqpar.folder import begin_folder
-from lightning_seqpar.targets import model_from_folder
-from lightning_seqpar.weights import WeightFiles
+from lightning_seqpar.init.meta_weights import WeightFiles
+from lightning_seqpar.init.model_source import model_from_folder
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json", ".ckpt")

@@ -25,7 +25,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec, nearest
-from lightning_seqpar.deferred import DeferredInit
 from lightning_seqpar.distributed.rank_consistency import check_agreement, told_of_model
 from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.files import on_every_rank
@@ -34,6 +33,8 @@ from lightning_seqpar.guards import (
     refuse_callbacks,
     refuse_unsupported,
 )
+from lightning_seqpar.init.deferred import DeferredInit
+from lightning_seqpar.init.meta_weights import LateWeights
 from lightning_seqpar.launcher import SeqParallelLauncher
 from lightning_seqpar.parallel.apply import ShardedModel, parallelize, record_of, unshard
 from lightning_seqpar.parallel.grad_sync import GradSync
@@ -41,7 +42,6 @@ from lightning_seqpar.plan.rules import ShardingPlan, check_plan
 from lightning_seqpar.proof import Prover
 from lightning_seqpar.saving import SavingStrategy
 from lightning_seqpar.summary import summarize
-from lightning_seqpar.weights import LateWeights
 
 P = ParamSpec("P")
 

@@ -22,11 +22,11 @@ from test_families import TASKS, HuggingFace, build
 from torch import Tensor, nn
 
 from lightning_seqpar import SeqParallelStrategy, weights_from
-from lightning_seqpar.deferred import DeferredInit
 from lightning_seqpar.inference.model_copy import default_dtype
+from lightning_seqpar.init.deferred import DeferredInit
+from lightning_seqpar.init.meta_weights import LateWeights
 from lightning_seqpar.parity import ParityRecorder, Trace, compare
 from lightning_seqpar.testing import run_distributed
-from lightning_seqpar.weights import LateWeights
 
 
 def replayed(make: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_seqpar.config import nearest
-from lightning_seqpar.deferred import DeferredInit, TensorRef
+from lightning_seqpar.init.deferred import DeferredInit, TensorRef
 from lightning_seqpar.layout.adapters import is_adapted
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.shard import Shard
