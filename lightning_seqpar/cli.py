@@ -22,8 +22,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import OmegaConf
 
-from lightning_seqpar.config import ParallelConfig, nearest
-from lightning_seqpar.convert import (
+from lightning_seqpar.checkpoint.convert import (
     Form,
     Source,
     check_free,
@@ -32,8 +31,9 @@ from lightning_seqpar.convert import (
     open_source,
     write_checkpoint,
 )
+from lightning_seqpar.checkpoint.huggingface import HuggingFaceSource, HuggingFaceTarget, inspect_folder, is_huggingface
+from lightning_seqpar.config import ParallelConfig, nearest
 from lightning_seqpar.describe import OPTIMIZERS, describe
-from lightning_seqpar.huggingface import HuggingFaceSource, HuggingFaceTarget, inspect_folder, is_huggingface
 from lightning_seqpar.init.model_source import load_target
 from lightning_seqpar.report import human, render, render_contents, render_tensors
 

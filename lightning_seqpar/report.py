@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_seqpar.convert import Contents
+from lightning_seqpar.checkpoint.convert import Contents
 from lightning_seqpar.describe import Description, ModuleRow
 
 _WIDTH = 100
@@ -41,7 +41,7 @@ def render_contents(contents: Contents, width: int | None = None) -> str:
     """What a checkpoint holds: the headline, and a table of its tensors.
 
     Args:
-        contents: what :func:`~lightning_seqpar.convert.inspect_checkpoint` returned.
+        contents: what :func:`~lightning_seqpar.checkpoint.convert.inspect_checkpoint` returned.
         width: columns of the terminal; the default is 100.
 
     Raises:

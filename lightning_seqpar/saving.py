@@ -13,8 +13,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_seqpar.background import Background
-from lightning_seqpar.checkpoint import (
+from lightning_seqpar.checkpoint.async_writer import Background
+from lightning_seqpar.checkpoint.atomic_files import WholeFileIO, local_path, on_every_rank, on_first_rank
+from lightning_seqpar.checkpoint.folder import (
+    FolderTensors,
+    Opened,
+    find_folder,
+    own_memory,
+    remove_folder,
+    write_folder,
+)
+from lightning_seqpar.checkpoint.state_dict import (
     full_optimizer_state,
     full_state_dict,
     load_full_optimizer_state,
@@ -24,8 +33,6 @@ from lightning_seqpar.checkpoint import (
 )
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.distributed.rng import pack_streams, unpack_streams
-from lightning_seqpar.files import WholeFileIO, local_path, on_every_rank, on_first_rank
-from lightning_seqpar.folder import FolderTensors, Opened, find_folder, own_memory, remove_folder, write_folder
 from lightning_seqpar.guards import refuse_links
 from lightning_seqpar.parallel.apply import record_of
 from lightning_seqpar.stepping import SteppingStrategy, plain_optimizer

@@ -24,10 +24,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from lightning_seqpar.checkpoint.atomic_files import on_every_rank
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec, nearest
 from lightning_seqpar.distributed.rank_consistency import check_agreement, told_of_model
 from lightning_seqpar.distributed.rng import share_streams
-from lightning_seqpar.files import on_every_rank
 from lightning_seqpar.guards import (
     check_ddp_options,
     refuse_callbacks,

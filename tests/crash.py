@@ -32,7 +32,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from test_folder import FORMS, same, whole
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.files import REPLACED, UNFINISHED, beside
+from lightning_seqpar.checkpoint.atomic_files import REPLACED, UNFINISHED, beside
 from lightning_seqpar.testing import RankFailedError, run_distributed
 
 STEPS = 3

@@ -18,7 +18,7 @@ from test_folder import FORMS, Counting, Two, whole
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.convert import open_source, write_checkpoint
+from lightning_seqpar.checkpoint.convert import open_source, write_checkpoint
 from lightning_seqpar.parity import FLOAT64_TOLERANCE, ParityRecorder, Trace
 from lightning_seqpar.testing import run_distributed
 

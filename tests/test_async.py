@@ -15,8 +15,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from test_checkpoint import same
 from test_folder import whole
 
-from lightning_seqpar import SeqParallelStrategy, folder
-from lightning_seqpar.files import UNFINISHED, SaveError
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.checkpoint import folder
+from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, SaveError
 from lightning_seqpar.testing import run_distributed
 
 

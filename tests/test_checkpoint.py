@@ -137,7 +137,7 @@ def test_resuming_at_the_same_tp_is_bitwise_the_uninterrupted_run(tmp_path, opti
 
 def resume_weights(path: str, tp: int) -> Any:
     """The weights and moments right after a restore, gathered."""
-    from lightning_seqpar.checkpoint import full_optimizer_state, full_state_dict
+    from lightning_seqpar.checkpoint.state_dict import full_optimizer_state, full_state_dict
 
     class Stop(Exception):
         pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import crash
 import pytest
 
-from lightning_seqpar.files import MARKER
+from lightning_seqpar.checkpoint.atomic_files import MARKER
 
 
 @pytest.mark.parametrize("form", crash.FORMS)

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from test_folder import whole
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.files import REPLACED, UNFINISHED, SaveError
+from lightning_seqpar.checkpoint.atomic_files import REPLACED, UNFINISHED, SaveError
 from lightning_seqpar.testing import run_distributed
 
 FORMS = ["single", "sharded"]

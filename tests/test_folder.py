@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.files import MARKER, WholeFileIO
-from lightning_seqpar.folder import Folder, Opened, find_folder
+from lightning_seqpar.checkpoint.atomic_files import MARKER, WholeFileIO
+from lightning_seqpar.checkpoint.folder import Folder, Opened, find_folder
 from lightning_seqpar.parity import ParityRecorder, Trace
 from lightning_seqpar.testing import run_distributed
 

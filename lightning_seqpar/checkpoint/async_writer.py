@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_seqpar.files import SaveError
+from lightning_seqpar.checkpoint.atomic_files import SaveError
 
 
 class Background:

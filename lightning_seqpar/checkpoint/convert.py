@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_seqpar.files import UNFINISHED, beside, missing, sync_folder
-from lightning_seqpar.folder import (
+from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, missing, sync_folder
+from lightning_seqpar.checkpoint.folder import (
     Opened,
     Part,
     SavingPlanner,

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import _get_layout
 
-from lightning_seqpar.files import (
+from lightning_seqpar.checkpoint.atomic_files import (
     MARKER,
     REPLACED,
     UNFINISHED,

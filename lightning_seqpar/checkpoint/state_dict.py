@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_seqpar.folder import Opened, Part, own_memory
+from lightning_seqpar.checkpoint.folder import Opened, Part, own_memory
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallel.apply import ShardedModel, refuse_copies
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -70,7 +70,7 @@ def _layout_of(record: ShardedModel, name: str, value: object) -> ParamLayout | 
 
 
 def model_parts(model: nn.Module, record: ShardedModel | None, groups: ParallelGroups) -> dict[str, Any]:
-    """``state_dict()`` with a :class:`~lightning_seqpar.folder.Part` for each tensor: what this rank writes of it.
+    """``state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each tensor: what this rank writes of it.
 
     Raises:
         RuntimeError: on every rank, for a copy of a sharded module.
@@ -89,7 +89,7 @@ def model_parts(model: nn.Module, record: ShardedModel | None, groups: ParallelG
 
 
 def optimizer_parts(optimizer: Optimizer, layout: ModelLayout | None, groups: ParallelGroups) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with a :class:`~lightning_seqpar.folder.Part` for each moment."""
+    """``optimizer.state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each moment."""
     state: dict[str, Any] = optimizer.state_dict()
     parameters, turn = _parameters(optimizer), _Turn(groups)
     parts = {}
