@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
 from lightning_seqpar.distributed.counters import StepMeter
-from lightning_seqpar.parity import ParityRecorder
+from lightning_seqpar.verify.parity import ParityRecorder
 
 
 def main() -> None:

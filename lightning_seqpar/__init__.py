@@ -3,7 +3,6 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec
-from lightning_seqpar.describe import Description, describe
 from lightning_seqpar.init.meta_weights import weights_from
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallel.apply import unshard
@@ -11,6 +10,7 @@ from lightning_seqpar.plan.rules import ShardingPlan
 from lightning_seqpar.strategy import SeqParallelStrategy, grad_norm
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.describe import Description, describe
 
 __version__ = VERSION
 

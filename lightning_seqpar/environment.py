@@ -29,10 +29,10 @@ from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.data.broadcast import BroadcastLoader
 from lightning_seqpar.data.sampler import OrderSeed, inject_sampler, replica_workers
 from lightning_seqpar.distributed.rank_consistency import check_agreement, told_at_start
-from lightning_seqpar.guards import check_backend, refuse_notebook, refuse_sweep
 from lightning_seqpar.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.guards import check_backend, refuse_notebook, refuse_sweep
 
 
 class TopologyStrategy(ParallelStrategy):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_seqpar.checkpoint.convert import Contents
-from lightning_seqpar.describe import Description, ModuleRow
+from lightning_seqpar.verify.describe import Description, ModuleRow
 
 _WIDTH = 100
 

@@ -29,7 +29,14 @@ from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.rank_consistency import check_agreement, told_of_optimizer
 from lightning_seqpar.distributed.rng import DrawWatch
 from lightning_seqpar.environment import TopologyStrategy
-from lightning_seqpar.guards import (
+from lightning_seqpar.launcher import SeqParallelLauncher
+from lightning_seqpar.metrics import share_metrics
+from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
+from lightning_seqpar.parallel.apply import record_of
+from lightning_seqpar.parallel.grad_sync import GradSync, check_reduced, check_replicated, global_grad_norm
+from lightning_seqpar.parallel.loss_consistency import check_loss
+from lightning_seqpar.precision import with_global_clipping
+from lightning_seqpar.verify.guards import (
     OutputWatch,
     check_batch,
     check_buffers,
@@ -39,13 +46,6 @@ from lightning_seqpar.guards import (
     refuse_optimizers,
     warn_of_equal_replicas,
 )
-from lightning_seqpar.launcher import SeqParallelLauncher
-from lightning_seqpar.metrics import share_metrics
-from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
-from lightning_seqpar.parallel.apply import record_of
-from lightning_seqpar.parallel.grad_sync import GradSync, check_reduced, check_replicated, global_grad_norm
-from lightning_seqpar.parallel.loss_consistency import check_loss
-from lightning_seqpar.precision import with_global_clipping
 
 _MANY = 2**14  # patterns of draws that are remembered
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.distributed.counters import StepMeter
-from lightning_seqpar.parity import ParityRecorder, Trace
+from lightning_seqpar.verify.parity import ParityRecorder, Trace
 
 
 def quiet_trainer(**kwargs: Any) -> L.Trainer:

@@ -451,7 +451,7 @@ MUTANTS = [
     ),
     Mutant(
         "parameters that are added while training pass",
-        "guards.py",
+        "verify/guards.py",
         "    if any(record.layout.of(parameter) is None for parameter in parameters):",
         "    if False:",
         "tests/test_adapters.py -k known_not",
@@ -507,28 +507,28 @@ MUTANTS = [
     ),
     Mutant(
         "the self-check passes everything",
-        "selfcheck.py",
+        "verify/self_check.py",
         "        verdict = _compare(dense, sharded, record, names, groups)\n",
         "        verdict = Verdict()\n",
         "tests/test_selfcheck.py",
     ),
     Mutant(
         "the self-check looks at the forward alone",
-        "selfcheck.py",
+        "verify/self_check.py",
         "        if wrong and not gap <= worst:\n",
         "        if False:\n",
         "tests/test_selfcheck.py -k gradient",
     ),
     Mutant(
         "small gradients may be twice too large",
-        "selfcheck.py",
+        "verify/self_check.py",
         "(own > OWN_LIMIT and gap > NOISE[narrow])",
         "False",
         "tests/test_selfcheck.py -k small",
     ),
     Mutant(
         "a proof holds for another model",
-        "proof.py",
+        "verify/prover.py",
         "        return hashlib.sha256((told + self._digest).encode()).hexdigest()",
         "        return hashlib.sha256(told.encode()).hexdigest()",
         "tests/test_selfcheck.py -k numbers",
@@ -591,7 +591,7 @@ MUTANTS = [
     ),
     Mutant(
         "infinite scores hide an output that differs",
-        "guards.py",
+        "verify/guards.py",
         "norm = leaf.double().nan_to_num(0.0, 0.0, 0.0).norm()",
         "norm = leaf.double().nan_to_num().norm()",
         "tests/test_batch.py",
@@ -605,7 +605,7 @@ MUTANTS = [
     ),
     Mutant(
         "the same values in another order are the same batch",
-        "guards.py",
+        "verify/guards.py",
         "total += (bits * places).sum()",
         "total += bits.sum()",
         "tests/test_batch.py",
@@ -626,7 +626,7 @@ MUTANTS = [
     ),
     Mutant(
         "a weight that the model's own code reads may be in the loss",
-        "guards.py",
+        "verify/guards.py",
         "if found.is_sharded and found.free and record.on_shard(found.name)",
         "if False",
         "tests/test_guards.py -k refused",
@@ -752,14 +752,14 @@ MUTANTS = [
     ),
     Mutant(
         "buffers that the forward changes not looked at",
-        "selfcheck.py",
+        "verify/self_check.py",
         "    verdict.wrong += _wrong_buffers(dense, sharded, record, limit, groups)\n",
         "",
         "tests/test_products.py",
     ),
     Mutant(
         "modules that the example does not run not looked at",
-        "selfcheck.py",
+        "verify/self_check.py",
         "    verdict.wrong += _unknown(dense, record)\n",
         "",
         "tests/test_products.py",
@@ -1018,7 +1018,7 @@ MUTANTS = [
     ),
     Mutant(
         "the self-check does not look at what is drawn",
-        "selfcheck.py",
+        "verify/self_check.py",
         "if (whole == shape) is not draw.own:",
         "if (whole == shape) is not None:",
         "tests/test_random.py -k self_check",
@@ -1067,7 +1067,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks that hold the same value heads drop them apart",
-        "selfcheck.py",
+        "verify/self_check.py",
         "part != size and part * ranks > size and not is_sequence(at, size)",
         "part != size and part * ranks < size and not is_sequence(at, size)",
         "tests/test_random.py -k share_value",
@@ -1081,7 +1081,7 @@ MUTANTS = [
     ),
     Mutant(
         "a generator of the user's own taken for the rank's, before training",
-        "selfcheck.py",
+        "verify/self_check.py",
         "own = not drawn.seeded and any(region.streams.own for region in self._regions)",
         "own = any(region.streams.own for region in self._regions)",
         "tests/test_random.py -k ones_own_for_features",
@@ -1116,7 +1116,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank that fails alone in the self-check waits for ever",
-        "selfcheck.py",
+        "verify/self_check.py",
         '    _meet(told, groups["tp"])\n',
         "",
         "tests/test_selfcheck.py -k alone",

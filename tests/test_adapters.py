@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
 from lightning_seqpar.layout.adapters import is_adapted
-from lightning_seqpar.parity import Trace, compare
 from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import Trace, compare
 
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.checkpoint.convert import open_source, write_checkpoint
-from lightning_seqpar.parity import FLOAT64_TOLERANCE, ParityRecorder, Trace
 from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import FLOAT64_TOLERANCE, ParityRecorder, Trace
 
 BATCHES = 3  # of an epoch; saved behind it, and resumed for another
 OPTIMIZERS = ("adamw", "sgd", "several")

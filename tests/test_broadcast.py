@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.parity import ParityRecorder, compare
 from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.verify.parity import ParityRecorder, compare
 
 
 class Stream(IterableDataset):

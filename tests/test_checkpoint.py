@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.parallel.apply import record_of
-from lightning_seqpar.parity import FLOAT64_TOLERANCE, ParityRecorder, compare
 from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.verify.parity import FLOAT64_TOLERANCE, ParityRecorder, compare
 
 PRECISION = "32-true"  # stock Lightning restores 64-true weights through float32
 

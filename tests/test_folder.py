@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.checkpoint.atomic_files import MARKER, WholeFileIO
 from lightning_seqpar.checkpoint.folder import Folder, Opened, find_folder
-from lightning_seqpar.parity import ParityRecorder, Trace
 from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import ParityRecorder, Trace
 
 FORMS: dict[str, dict[str, Any]] = {
     "single": {"format": "single"},

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_seqpar import SeqParallelStrategy, unshard
-from lightning_seqpar.guards import ELEMENTWISE_OPTIMIZERS, refuse_callbacks
 from lightning_seqpar.parallel.apply import record_of
-from lightning_seqpar.parity import ParityRecorder
 from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.verify.guards import ELEMENTWISE_OPTIMIZERS, refuse_callbacks
+from lightning_seqpar.verify.parity import ParityRecorder
 
 
 class L2(models.GPT):

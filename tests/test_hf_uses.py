@@ -15,8 +15,8 @@ from test_families import FAMILIES, HuggingFace
 from torch import Tensor, nn
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.parity import Trace, compare
 from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import Trace, compare
 
 LENGTH = 9  # odd
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -23,9 +23,9 @@ from lightning_seqpar import ShardingPlan
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.model_copy import Example, NoExampleError, detached_copy, peek_batch, small
-from lightning_seqpar.parity import Trace, compare
 from lightning_seqpar.plan.rules import resolve_plans
 from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import Trace, compare
 
 IDS = torch.randint(31, (4, 9), generator=torch.Generator().manual_seed(0))
 

@@ -25,8 +25,8 @@ from lightning_seqpar import SeqParallelStrategy, weights_from
 from lightning_seqpar.inference.model_copy import default_dtype
 from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
-from lightning_seqpar.parity import ParityRecorder, Trace, compare
 from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare
 
 
 def replayed(make: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.distributed.counters import SavedBytes
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, cross_entropy
-from lightning_seqpar.parity import Trace, compare
 from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import Trace, compare
 
 VOCAB, TOKENS = 11, 7  # the vocabulary divides by no number of ranks
 

@@ -26,9 +26,9 @@ from lightning_seqpar.activations.wgrad_overlap import LateProduct, Slot, Weight
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.grad_sync import GradSync
-from lightning_seqpar.parity import gather_grads
 from lightning_seqpar.plan.rules import resolve_plans
 from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import gather_grads
 
 ROUNDS = 4
 COLUMNS = 5 + 5 + 4

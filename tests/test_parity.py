@@ -8,8 +8,8 @@ import pytest
 import torch
 from fit import fit
 
-from lightning_seqpar.parity import FLOAT32_LOSS_TOLERANCE, Trace, compare
 from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import FLOAT32_LOSS_TOLERANCE, Trace, compare
 
 MODELS = {
     "gpt-tied": ("GPT", (("tied", True),)),

@@ -17,8 +17,8 @@ from lightning_seqpar import SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.model_copy import Example
 from lightning_seqpar.parallel.apply import record_of
-from lightning_seqpar.parity import Trace, compare
 from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.verify.parity import Trace, compare
 
 IDS = torch.randint(31, (4, 9), generator=torch.Generator().manual_seed(0))
 STEP = Example("a batch", "training_step", ((IDS,), 0), {})

@@ -17,18 +17,12 @@ import zoo
 from fit import fit, quiet_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_seqpar import (
-    ParallelConfig,
-    ParallelGroups,
-    ProcessTopology,
-    SeqParallelStrategy,
-    ShardingPlan,
-    selfcheck,
-)
+from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.model_copy import Example, Quiet, _project
-from lightning_seqpar.selfcheck import self_check, worst_gradient
 from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.verify import self_check as selfcheck
+from lightning_seqpar.verify.self_check import self_check, worst_gradient
 
 CPU = torch.device("cpu")
 Rules = list[dict[str, Any]]
@@ -146,8 +140,8 @@ def wrong_gradient(kind: str) -> list[str]:
     from unittest.mock import patch
 
     with (
-        patch("lightning_seqpar.selfcheck.GradSync.flush_all", lambda self, check: None),
-        patch("lightning_seqpar.selfcheck.check_replicated", lambda *args: None),  # it would see it too
+        patch("lightning_seqpar.verify.self_check.GradSync.flush_all", lambda self, check: None),
+        patch("lightning_seqpar.verify.self_check.check_replicated", lambda *args: None),  # it would see it too
     ):
         return verdict(kind, None, 2)
 

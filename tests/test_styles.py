@@ -18,9 +18,9 @@ from lightning_seqpar.layout.attribute_override import AttributeView
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
-from lightning_seqpar.parity import compare
 from lightning_seqpar.plan.rules import _STYLES, parse_rule
 from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.verify.parity import compare
 
 ALL_STYLES = """\
 rules:

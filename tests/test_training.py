@@ -9,8 +9,8 @@ import torch.distributed as dist
 from fit import fit, quiet_trainer
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.parity import compare
 from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.verify.parity import compare
 
 PLANS = {
     "Direct": lambda: models.plan("", None),

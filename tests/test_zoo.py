@@ -8,8 +8,8 @@ import pytest
 import zoo
 from fit import fit
 
-from lightning_seqpar.parity import Trace, compare
 from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import Trace, compare
 
 REFUSED = ("hard_coded", "head_list")
 KINDS = [kind for kind in (*zoo.BLOCKS, *zoo.MODELS) if kind not in REFUSED]

@@ -38,8 +38,8 @@ from lightning_seqpar.inference.model_copy import (
 )
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.rules import EXAMPLE, ReduceRule, ShardingPlan, resolve_plans
-from lightning_seqpar.selfcheck import SelfCheckError, self_check
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.self_check import SelfCheckError, self_check
 
 _WAYS_OUT = (
     "set example_input_array on the module (a tensor, tuple or dict that its forward takes), or self_check=False to train "

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lightning_seqpar.distributed.collectives import split
 from lightning_seqpar.distributed.rng import Drawn, drawn_by
-from lightning_seqpar.guards import check_readers
 from lightning_seqpar.inference.model_copy import (
     Example,
     Quiet,
@@ -29,10 +28,11 @@ from lightning_seqpar.nn.sharded_logits import ShardedLogits
 from lightning_seqpar.parallel.apply import ShardedModel, parallelize
 from lightning_seqpar.parallel.grad_sync import GradSync, check_replicated
 from lightning_seqpar.parallel.loss_consistency import check_loss
-from lightning_seqpar.parity import gather_grads, norm_of
 from lightning_seqpar.plan.rules import ShardingPlan, inside
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.guards import check_readers
+from lightning_seqpar.verify.parity import gather_grads, norm_of
 
 LIMIT = 1e-8
 """Largest error in float64, of the loss (relative) and of a gradient (of the global norm)."""

@@ -1,0 +1,227 @@
+"""The one engine that compares a parallel run with one process: losses, gradients, norm, updated weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_seqpar.parallel.apply import record_of, whole_tensor
+from lightning_seqpar.parallel.grad_sync import global_grad_norm
+
+FLOAT64_TOLERANCE = 1e-9
+FLOAT32_LOSS_TOLERANCE = 1e-5
+
+
+@dataclass
+class Trace:
+    """What one run did, in whole tensors.
+
+    Attributes:
+        losses: the loss of every training batch.
+        grads: gradients by parameter name at the first optimizer step, as the optimizer read them.
+        grad_norm: their global norm.
+        weights: the weights at the end, by name.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grads: dict[str, Tensor | None] = field(default_factory=dict)
+    grad_norm: float = 0.0
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Write to a file that :meth:`load` reads."""
+        torch.save(self.__dict__, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read what :meth:`save` wrote."""
+        return cls(**torch.load(path, weights_only=True))
+
+
+def gather_grads(model: nn.Module, only: Collection[int] | None = None) -> dict[str, Tensor | None]:
+    """Whole gradients by parameter name, of a parallelised model (collective over tp) or a plain one.
+
+    Args:
+        model: the model.
+        only: ids of the parameters to gather; all by default. Gradients of others may not be synced yet.
+    """
+    record = record_of(model)
+    grads: dict[str, Tensor | None] = {}
+    for name, parameter in model.named_parameters():
+        if only is not None and id(parameter) not in only:
+            continue
+        if parameter.grad is None:
+            grads[name] = None
+        elif record is not None:
+            grads[name] = whole_tensor(parameter.grad, record.layout[name], record.groups).cpu()
+        else:
+            grads[name] = parameter.grad.detach().clone().cpu()
+    return grads
+
+
+def gather_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Whole weights by parameter name, of a parallelised model (collective over tp) or a plain one."""
+    record = record_of(model)
+    return {
+        name: (
+            whole_tensor(parameter, record.layout[name], record.groups)
+            if record is not None
+            else parameter.detach().clone()
+        ).cpu()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def norm_of(grads: Mapping[str, Tensor | None]) -> float:
+    """Global norm of whole gradients."""
+    total = sum(float(grad.double().pow(2).sum()) for grad in grads.values() if grad is not None)
+    return math.sqrt(total)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: the largest error of a quantity, where it is, and the limit."""
+
+    quantity: str
+    error: float
+    limit: float
+    where: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within the limit (a NaN never is)."""
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The comparison of two runs; ``str()`` is a table."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every quantity is within its limit."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def worst(self) -> Row:
+        """The row that lies highest against its limit."""
+        return max(self.rows, key=lambda row: float("inf") if row.error != row.error else row.error / row.limit)
+
+    def raise_if_failed(self) -> None:
+        """Raise ``AssertionError`` with the table if anything is out of its limit."""
+        if not self.ok:
+            raise AssertionError(f"the runs differ\n{self}")
+
+    def __str__(self) -> str:
+        lines = [f"{'quantity':<34} {'largest error':>13} {'limit':>8}  {'':<4}  where"]
+        lines += [
+            f"{row.quantity:<34} {row.error:>13.2e} {row.limit:>8.0e}  {'ok' if row.ok else 'FAIL':<4}  {row.where}"
+            for row in self.rows
+        ]
+        return "\n".join(lines)
+
+
+def _losses(reference: Sequence[float], candidate: Sequence[float], limit: float) -> Row:
+    if len(reference) != len(candidate):
+        return Row("losses", float("inf"), limit, f"{len(candidate)} steps against {len(reference)}")
+    errors = [abs(a - b) / max(1.0, abs(a)) for a, b in zip(reference, candidate, strict=True)]
+    at = max(range(len(errors)), key=lambda i: float("inf") if errors[i] != errors[i] else errors[i], default=-1)
+    return Row("losses (relative)", errors[at] if errors else 0.0, limit, f"step {at + 1} of {len(errors)}")
+
+
+def _tensors(
+    quantity: str,
+    reference: Mapping[str, Tensor | None],
+    candidate: Mapping[str, Tensor | None],
+    limit: float,
+    scale: float,
+) -> Row:
+    worst, where = 0.0, "-"
+    for name in sorted(set(reference) | set(candidate)):
+        a, b = reference.get(name), candidate.get(name)
+        if a is None and b is None:
+            continue
+        if a is None or b is None or a.shape != b.shape:
+            shapes = [None if t is None else list(t.shape) for t in (a, b)]
+            return Row(quantity, float("inf"), limit, f"{name}: {shapes[1]} against {shapes[0]}")
+        error = float((a.double() - b.double()).abs().max()) / scale if a.numel() else 0.0
+        if not error <= worst:
+            worst, where = error, name
+    return Row(quantity, worst, limit, where)
+
+
+def compare(reference: Trace, candidate: Trace, limit: float = FLOAT64_TOLERANCE) -> ParityReport:
+    """Compare a parallel run with a run of one process.
+
+    Gradients are relative to the *global* norm: some are zero analytically (a key bias before a softmax), and their
+    own relative error has no meaning. Weights are absolute.
+
+    Args:
+        reference: the run of one process.
+        candidate: the parallel run.
+        limit: the largest error that counts as equal; 1e-9 is for float64.
+    """
+    scale = max(norm_of(reference.grads), 1e-30)
+    rows = [_losses(reference.losses, candidate.losses, limit)]
+    if reference.grads or candidate.grads:
+        rows.append(_tensors("gradients (of the global norm)", reference.grads, candidate.grads, limit, scale))
+        rows.append(Row("global norm (relative)", abs(reference.grad_norm - candidate.grad_norm) / scale, limit, "-"))
+    rows.append(_tensors("weights (absolute)", reference.weights, candidate.weights, limit, 1.0))
+    return ParityReport(tuple(rows))
+
+
+class ParityRecorder(Callback):
+    """Records a :class:`Trace` of ``Trainer.fit``; the same callback on one process and on many.
+
+    Gradients are those that reach the first optimizer step, after sync and before clipping; losses are averaged over
+    the data-parallel replicas, as the one process saw the whole batch. All ranks hold the same trace.
+
+    Args:
+        tensors: also keep whole gradients and weights (memory for the whole model).
+    """
+
+    def __init__(self, *, tensors: bool = True) -> None:
+        self.trace = Trace()
+        self._tensors = tensors
+        self._seen: set[int] = set()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Keep the gradients of each optimizer's first step; the norm is the first optimizer's."""
+        if id(optimizer) in self._seen or not self._tensors:
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not self._seen:
+            self.trace.grad_norm = float(self._norm(pl_module, parameters))
+        self._seen.add(id(optimizer))
+        self.trace.grads.update(gather_grads(pl_module, {id(parameter) for parameter in parameters}))
+
+    @staticmethod
+    def _norm(pl_module: LightningModule, parameters: list[Tensor]) -> Tensor:
+        record = record_of(pl_module)
+        if record is not None:
+            return global_grad_norm(parameters, record.layout, record.groups)
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the batch's loss."""
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        value = loss.detach().double() * trainer.accumulate_grad_batches
+        self.trace.losses.append(float(trainer.strategy.reduce(value, reduce_op="mean")))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the final weights."""
+        if self._tensors:
+            self.trace.weights = gather_weights(pl_module)
