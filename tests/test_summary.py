@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_seqpar import ParallelConfig, ProcessTopology
-from lightning_seqpar.summary import draw, groups_of, summarize
+from lightning_seqpar.strategy.summary import draw, groups_of, summarize
 
 
 def summary(world: int, per_node: int, **fields) -> str:

@@ -8,7 +8,7 @@ import write_families
 import zoo  # noqa: F401
 from transformers import AutoModel
 
-import lightning_seqpar.strategy  # noqa: F401
+import lightning_seqpar.strategy.strategy  # noqa: F401
 from lightning_seqpar.plan.rules import load_families
 
 load_families()

@@ -29,7 +29,7 @@ from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.data.broadcast import BroadcastLoader
 from lightning_seqpar.data.sampler import OrderSeed, inject_sampler, replica_workers
 from lightning_seqpar.distributed.rank_consistency import check_agreement, told_at_start
-from lightning_seqpar.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
+from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards import check_backend, refuse_notebook, refuse_sweep
@@ -38,7 +38,7 @@ from lightning_seqpar.verify.guards import check_backend, refuse_notebook, refus
 class TopologyStrategy(ParallelStrategy):
     """A Lightning strategy that knows its topology: who this rank is, whom it speaks to, and which data it reads.
 
-    It knows nothing of models; :class:`~lightning_seqpar.strategy.SeqParallelStrategy` adds them.
+    It knows nothing of models; :class:`~lightning_seqpar.strategy.strategy.SeqParallelStrategy` adds them.
     """
 
     def __init__(

@@ -28,14 +28,14 @@ from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.rank_consistency import check_agreement, told_of_optimizer
 from lightning_seqpar.distributed.rng import DrawWatch
-from lightning_seqpar.environment import TopologyStrategy
-from lightning_seqpar.launcher import SeqParallelLauncher
-from lightning_seqpar.metrics import share_metrics
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
 from lightning_seqpar.parallel.apply import record_of
 from lightning_seqpar.parallel.grad_sync import GradSync, check_reduced, check_replicated, global_grad_norm
 from lightning_seqpar.parallel.loss_consistency import check_loss
-from lightning_seqpar.precision import with_global_clipping
+from lightning_seqpar.strategy.environment import TopologyStrategy
+from lightning_seqpar.strategy.launcher import SeqParallelLauncher
+from lightning_seqpar.strategy.metrics import share_metrics
+from lightning_seqpar.strategy.precision import with_global_clipping
 from lightning_seqpar.verify.guards import (
     OutputWatch,
     check_batch,

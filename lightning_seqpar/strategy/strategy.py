@@ -30,12 +30,12 @@ from lightning_seqpar.distributed.rank_consistency import check_agreement, told_
 from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
-from lightning_seqpar.launcher import SeqParallelLauncher
 from lightning_seqpar.parallel.apply import ShardedModel, parallelize, record_of, unshard
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.plan.rules import ShardingPlan, check_plan
-from lightning_seqpar.saving import SavingStrategy
-from lightning_seqpar.summary import summarize
+from lightning_seqpar.strategy.launcher import SeqParallelLauncher
+from lightning_seqpar.strategy.saving import SavingStrategy
+from lightning_seqpar.strategy.summary import summarize
 from lightning_seqpar.verify.guards import check_ddp_options, refuse_callbacks, refuse_unsupported
 from lightning_seqpar.verify.prover import Prover
 
