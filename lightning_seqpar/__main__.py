@@ -1,6 +1,6 @@
 """``python -m lightning_seqpar``."""
 
-from lightning_seqpar.cli import main
+from lightning_seqpar.cli.main import main
 
 if __name__ == "__main__":
     main()

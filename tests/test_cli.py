@@ -12,7 +12,7 @@ from models import GPT
 from processes import ROOT
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
-from lightning_seqpar.cli import SeqParallelCLI, SeqParallelParser, main
+from lightning_seqpar.cli.main import SeqParallelCLI, SeqParallelParser, main
 
 CONFIG = ("-c", str(ROOT / "conf" / "cli.yaml"))
 

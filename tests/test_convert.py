@@ -13,7 +13,7 @@ from test_checkpoint import same, train
 from test_folder import run, whole
 
 from lightning_seqpar.checkpoint.convert import inspect_checkpoint, open_source, write_checkpoint
-from lightning_seqpar.cli import main
+from lightning_seqpar.cli.main import main
 from lightning_seqpar.testing import run_distributed
 
 

@@ -17,8 +17,8 @@ from test_families import HuggingFace, build
 from torch import nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
-from lightning_seqpar.cli import main
-from lightning_seqpar.report import human, render
+from lightning_seqpar.cli.main import main
+from lightning_seqpar.cli.report import human, render
 from lightning_seqpar.testing import run_distributed
 
 BATCH, LENGTH = 4, 10

@@ -21,7 +21,7 @@ from test_late_weights import memory
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.checkpoint.convert import open_source, write_checkpoint
 from lightning_seqpar.checkpoint.huggingface import HuggingFaceSource, HuggingFaceTarget
-from lightning_seqpar.cli import main
+from lightning_seqpar.cli.main import main
 from lightning_seqpar.testing import run_distributed
 
 SIZE = "40KB"  # so that tiny models make several files

@@ -32,9 +32,9 @@ from lightning_seqpar.checkpoint.convert import (
     write_checkpoint,
 )
 from lightning_seqpar.checkpoint.huggingface import HuggingFaceSource, HuggingFaceTarget, inspect_folder, is_huggingface
+from lightning_seqpar.cli.report import human, render, render_contents, render_tensors
 from lightning_seqpar.config import ParallelConfig, nearest
 from lightning_seqpar.init.model_source import load_target
-from lightning_seqpar.report import human, render, render_contents, render_tensors
 from lightning_seqpar.verify.describe import OPTIMIZERS, describe
 
 OWN = {
