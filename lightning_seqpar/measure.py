@@ -1,3 +1,5 @@
-"""What a step keeps and what it sends: the public names of :mod:`lightning_seqpar.distributed.counters`."""
+"""What a step keeps and what it sends, measured: under its public path."""
 
-from lightning_seqpar.distributed.counters import *  # noqa: F403
+from lightning_seqpar.distributed.counters import SavedBytes, StepMeter, Traffic
+
+__all__ = ["SavedBytes", "StepMeter", "Traffic"]

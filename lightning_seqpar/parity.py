@@ -1,3 +1,14 @@
-"""Dense against sharded: the public names of :mod:`lightning_seqpar.verify.parity`."""
+"""Dense against sharded, under its public path."""
 
-from lightning_seqpar.verify.parity import *  # noqa: F403
+from lightning_seqpar.verify.parity import (
+    ParityRecorder,
+    ParityReport,
+    Row,
+    Trace,
+    compare,
+    gather_grads,
+    gather_weights,
+    norm_of,
+)
+
+__all__ = ["ParityRecorder", "ParityReport", "Row", "Trace", "compare", "gather_grads", "gather_weights", "norm_of"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
-from lightning_seqpar.inference.model_copy import Example, small
+from lightning_seqpar.inference.examples import Example, small
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.guards import OutputWatch, checksum, warn_of_equal_replicas
 

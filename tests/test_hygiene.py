@@ -12,14 +12,13 @@ from mutants import MUTANTS
 import lightning_seqpar
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
-LINE = [
-    "config", "batch", "adapters", "topology", "groups", "measure", "collectives", "random", "linearity", "parts", "lean",
-    "stretch", "gathered", "overlap", "draws", "region", "layers", "layout", "facade", "plan", "trace", "probe", "dataflow",
-    "support", "products", "blockplan", "infer", "hooks", "blueprint", "parallelize", "losswatch", "grad_sync", "files",
-    "background", "folder", "convert", "checkpoint", "parity", "guards", "metrics", "sampler", "precision", "launcher",
-    "agreement", "selfcheck", "proof", "broadcast", "summary", "describe", "deferred", "weights", "environment", "stepping",
-    "saving", "strategy", "report", "targets", "huggingface", "testing", "cli", "__main__",
+ORDER = [
+    "config", "topology", "distributed", "layout", "activations", "region", "nn", "plan", "parallel", "data", "inference",
+    "init", "checkpoint", "verify", "strategy", "testing", "cli", "__main__",
 ]  # fmt: skip
+"""Packages (and modules that stand beside them): one imports from itself and from its left."""
+PUBLIC = {"collectives": "distributed", "measure": "distributed", "parity": "verify"}
+"""Public paths, and the package that each of them shows names of."""
 
 
 def modules() -> list[Path]:
@@ -30,24 +29,73 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> list[str]:
+def imports(path: Path) -> list[tuple[str, list[str]]]:
+    """Each module of ours that is imported, by its path in the package, and the names taken from it."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lightning_seqpar"):
-            found += [node.module] if "." in node.module else [f"lightning_seqpar.{alias.name}" for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("lightning_seqpar")):
+            assert node.level == 0, "imports are absolute"
+            assert "." in (node.module or ""), f"{path.name} imports from the top of the package"
+            found.append(((node.module or "").split(".", 1)[1], [alias.name for alias in node.names]))
         elif isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if alias.name.startswith("lightning_seqpar")]
+            ours = [alias.name for alias in node.names if alias.name.startswith("lightning_seqpar")]
+            found += [(name.split(".", 1)[1], []) for name in ours]
     return found
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_module_imports_only_from_its_left(path):
+def test_a_package_imports_only_from_its_left(path):
     own = name_of(path)
-    assert own in LINE, f"{own} has no place in the line"
-    for imported in imports(path):
-        other = imported.split(".")[1]
-        allowed = LINE[: LINE.index(own) + (path.parent != PACKAGE)]
-        assert other in allowed, f"{own} imports {other}, which is not on its left"
+    if own in PUBLIC:
+        assert [module.split(".")[0] for module, _ in imports(path)] == [PUBLIC[own]]
+        return
+    assert own in ORDER, f"{own} has no place in the order"
+    for module, _ in imports(path):
+        other = module.split(".")[0]
+        assert other in ORDER[: ORDER.index(own) + 1], f"{own} imports {module}, which is not on its left"
+
+
+def test_modules_of_a_package_do_not_import_each_other_in_a_circle():
+    edges = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): {module for module, _ in imports(path)}
+        for path in modules()
+    }
+    done: set[str] = set()
+    while ready := {name for name, needs in edges.items() if name not in done and needs & edges.keys() <= done}:
+        done |= ready
+    assert edges.keys() - done == set()
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_module_imports_a_private_name_of_another(path):
+    private = [(module, name) for module, names in imports(path) for name in names if name.startswith("_")]
+    assert private == []
+
+
+PRIVATE_OF_TORCH = ("torch._C", "torch.overrides._", "_sequence_nr", "_cdata", "next_functions", "_backward_hooks")
+
+
+def test_private_calls_of_the_autograd_engine_live_in_one_module():
+    for path in modules():
+        if path.name in (
+            "autograd.py",
+            "process_groups.py",
+            "testing.py",
+        ):  # the last two: torch's stores and fake group
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute | ast.Name):
+                text = ast.unparse(node)
+                assert not text.startswith("torch._C"), f"{path.name}: {text}"
+                assert text.rpartition(".")[2] not in PRIVATE_OF_TORCH, f"{path.name}: {text}"
+
+
+@pytest.mark.parametrize("package", [name for name in ORDER if (PACKAGE / name).is_dir()])
+def test_a_package_says_what_it_is_for_and_what_it_may_import(package):
+    text = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
+    lines = [line for line in text.splitlines() if line]
+    assert len(lines) == 3, "three lines"
+    assert lines[-1].startswith("May import: ")
 
 
 def test_config_is_pure():

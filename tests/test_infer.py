@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar import ShardingPlan
 from lightning_seqpar.inference.dataflow import CantInferError
+from lightning_seqpar.inference.examples import Example, NoExampleError, peek_batch, small
 from lightning_seqpar.inference.infer import infer_plan
-from lightning_seqpar.inference.model_copy import Example, NoExampleError, detached_copy, peek_batch, small
+from lightning_seqpar.inference.model_copy import detached_copy
 from lightning_seqpar.plan.rules import resolve_plans
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare

@@ -11,7 +11,8 @@ import yaml
 from torch import nn
 
 from lightning_seqpar import ParallelConfig, ShardingPlan
-from lightning_seqpar.plan.rules import EXAMPLE, load_families, match_pattern, parse_rule, resolve_plans, source_digest
+from lightning_seqpar.layout.module_names import match_pattern
+from lightning_seqpar.plan.rules import EXAMPLE, load_families, parse_rule, resolve_plans, source_digest
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -18,8 +18,9 @@ from fit import fit, quiet_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
+from lightning_seqpar.inference.examples import Example, _project
 from lightning_seqpar.inference.infer import infer_plan
-from lightning_seqpar.inference.model_copy import Example, Quiet, _project
+from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify import self_check as selfcheck
 from lightning_seqpar.verify.self_check import self_check, worst_gradient

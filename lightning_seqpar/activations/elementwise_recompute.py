@@ -14,9 +14,17 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
-from lightning_seqpar.activations.norm_recompute import Autocast, apply_mask, dropout, drops, is_plain
+from lightning_seqpar.activations.norm_recompute import apply_mask, dropout, drops
+from lightning_seqpar.activations.replay import Autocast, is_plain
+from lightning_seqpar.distributed.autograd import (
+    function_mode,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks,
+    storage_id,
+)
 from lightning_seqpar.distributed.counters import SavedBytes
 
 _ARITHMETIC = (
@@ -113,15 +121,15 @@ class Stretch(TorchFunctionMode):
     @staticmethod
     def open() -> Stretch | None:
         """A stretch that records from now on; none where another's hooks decide what is kept (activation checkpointing)."""
-        if _get_current_function_mode() is not None:
+        if function_mode() is not None:
             return None  # what it does to a function it would not do again
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = saved_tensor_hooks()
         outer = getattr(top[0], "__self__", None) if top is not None else None
         if top is not None and not isinstance(outer, SavedBytes):
             return None
         made = Stretch(outer)
         made.__enter__()  # type: ignore[no-untyped-call]
-        torch._C._autograd._push_saved_tensors_default_hooks(made._pack, made._unpack)
+        push_saved_tensor_hooks(made._pack, made._unpack)
         return made
 
     def add(self, out: Tensor) -> None:
@@ -155,14 +163,14 @@ class Stretch(TorchFunctionMode):
         return not self._has_mode and not self._has_hooks
 
     def _pop_mode(self) -> None:
-        if self._has_mode and _get_current_function_mode() is self:
+        if self._has_mode and function_mode() is self:
             self.__exit__(None, None, None)
             self._has_mode = False
 
     def _pop_hooks(self) -> bool:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = saved_tensor_hooks()
         if self._has_hooks and top is not None and top[0] == self._pack:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            pop_saved_tensor_hooks()
             self._has_hooks = False
         return not self._has_hooks
 
@@ -189,7 +197,7 @@ class Stretch(TorchFunctionMode):
     def _dropout(self, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor | None:
         if not training or inplace or not drops(x, p):
             return None
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = saved_tensor_hooks()
         if top is None or top[0] != self._pack:
             return None  # a checkpoint's part runs again without this mode, and must keep the same
         out, mask = dropout(x, p)
@@ -210,7 +218,7 @@ class Stretch(TorchFunctionMode):
                 self._add_source(tensor)
         slots = tuple(self._slots[id(p)] if id(p) in self._slots else self._add(p) for p in parts)
         for part, slot in zip(parts, slots, strict=True):
-            home = part.untyped_storage()._cdata
+            home = storage_id(part)
             if home not in self._given:
                 self._homes.setdefault(home, slot)
         told = tuple(self._tell(value) for value in args)
@@ -230,7 +238,7 @@ class Stretch(TorchFunctionMode):
 
     def _add_source(self, tensor: Tensor) -> None:
         self._sources.append(self._add(tensor))
-        home = tensor.untyped_storage()._cdata
+        home = storage_id(tensor)
         if home not in self._homes:
             self._given.add(home)
 
@@ -259,8 +267,8 @@ class Stretch(TorchFunctionMode):
         """Let go of what can be made again, if that is more than what must be kept for it."""
         homes = [(packed, packed.tensor.untyped_storage()) for packed in self._packed if packed.tensor is not None]
         self._keep_odd_views()
-        dropped = [(packed, self._homes[home._cdata]) for packed, home in homes if home._cdata in self._homes]
-        kept = {home._cdata for _, home in homes if home._cdata not in self._homes}
+        dropped = [(packed, self._homes[storage_id(home)]) for packed, home in homes if storage_id(home) in self._homes]
+        kept = {storage_id(home) for _, home in homes if storage_id(home) not in self._homes}
         needed = {slot for _, slot in dropped}
         steps = []
         for step in reversed(self._steps):
@@ -270,11 +278,11 @@ class Stretch(TorchFunctionMode):
         sources = [at for at in self._sources if at in needed]
         held = [(at, tensor) for at in sources if (tensor := self._tensors[at]) is not None]
         extra = {
-            tensor.untyped_storage()._cdata: tensor
+            storage_id(tensor): tensor
             for _, tensor in held
-            if not isinstance(tensor, Parameter) and tensor.untyped_storage()._cdata not in kept
+            if not isinstance(tensor, Parameter) and storage_id(tensor) not in kept
         }
-        gain = {home._cdata: home.nbytes() for _, home in homes if home._cdata in self._homes}
+        gain = {storage_id(home): home.nbytes() for _, home in homes if storage_id(home) in self._homes}
         if sum(tensor.untyped_storage().nbytes() for tensor in extra.values()) >= sum(gain.values()):
             return False
         for tensor in extra.values():
@@ -291,7 +299,7 @@ class Stretch(TorchFunctionMode):
         """Memory that a node reads as another type, or conjugated, than it was made as is kept."""
         for packed in self._packed:
             tensor = packed.tensor
-            home = None if tensor is None else tensor.untyped_storage()._cdata
+            home = None if tensor is None else storage_id(tensor)
             slot = None if home is None else self._homes.get(home)
             made = None if slot is None else self._tensors[slot]
             if tensor is None or home is None or made is None:

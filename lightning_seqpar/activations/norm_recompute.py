@@ -8,18 +8,19 @@ linears' weight gradients and the norm's own gradient share that one run.
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
-from torch.overrides import _get_current_function_mode, has_torch_function_unary
+from torch.overrides import has_torch_function_unary
 
+from lightning_seqpar.activations.policy import keeper
+from lightning_seqpar.activations.replay import Autocast, is_plain
+from lightning_seqpar.distributed.autograd import function_mode, is_node_of, leaf_of, reach
 from lightning_seqpar.distributed.collectives import passes_none
 from lightning_seqpar.distributed.rng import get_streams, set_streams
 
@@ -27,45 +28,6 @@ TRUSTED = "_seqpar_norm_trusted"
 """Where a norm notes whether its forward can be run again."""
 SAVES = "_seqpar_norm_saves"
 """And where which activations are worth it, by their bytes."""
-
-
-class Autocast:
-    """The autocast state of a device type, as it is now; :meth:`again` puts it back for a while."""
-
-    __slots__ = ("_state", "_type")
-
-    def __init__(self, kind: str) -> None:
-        self._type, self._state = kind, _autocast(kind)
-
-    def again(self) -> AbstractContextManager[Any]:
-        """The state in which this was made."""
-        if self._state == _autocast(self._type):
-            return nullcontext()
-        enabled, dtype = self._state
-        return torch.autocast(self._type, dtype=dtype, enabled=enabled)
-
-
-def _autocast(kind: str) -> tuple[bool, torch.dtype | None]:
-    return (True, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else (False, None)
-
-
-def is_plain(x: Any) -> bool:
-    """Whether it is a tensor and no subclass of somebody's; one without numbers counts."""
-    return type(x) is Tensor or isinstance(x, FakeTensor)
-
-
-def keeper() -> Any:
-    """Whose hooks decide what the graph keeps now, weakly; none where it is nobody, or one who changes nothing.
-
-    Under activation checkpointing a forward runs again from tensors that are what they were and have another past. What is
-    kept in place of a tensor must not depend on what was done before the checkpoint began: only on what is done within it.
-    """
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if top is None or getattr(getattr(top[0], "__self__", None), "is_transparent", False):
-        return None
-    if inspect.ismethod(top[0]):
-        return weakref.WeakMethod(top[0])
-    return weakref.ref(top[0]) if inspect.isfunction(top[0]) else top[0]
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------
@@ -166,17 +128,8 @@ def _same(tensor: Tensor) -> Tensor:
 def _reads_others(out: Tensor, leaves: Sequence[Tensor]) -> bool:
     """Whether a gradient of ``out`` goes to anything but the leaves."""
     known = {id(leaf) for leaf in leaves}
-    seen: set[Any] = set()
-    todo = [out.grad_fn]
-    while todo:
-        node: Any = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable") and id(node.variable) not in known:
-            return True
-        todo += [child for child, _ in node.next_functions]
-    return False
+    ends = (leaf_of(node) for node in reach(out.grad_fn))
+    return any(leaf is not None and id(leaf) not in known for leaf in ends)
 
 
 class _Norm(torch.autograd.Function):
@@ -222,7 +175,7 @@ def saved_by(ctx: Any, call: NormCall | None) -> tuple[Tensor, ...]:
 def norm_of(x: Tensor) -> NormCall | None:
     """The call of a lean norm that made ``x``; none if something else did, or changed it since."""
     node: Any = x.grad_fn
-    call: NormCall | None = getattr(node, "call", None) if isinstance(node, _Norm._backward_cls) else None
+    call: NormCall | None = getattr(node, "call", None) if is_node_of(node, _Norm) else None
     return call if call is not None and x._version == call.version else None
 
 
@@ -247,7 +200,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _is_watched() -> bool:
     """Whether a mode of somebody's sees this call: it would not see another."""
-    mode = _get_current_function_mode()
+    mode = function_mode()
     return mode is not None and not getattr(mode, "is_transparent", False)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.activations.norm_recompute import NormCall, keeper, norm_of
+from lightning_seqpar.activations.norm_recompute import NormCall, norm_of
+from lightning_seqpar.activations.policy import keeper
+from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
 from lightning_seqpar.distributed.collectives import PendingGather
 
 
@@ -40,7 +41,7 @@ class GatheredInput:
         self.keeper = keeper()
         self._dim, self._group, self._length = dim, group, length
         self._users = self._left = 0
-        self._task = -1
+        self._task = NO_BACKWARD
         self._pending: PendingGather | None = None
         self._whole: Tensor | None = None
 
@@ -56,7 +57,7 @@ class GatheredInput:
 
     def _begin(self) -> None:
         """A backward's first user: what one of another backward left, which some never came to, is over."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         if self._task != task:
             self._task, self._left, self._pending, self._whole = task, self._users, None, None
 
@@ -89,4 +90,4 @@ class GatheredInput:
     def _end(self) -> None:
         self._left -= 1
         if self._left == 0:
-            self._whole, self._task = None, -1
+            self._whole, self._task = None, NO_BACKWARD

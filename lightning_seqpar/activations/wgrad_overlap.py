@@ -19,6 +19,16 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from lightning_seqpar.distributed.autograd import (
+    current_backward,
+    has_node_hooks,
+    has_tensor_hooks,
+    input_node,
+    leaf_of,
+    sequence_nr,
+    set_sequence_nr,
+    will_run,
+)
 from lightning_seqpar.distributed.collectives import (
     PendingAllReduce,
     PendingGather,
@@ -42,11 +52,11 @@ class PerBackward(Generic[T]):
 
     def put(self, thing: T) -> None:
         """It is the running backward's."""
-        self._held[torch._C._current_graph_task_id()] = thing
+        self._held[current_backward()] = thing
 
     def take(self) -> T | None:
         """The running backward's, once."""
-        return self._held.pop(torch._C._current_graph_task_id(), None)
+        return self._held.pop(current_backward(), None)
 
 
 # ---- products --------------------------------------------------------------------------------------------------
@@ -101,26 +111,11 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_wanted(ctx: Any, at: int) -> bool:
     """Whether the running backward needs a gradient for tensor argument ``at``: ``torch.autograd.grad`` asks for some."""
-    node = ctx.next_functions[at][0]
+    node = input_node(ctx, at)
     try:
-        return node is not None and torch._C._will_engine_execute_node(node)
+        return node is not None and will_run(node)
     except RuntimeError:  # a leaf that it was asked for
         return True
-
-
-def _is_hooked(node: Any) -> bool:
-    """Whether Python code has hooks on the node that accumulates a weight's gradient."""
-    for register in (node.register_prehook, node.register_hook):
-        handle = register(_ignore)  # the one way to those that are there
-        hooks = handle.hooks_dict_ref()
-        handle.remove()
-        if hooks:
-            return True
-    return False
-
-
-def _ignore(*grads: Any) -> None:
-    return None
 
 
 def kept_grad(ctx: Any, at: int) -> Tensor | None:
@@ -129,17 +124,17 @@ def kept_grad(ctx: Any, at: int) -> Tensor | None:
     That is where autograd's own next act would be to add, with no hook to see it: not for ``torch.autograd.grad``, for
     weights that are computed, or where gradients are differentiated.
     """
-    node = ctx.next_functions[at][0]
-    weight = getattr(node, "variable", None)
+    node = input_node(ctx, at)
+    weight = leaf_of(node)
     if weight is None or weight.grad is None or not ctx.is_plain or not weight.requires_grad:
         return None  # the last: frozen since the forward
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks or _is_hooked(node):
+    if has_tensor_hooks(weight) or has_node_hooks(node):
         return None
     kept: Tensor = weight.grad
     if type(kept) is not Tensor or kept.requires_grad or kept.layout != torch.strided or kept.shape != weight.shape:
         return None
     try:
-        return kept if torch._C._will_engine_execute_node(node) else None
+        return kept if will_run(node) else None
     except RuntimeError:  # torch.autograd.grad was asked for this weight
         return None
 
@@ -170,14 +165,8 @@ def late_weight(weight: Tensor, number: int | None) -> tuple[Tensor, LateProduct
         return weight, None
     late = LateProduct()
     given: Tensor = _Late.apply(weight, late)  # type: ignore[no-untyped-call]
-    _renumber(given, number)
+    set_sequence_nr(given, number)
     return given, late
-
-
-def _renumber(x: Tensor, number: int) -> None:
-    node: Any = x.grad_fn
-    if hasattr(node, "_set_sequence_nr"):
-        node._set_sequence_nr(number)
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------
@@ -243,7 +232,7 @@ class Slot:
     def _count(self) -> int:
         """Columns that the running backward comes to."""
         nodes = [node for ref in self._columns if (node := ref()) is not None]
-        return sum(torch._C._will_engine_execute_node(node) for node in nodes)
+        return sum(will_run(node) for node in nodes)
 
     def give(self, pending: PendingAllReduce | PendingGather | PendingReduceScatter) -> None:
         """Leave it; autograd passes nothing on in its place."""
@@ -332,8 +321,8 @@ def _over(function: Any, x: Tensor, dim: int, group: ProcessGroup, length: int) 
     waits: Tensor = _Wait.apply(x, slot)  # type: ignore[no-untyped-call]
     number = None
     if waits.grad_fn is not None:
-        number = waits.grad_fn._sequence_nr()
-        _renumber(waits, max(number - 1, 0))  # below the number, the collective's own above it
+        number = sequence_nr(waits.grad_fn)
+        set_sequence_nr(waits, max(number - 1, 0))  # below the number, the collective's own above it
     return function.apply(waits, slot, dim, group, length), Under(number, slot)
 
 

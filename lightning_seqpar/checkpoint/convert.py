@@ -31,6 +31,7 @@ from lightning_seqpar.checkpoint.folder import (
     split_parts,
     walk,
 )
+from lightning_seqpar.distributed.autograd import storage_id
 
 Form = Literal["single", "sharded", "safetensors"]
 
@@ -165,7 +166,7 @@ def identity(tensor: Tensor) -> Any:
     """What tied tensors share: one object where a folder holds the numbers, else the place in memory."""
     if tensor.is_meta:
         return id(tensor)
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return storage_id(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
 def inspect_checkpoint(path: str | Path, *, trust: bool = False) -> Contents:

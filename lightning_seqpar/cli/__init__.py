@@ -3,3 +3,7 @@
 ``fit``, ``validate``, ``test`` and ``predict`` are Lightning's; the others are ours.
 May import: everything.
 """
+
+from lightning_seqpar.cli.main import SeqParallelCLI, SeqParallelParser, main
+
+__all__ = ["SeqParallelCLI", "SeqParallelParser", "main"]

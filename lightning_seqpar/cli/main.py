@@ -98,7 +98,7 @@ def _cause(message: str) -> str:
 def _is_raised_here(error: BaseException) -> bool:
     """Whether an exception is a sentence of this package, rather than of the user's code or of a library."""
     frames = traceback.extract_tb(error.__traceback__)
-    return Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
+    return Path(frames[-1].filename).is_relative_to(Path(__file__).parent.parent)
 
 
 class SeqParallelCLI(LightningCLI):

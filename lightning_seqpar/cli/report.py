@@ -100,7 +100,7 @@ def render(described: Description, width: int | None = None) -> str:
     """The table and the totals.
 
     Args:
-        described: what :func:`~lightning_seqpar.describe.describe` returned.
+        described: what :func:`~lightning_seqpar.verify.describe.describe` returned.
         width: columns of the terminal; the default is 100.
 
     Raises:

@@ -26,8 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_seqpar.distributed.rng import share_streams
-from lightning_seqpar.inference.model_copy import kept_streams
+from lightning_seqpar.distributed.rng import kept_streams, share_streams
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _DRAWN_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, BatchSampler)

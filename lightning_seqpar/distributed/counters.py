@@ -11,7 +11,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_seqpar.distributed.autograd import dispatch_modes, storage_id
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
@@ -37,16 +39,16 @@ class SavedBytes:
 
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
         # By the storage's own address: on the meta device no storage has a memory's.
-        self._excluded = {_local(tensor).untyped_storage()._cdata for tensor in exclude}
+        self._excluded = {storage_id(_local(tensor)) for tensor in exclude}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor)
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Count a tensor as kept."""
         storage = _local(tensor).untyped_storage()
-        if storage._cdata not in self._excluded:
+        if storage_id(storage) not in self._excluded:
             # The storage is held so that its address can't be given out twice.
-            self._storages[storage._cdata] = storage
+            self._storages[storage_id(storage)] = storage
         return tensor
 
     @property
@@ -119,7 +121,7 @@ class Traffic(TorchDispatchMode):
 
 def stands_for(name: str, count: int, parts: int = 1) -> None:
     """Tell whoever counts that the next ``parts`` exchanges of this thread are one collective of ``count`` bytes."""
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in dispatch_modes():
         if isinstance(mode, Traffic):
             mode.stands_for(name, count, parts)
 

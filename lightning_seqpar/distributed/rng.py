@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_seqpar.distributed.autograd import generator_id, in_backward, unseen
 
 
 def get_streams(device: torch.device) -> list[Any]:
@@ -98,12 +100,12 @@ class RankStreams:
     @property
     def on(self) -> bool:
         """Whether the rank's own stream is begun (paused or not)."""
-        return (self._again.depth if _recomputes() else self._depth) > 0
+        return (self._again.depth if in_backward() else self._depth) > 0
 
     @property
     def own(self) -> bool:
         """Whether draws come from the rank's own stream now."""
-        return self._again.own if _recomputes() else self._depth > 0 and not self._paused
+        return self._again.own if in_backward() else self._depth > 0 and not self._paused
 
     def forget(self) -> None:
         """A new step: nothing is begun, no recompute is to come."""
@@ -114,7 +116,7 @@ class RankStreams:
 
     def begin(self, *, nests: bool = True) -> None:
         """From here on draws are this rank's own; calls nest, or do nothing where one is begun."""
-        if _recomputes():
+        if in_backward():
             if self._repeat("begin"):
                 self._again.depth, self._again.own = 1, True
             elif nests and self._again.depth:
@@ -133,7 +135,7 @@ class RankStreams:
 
     def end(self) -> None:
         """Draws are replicated again, as they were, or one draw further if the own stream was used."""
-        if not _recomputes():
+        if not in_backward():
             self._end()
             return
         self._again.depth = max(0, self._again.depth - 1)
@@ -158,7 +160,7 @@ class RankStreams:
 
     def pause(self) -> None:
         """A whole activation: draws are replicated until :meth:`resume`."""
-        if _recomputes():
+        if in_backward():
             self._again.own &= not self._repeat("pause")
             return
         if self._paused or self._depth == 0:
@@ -175,7 +177,7 @@ class RankStreams:
         Raises:
             ValueError: in a recompute, where the forward did two things at this state.
         """
-        if _recomputes():
+        if in_backward():
             self._again.own |= self._repeat(("resume", where))
         elif self._paused:
             self._resume(where, _states())
@@ -229,10 +231,6 @@ class _Again:
 
     def __init__(self) -> None:
         self.depth, self.own = 0, False
-
-
-def _recomputes() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 class _State(NamedTuple):
@@ -296,8 +294,7 @@ def _reseed(states: list[_State], rank: int) -> None:
 
 
 def _advance(used: list[bool]) -> None:
-    watched = torch._C._len_torch_dispatch_stack() > 0
-    with _disable_current_modes() if watched else nullcontext():  # no draw of the model's
+    with unseen():  # no draw of the model's
         for generator, moved in zip(_generators(), used, strict=False):
             if moved:
                 torch.rand(1, dtype=torch.float32, generator=generator, device=generator.device)
@@ -371,5 +368,22 @@ def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         return None
     given: Any = next((one for one in (*args, *(kwargs or {}).values()) if isinstance(one, torch.Generator)), None)
     known: list[Any] = [*_generators()]
-    seeded = given is not None and given._cdata not in [one._cdata for one in known]  # wrapped anew in each call
+    seeded = given is not None and generator_id(given) not in [generator_id(one) for one in known]
     return Drawn(name, tuple((out[0] if isinstance(out, tuple) else out).shape), seeded)
+
+
+def seed_streams() -> None:
+    """The same beginning for every run that is compared; inside :func:`kept_streams`."""
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
+
+
+@contextmanager
+def kept_streams(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn inside, the random streams come back as they were."""
+    before = get_streams(device)
+    try:
+        yield
+    finally:
+        set_streams(before, device)

@@ -23,7 +23,7 @@ from lightning_seqpar.inference.model_copy import kind_of
 from lightning_seqpar.inference.raw_parameters import Products
 from lightning_seqpar.inference.trace import Trace
 from lightning_seqpar.layout.attribute_override import read_attribute
-from lightning_seqpar.plan.rules import inside
+from lightning_seqpar.layout.module_names import inside
 
 _TRIES = 600  # sets of changes that are tried at most, the smallest first
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lightning_seqpar.inference.trace import Call, Op, Trace, Value
-from lightning_seqpar.plan.rules import Argument
+from lightning_seqpar.layout.module_names import Argument
 
 RES = "<residual>"
 """Stands for the block's activation among upstream linears."""

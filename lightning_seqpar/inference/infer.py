@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, mixes_positions, pattern_of
 from lightning_seqpar.inference.dataflow import (
     BlockFlow,
@@ -26,22 +27,21 @@ from lightning_seqpar.inference.dataflow import (
     find_stacks,
     read_blocks,
 )
+from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.feature_dependence import Block
 from lightning_seqpar.inference.model_copy import (
-    Example,
     Quiet,
     default_dtype,
     detached_copy,
     is_large,
-    kept_streams,
     repeats_skipped,
-    seed_streams,
     without_checkpoints,
 )
 from lightning_seqpar.inference.trace import Call, Trace
 from lightning_seqpar.layout.adapters import without_adapters
 from lightning_seqpar.layout.linear_kind import linear_kind
-from lightning_seqpar.plan.rules import BlocksRule, ColumnRule, ReplaceRule, RowRule, ShardingPlan, WholeRule, inside
+from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.plan.rules import BlocksRule, ColumnRule, ReplaceRule, RowRule, ShardingPlan, WholeRule
 
 _TRIES = 600  # sets of changes that are tried at most, the smallest first
 
@@ -68,7 +68,7 @@ def infer_plan(
 
     Args:
         model: any module, on any device; one on meta, or a large one, is never materialised whole.
-        example: what ``forward`` takes (a tensor, a tuple or a dict), or an :class:`~lightning_seqpar.inference.model_copy.Example`.
+        example: what ``forward`` takes (a tensor, a tuple or a dict), or an :class:`Example`.
         tp: for how many ranks.
         own: the user's own rules; what they decide is left to them.
         sums: a module that deals its tokens out to experts may be reduced where it returns; else at each expert, which needs

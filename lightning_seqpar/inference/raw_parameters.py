@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.feature_dependence import EQUAL, Block, Edit, changed_attribute
+from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.plan.rules import Argument
 
 _TRIES = 2000
 _SEGMENTS = (1, 2, 3)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_seqpar.distributed.autograd import storage_id
+
 _PRODUCTS = (
     "mm",
     "addmm",
@@ -37,6 +39,7 @@ _EMPTY = (
     "new_full",
     "new_empty_strided",
 )
+
 """What takes a tensor's shape alone."""
 
 _RESHAPES = (
@@ -204,7 +207,7 @@ class Trace(TorchDispatchMode):
         self._keys: dict[int, list[tuple[Any, ...]]] = {}
         self._parameters: dict[int, str] = {}
         for name, parameter in model.named_parameters():
-            self._parameters[parameter.untyped_storage()._cdata] = name
+            self._parameters[storage_id(parameter)] = name
         self._model = model
 
     # ---- values ------------------------------------------------------------------------------------------------
@@ -212,7 +215,7 @@ class Trace(TorchDispatchMode):
     @staticmethod
     def _key(tensor: Tensor) -> tuple[Any, ...]:
         return (
-            tensor.untyped_storage()._cdata,
+            storage_id(tensor),
             tensor.storage_offset(),
             tuple(tensor.shape),
             tensor.stride(),
@@ -238,7 +241,7 @@ class Trace(TorchDispatchMode):
         """The value that a tensor has now."""
         found = self._current.get(self._key(tensor))
         if found is None:
-            found = self._make(tensor, self._parameters.get(tensor.untyped_storage()._cdata))
+            found = self._make(tensor, self._parameters.get(storage_id(tensor)))
         return found
 
     def _strided(self, value: Any) -> list[Tensor]:
@@ -268,7 +271,7 @@ class Trace(TorchDispatchMode):
         outputs: list[int] = []
         if func._schema.is_mutable:
             stripped = name.removesuffix("_")
-            written = {tensor.untyped_storage()._cdata for tensor in (results or tensors[:1])}
+            written = {storage_id(tensor) for tensor in (results or tensors[:1])}
             for storage in sorted(written & set(self._roots)):
                 outputs += self._rewrite(storage)
             self._add(stripped, inputs, outputs, dims)

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_seqpar.distributed.autograd import dispatch_modes, generator_id, storage_id
 from lightning_seqpar.inference.model_copy import default_dtype
 
 _OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_")
@@ -142,7 +143,7 @@ class DeferredInit(TorchDispatchMode):
     def _note_stream(self, op: _Op) -> None:
         """Where its draws come from."""
         given = [leaf for leaf in tree_leaves((op.args, dict(op.kwargs))) if isinstance(leaf, torch.Generator)]
-        op.stream = given[0]._cdata if given else 0  # type: ignore[attr-defined]
+        op.stream = generator_id(given[0]) if given else 0
         generator = self._generators.setdefault(op.stream, given[0] if given else torch.default_generator)
         state = generator.get_state()
         now = state.numpy().tobytes()
@@ -194,14 +195,14 @@ class DeferredInit(TorchDispatchMode):
 
     def written_elsewhere(self, tensor: Tensor) -> bool:
         """Whether more was written to a meta tensor than is remembered; what it was made with before counts once."""
-        key = tensor.untyped_storage()._cdata
+        key = storage_id(tensor)
         known = self._writes[key]
         return tensor._version > (known if key in self._made else 2 * known)
 
     @staticmethod
     def count() -> int:
         """How many operations are remembered now; none outside any such context."""
-        active = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, DeferredInit)]
+        active = [mode for mode in dispatch_modes() if isinstance(mode, DeferredInit)]
         return len(active[-1]._ops) if active else 0
 
     def check(self, wanted: Iterable[TensorRef], elsewhere: Mapping[int, tuple[str, int]]) -> None:
@@ -261,14 +262,14 @@ class DeferredInit(TorchDispatchMode):
     def ref(self, tensor: Tensor) -> TensorRef:
         """How a meta tensor is known here."""
         storage = tensor.untyped_storage()
-        self._storages.setdefault(storage._cdata, storage)
+        self._storages.setdefault(storage_id(storage), storage)
         return TensorRef(
-            storage._cdata, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+            storage_id(storage), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
         )
 
     def fills(self, tensor: Tensor) -> bool:
         """Whether something was written to a meta tensor, or it was made with content."""
-        return tensor.untyped_storage()._cdata in self._filled
+        return storage_id(tensor) in self._filled
 
     def _overwritten(self, func: Any, args: tuple[Any, ...]) -> int | None:
         if _name(func) not in _OVERWRITES or not isinstance(args[0], TensorRef):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_seqpar.config import nearest
+from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.init.deferred import DeferredInit, TensorRef
 from lightning_seqpar.layout.adapters import is_adapted
 from lightning_seqpar.layout.param_layout import ParamLayout
@@ -41,9 +42,7 @@ class _Source(str):
     def __init__(self, path: str, tensors: dict[str, Tensor], since: int) -> None:
         self.tensors, self.since = tensors, since
         # Held, so that their addresses stay theirs: a cast gives a parameter another.
-        self.storages = {
-            tensor.untyped_storage()._cdata: (name, tensor.untyped_storage()) for name, tensor in tensors.items()
-        }
+        self.storages = {storage_id(tensor): (name, tensor.untyped_storage()) for name, tensor in tensors.items()}
         self._versions = {name: tensor._version for name, tensor in tensors.items()}
         self._names: dict[int, list[str]] = defaultdict(list)
         for name, tensor in tensors.items():

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
+from lightning_seqpar.distributed.autograd import without_subclasses
 from lightning_seqpar.distributed.collectives import (
     all_gather,
     gather_replicated_from_sequence_parallel_region,
@@ -77,7 +78,7 @@ class ShardedLogits(Tensor):
         part = self._part
         if isinstance(part, Product):
             made = part.read()
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 graph = self.requires_grad
             # A metric may read under no_grad what the loss will read with a graph.
             if made.requires_grad or not (graph or made.is_inference()):
@@ -115,7 +116,7 @@ class ShardedLogits(Tensor):
         """Keep the shards, use them, or gather: above autograd."""
         kwargs = dict(kwargs or {})
         if func in _FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 return func(*args, **kwargs)
         if func in _REFUSED or _writes(func, args, kwargs):
             raise RuntimeError(
@@ -151,7 +152,7 @@ def whole_logits(x: Tensor) -> Tensor:
 
 
 def _check_graph(logits: ShardedLogits) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         node = logits.grad_fn
     if node is not None and node.name() == "CheckpointFunctionBackward":
         raise RuntimeError(

@@ -21,6 +21,7 @@ from lightning_seqpar.distributed.collectives import all_gather
 from lightning_seqpar.distributed.rng import Drawn
 from lightning_seqpar.layout.adapters import BASE
 from lightning_seqpar.layout.attribute_override import read_attribute, write_attribute
+from lightning_seqpar.layout.module_names import Argument, inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.nn.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear, set_data, shrink
@@ -28,7 +29,6 @@ from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from lightning_seqpar.parallel.resolve import Blueprint
 from lightning_seqpar.parallel.unsharded_view import Changed, as_written, changes, counts_of
 from lightning_seqpar.plan.rules import (
-    Argument,
     ColumnRule,
     CopyRule,
     GatherRule,
@@ -39,7 +39,6 @@ from lightning_seqpar.plan.rules import (
     SetRule,
     ShardingPlan,
     WholeRule,
-    inside,
 )
 from lightning_seqpar.region.hooks import (
     begin_sum,

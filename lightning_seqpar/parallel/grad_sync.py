@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils.hooks import RemovableHandle
 
+from lightning_seqpar.distributed.autograd import tensor_hooks
 from lightning_seqpar.distributed.collectives import all_reduce
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallel.loss_consistency import LossWatch
@@ -82,8 +83,7 @@ class GradSync:
             if partial.hook is None and parameter.requires_grad:
                 partial.hook = parameter.register_hook(self._arrival(partial))
             hooks = [
-                *(parameter._backward_hooks or {}),
-                *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}),
+                *tensor_hooks(parameter),
             ]
             if len(hooks) > (partial.hook is not None):
                 raise ValueError(
@@ -416,48 +416,3 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
             "a row linear (change the plan), or gradients were clipped by torch.nn.utils.clip_grad_norm_, which knows "
             "nothing of shards (use self.clip_gradients or Trainer(gradient_clip_val=...))"
         )
-
-
-def global_grad_norm(
-    parameters: Iterable[Tensor], layout: ModelLayout, groups: ParallelGroups, norm_type: float = 2.0
-) -> Tensor:
-    """The norm of the whole model's gradient: shards from every tp rank, whole parameters once.
-
-    The gradients must be synced. Equal on all ranks; collective over tp. Returns a 0-dim tensor.
-    """
-    sharded: list[Tensor] = []
-    whole: list[Tensor] = []
-    device = groups_device = None
-    for parameter in parameters:
-        device = parameter.device
-        if parameter.grad is None:
-            continue
-        found = layout.of(parameter)
-        if found is None or found.shard is None:
-            whole.append(parameter.grad)
-        elif found.shard.has_shared:  # what several ranks hold counts once
-            first = found.shard.is_first_holder(groups.rank("tp")).nonzero().flatten().to(parameter.device)
-            sharded.append(parameter.grad.index_select(found.shard.dim, first))
-        else:
-            sharded.append(parameter.grad)
-    groups_device = device if device is not None else torch.device("cpu")
-
-    def power(grads: list[Tensor]) -> Tensor:
-        # Of shared heads a rank may hold none first, and nothing has no largest element.
-        grads = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
-        if not grads:
-            return torch.zeros((), device=groups_device, dtype=torch.float32)
-        norms = torch.stack(
-            [n.to(torch.promote_types(n.dtype, torch.float32)) for n in torch._foreach_norm(grads, norm_type)]
-        )
-        return norms.max() if norm_type == float("inf") else (norms**norm_type).sum()
-
-    part, rest = power(sharded), power(whole)
-    total_dtype = torch.promote_types(part.dtype, rest.dtype)
-    part, rest = part.to(total_dtype), rest.to(total_dtype)
-    # Every rank has the same lists up to shards, so the dtype agrees too.
-    op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
-    dist.all_reduce(part, op=op, group=groups["tp"])
-    if norm_type == float("inf"):
-        return torch.maximum(part, rest)
-    return (part + rest) ** (1.0 / norm_type)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from lightning_seqpar.layout.adapters import DOWN, UP
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
+from lightning_seqpar.layout.module_names import Argument, inside, match_pattern
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.attention import ParallelMultiheadAttention
 from lightning_seqpar.nn.vocab import VocabParallelEmbedding
 from lightning_seqpar.plan.rules import (
-    Argument,
     BlocksRule,
     ColumnRule,
     CopyRule,
@@ -36,8 +36,6 @@ from lightning_seqpar.plan.rules import (
     ShardingPlan,
     VocabRule,
     WholeRule,
-    inside,
-    match_pattern,
 )
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.topology.process_groups import ParallelGroups

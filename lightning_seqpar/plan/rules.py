@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -23,9 +22,7 @@ from torch import nn
 
 from lightning_seqpar.config import FrozenModel, PlanSpec, nearest
 from lightning_seqpar.layout.adapters import BASE, DOWN, UP, is_adapted, plain_modules
-
-Argument = int | str
-"""An argument of a call: its position or its name."""
+from lightning_seqpar.layout.module_names import Argument, compile_pattern, match_pattern
 
 EXAMPLE = """\
 rules:
@@ -281,30 +278,6 @@ def parse_rule(data: Any) -> Rule:
         raise ValueError(f"plan rule {dict(data)}: {causes}") from None
 
 
-def inside(name: str, parent: str) -> bool:
-    """Whether a module is another or a part of it, by name."""
-    return parent == "" or name == parent or name.startswith(parent + ".")
-
-
-def match_pattern(pattern: str, name: str) -> bool:
-    """Whether a module's full name fits a pattern."""
-    return _compile(pattern).fullmatch(name) is not None
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    out, depth = "", 0
-    for char in pattern:
-        if char == "{":
-            out, depth = out + "(?:", depth + 1
-        elif char == "}":
-            out, depth = out + ")", depth - 1
-        elif char == "," and depth:
-            out += "|"
-        else:
-            out += "[^.]+" if char == "*" else re.escape(char)
-    return re.compile(out)
-
-
 @dataclass(frozen=True)
 class Match:
     """A rule and the module of a model that it holds for."""
@@ -423,7 +396,7 @@ class _Names:
 
     def hits(self, rule: Rule, pattern: str) -> tuple[list[str], bool]:
         """The names that a rule holds for, and whether they are of tensors."""
-        compiled = _compile(pattern)
+        compiled = compile_pattern(pattern)
         of_tensors = isinstance(rule, OnceRule) or (isinstance(rule, LocalHeadsRule) and rule.args is None)
         found = [name for name in self.of(of_tensors) if compiled.fullmatch(name)]
         if not found and isinstance(rule, ColumnRule | RowRule):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_seqpar.plan.rules import Argument
+from lightning_seqpar.distributed.autograd import in_backward
+from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.region.partial_sum_check import MarkRow
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
@@ -353,7 +354,7 @@ def draw_alike(region: SequenceRegion, *, always: bool) -> tuple[Callable[..., N
     pause, resume = switch_streams(region, "pause"), switch_streams(region, "resume")
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        recomputes = torch._C._current_graph_task_id() != -1  # then the streams do what the forward did at this state
+        recomputes = in_backward()  # then the streams do what the forward did at this state
         switched.append(recomputes or (region.streams.own and (always or reads_whole(args))))
         if switched[-1]:
             pause(module)
@@ -371,7 +372,7 @@ def require_shard(region: SequenceRegion, name: str) -> Callable[..., None]:
     """The module must only be called where shards flow."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return  # a recompute; the forward was checked
         if not region.active:
             raise ValueError(

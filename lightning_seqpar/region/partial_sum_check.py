@@ -6,12 +6,14 @@ count once per rank. The graph shows it: every term must hold one row's product,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_seqpar.distributed.autograd import children, input_node, input_nodes, leaf_of, reach
 
 
 class Kind(Enum):
@@ -53,24 +55,6 @@ class PartError(ValueError):
 
 def _name(node: Any) -> str:
     return str(node.name()).rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
-
-
-def children(node: Any) -> list[Any]:
-    """The graph nodes that a node's gradient goes to."""
-    return [child for child, _ in node.next_functions if child is not None]
-
-
-def reach(start: Any, follow: Callable[[Any], list[Any]] = children) -> Iterator[Any]:
-    """Every node of a graph once, from ``start`` on; ``follow`` says where to."""
-    seen: set[Any] = set()
-    todo = [start]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        todo += follow(node)
 
 
 class MarkRow(torch.autograd.Function):
@@ -142,7 +126,7 @@ class Parts:
             return Kind.PART
         if node in self._stops or str(node.name()) in REDUCTIONS:
             return Kind.WHOLE
-        variable = getattr(node, "variable", None)
+        variable = leaf_of(node)
         if variable is not None:
             return Kind.PART if id(variable) in self._once else Kind.WHOLE
         return None
@@ -166,14 +150,14 @@ class Parts:
         if name in _MULTIPLYING:
             return self._part_or_wrong(node, parts == 1, "multiplies two parts of a sum")
         if name == "Div":
-            by = node.next_functions[1][0] if len(node.next_functions) > 1 else None
+            by = input_node(node, 1)
             fine = by is None or self._kinds[by] is Kind.WHOLE
             return self._part_or_wrong(node, fine, "divides by a part of a sum")
         return self._part_or_wrong(node, False, "is not linear in a part of a sum")
 
     def _added_product(self, node: Any) -> Kind:
         """``first + a b``, as a product with its bias is."""
-        first, *factors = [child for child, _ in node.next_functions]
+        first, *factors = input_nodes(node)
         factors = [child for child in factors if child is not None]
         parts = [self._kinds[child] for child in factors].count(Kind.PART)
         row = any(self._is_row(child) for child in factors)
@@ -191,7 +175,7 @@ class Parts:
     def _is_row(self, node: Any) -> bool:
         """Whether a node is a row parameter, or a view or cast of one."""
         ends = self._down(node)
-        return any(id(getattr(end, "variable", None)) in self._rows or _name(end) == MarkRow.__name__ for end in ends)
+        return any(id(leaf_of(end)) in self._rows or _name(end) == MarkRow.__name__ for end in ends)
 
     @staticmethod
     def _down(node: Any) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_seqpar.activations.elementwise_recompute import Stretches
-from lightning_seqpar.activations.norm_recompute import keeper
+from lightning_seqpar.activations.policy import keeper
 from lightning_seqpar.activations.regather import GatheredInput
 from lightning_seqpar.activations.wgrad_overlap import (
     LateProduct,
@@ -29,6 +29,17 @@ from lightning_seqpar.activations.wgrad_overlap import (
     gather_over,
     late_weight,
     reduce_scatter_over,
+)
+from lightning_seqpar.distributed.autograd import (
+    NO_BACKWARD,
+    children,
+    current_backward,
+    in_backward,
+    input_node,
+    leaf_of,
+    next_sequence_nr,
+    reach,
+    sequence_nr,
 )
 from lightning_seqpar.distributed.collectives import (
     copy_to_tensor_parallel_region,
@@ -66,7 +77,7 @@ class _Frame:
     first: tuple[str, tuple[int, ...]] | None = None  # the block that entered, and its whole input's shape
     scopes: list[list[Any]] = field(default_factory=list)  # per open gathering module: its gathers' graph nodes
     rows: list[int] = field(default_factory=list)  # and row linears in it that are still to come
-    task: int = -1  # the backward in which the call began, or -1
+    task: int = NO_BACKWARD  # the backward in which the call began
     resumed_by: str | None = None  # the module whose recompute opened the frame
     stand_ins: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # and the activations behind them
     copied: list[int] = field(default_factory=list)  # lengths of activations that were whole already
@@ -163,7 +174,7 @@ class SequenceRegion:
         """A call begins."""
         if len(self.intervals) > _MANY:  # calls outside any step, which would clear them
             self.intervals = self.intervals[-_MANY:]
-        self._frames.append(_Frame(task=torch._C._current_graph_task_id()))
+        self._frames.append(_Frame(task=current_backward()))
 
     def close_frame(self, *, aborted: bool = False) -> None:
         """A call ended; one that returned must have left the region."""
@@ -302,11 +313,9 @@ class SequenceRegion:
 
     def _mark(self, *, begin: bool) -> None:
         """Note where in the autograd graph the region begins and ends: which nodes are made inside it."""
-        if torch.is_inference_mode_enabled() or torch._C._current_graph_task_id() != -1:
+        if torch.is_inference_mode_enabled() or in_backward():
             return
-        with torch.enable_grad():  # a reentrant checkpoint runs its forward without
-            probe = torch.empty(0, requires_grad=True)
-            now = probe.view_as(probe).grad_fn._sequence_nr()  # type: ignore[union-attr]
+        now = next_sequence_nr()
         if begin:
             self.intervals.append([now, 2**62])
         elif self.intervals and self.intervals[-1][1] == 2**62:
@@ -314,7 +323,7 @@ class SequenceRegion:
 
     def made(self, node: Any) -> bool:
         """Whether an autograd node of this step was made inside the region."""
-        return any(begin <= node._sequence_nr() <= end for begin, end in self.intervals)
+        return any(begin <= sequence_nr(node) <= end for begin, end in self.intervals)
 
     # ---- random streams --------------------------------------------------------------------------------------
 
@@ -507,7 +516,7 @@ class SequenceRegion:
             return True
         node, nodes = x.grad_fn, [whole.grad_fn for whole in wholes if whole is not None and whole.grad_fn is not None]
         while node is not None and node.name() in _PASSING:
-            node = node.next_functions[0][0]
+            node = input_node(node, 0)
         return node is not x.grad_fn and node in nodes
 
     def note_whole(self, x: Tensor) -> None:
@@ -595,19 +604,15 @@ class SequenceRegion:
 
     @staticmethod
     def _passes_by(start: Any, nodes: list[Any]) -> bool:
-        first = min(node._sequence_nr() for node in nodes)
-        seen: set[Any] = set()
-        todo = [start]
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen or hasattr(node, "variable") or node.name() in REDUCTIONS:
-                continue
-            if node in nodes:
-                return True
-            seen.add(node)
-            if node._sequence_nr() >= first:
-                todo += [child for child, _ in node.next_functions]
-        return False
+        first = min(sequence_nr(node) for node in nodes)
+
+        def follow(node: Any) -> list[Any]:
+            if leaf_of(node) is not None or node.name() in REDUCTIONS or sequence_nr(node) < first:
+                return []
+            return children(node)
+
+        # The nodes are those of gathers: a reduction behind one is never among them.
+        return any(node in nodes for node in reach(start, follow))
 
     def find_gathered(self, x: Tensor) -> GatheredInput | None:
         """The gather that ``x`` is the result of, if it keeps less, was not changed since and is no checkpoint's input."""
@@ -677,28 +682,26 @@ class SequenceRegion:
         nodes: list[Any] = [node for scope in self._frame.scopes for node in scope]
         if x.grad_fn is None or not nodes or x.grad_fn in nodes:
             return
-        first = min(node._sequence_nr() for node in nodes)
-        seen: set[Any] = set()
-        todo: list[Any] = [x.grad_fn]
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen or node in nodes:
+        first = min(sequence_nr(node) for node in nodes)
+
+        def follow(node: Any) -> list[Any]:
+            return [] if node in nodes else children(node)
+
+        for node in reach(x.grad_fn, follow):
+            if node in nodes:
                 continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if node._sequence_nr() < first if leaf is None else not isinstance(leaf, Parameter):
+            leaf = leaf_of(node)
+            if sequence_nr(node) < first if leaf is None else not isinstance(leaf, Parameter):
                 raise ValueError(
                     f"{module}: its input depends on a whole activation that was not gathered for it (encoder states?), "
                     "whose gradient would be a part on each rank; name that argument in a gather rule if it is a shard, in a "
                     "copy rule if it is whole already"
                 )
-            if leaf is None:
-                todo += [child for child, _ in node.next_functions]
 
     def _recomputes(self) -> bool:
         """Whether this is a recompute of a part of a gathering module: its checks were made in the forward."""
-        task = torch._C._current_graph_task_id()
-        return task != -1 and self._frame.task != task
+        task = current_backward()
+        return task != NO_BACKWARD and self._frame.task != task
 
     def reduce(self, x: Tensor, module: str, local: int = 0) -> Tensor:
         """Partial sums of a row linear: reduce-scattered (ḡ), or all-reduced (f̄) where the sequence is not sharded.
@@ -773,8 +776,8 @@ class SequenceRegion:
 
     def _resume(self, x: Tensor, module: str) -> None:
         """A recompute during the backward: open a frame with the length of the forward that it repeats."""
-        task = torch._C._current_graph_task_id()
-        if task == -1 or self._frame.task == task:
+        task = current_backward()
+        if task == NO_BACKWARD or self._frame.task == task:
             return
         fact = self._seen.get((module, tuple(x.shape)), _Fact(False, 0, 1, x.ndim))
         if fact is None:

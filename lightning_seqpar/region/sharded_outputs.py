@@ -6,10 +6,10 @@ import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.distributed.collectives import gather_replicated_from_sequence_parallel_region
 
 _MANY = 4096
@@ -49,7 +49,7 @@ class LocalParts:
             length: its whole length; none if it can't be put together.
             sizes: the two dims that its first one was flattened from.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return  # a recompute: the forward noted it
         if len(self._parts) > _MANY:
             self._parts = {key: part for key, part in self._parts.items() if part.tensor() is not None}

@@ -24,13 +24,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.counters import SavedBytes, Traffic
-from lightning_seqpar.distributed.rng import OneStream
+from lightning_seqpar.distributed.rng import OneStream, kept_streams
+from lightning_seqpar.inference.examples import answer_harmlessly
 from lightning_seqpar.inference.infer import infer_plan
-from lightning_seqpar.inference.model_copy import answer_harmlessly, kept_streams
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
+from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import ShardedModel, parallelize, record_of, refuse_compiled
 from lightning_seqpar.parallel.grad_sync import step_traffic
-from lightning_seqpar.plan.rules import ShardingPlan, inside, resolve_plans
+from lightning_seqpar.plan.rules import ShardingPlan, resolve_plans
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
@@ -76,7 +77,7 @@ class Description:
             traced (``notes`` says why).
         activation_bytes_by_formula: a lower bound from shapes alone, ``Σ b·s·width``: what column linears write, norms
             read, and the linears outside the blocks read and write, with ``s/tp`` where the plan has shards.
-        sent_bytes: bytes that a rank gives to each collective in one step (what :class:`~lightning_seqpar.distributed.counters.Traffic`
+        sent_bytes: bytes that a rank gives to each collective in one step (what :class:`Traffic`
             counts), likewise ``sent_calls``.
         input: shape of the traced input, ``[b, s]`` for tokens.
         notes: what could not be said, and why.

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from lightning_seqpar.activations.wgrad_overlap import READERS
 from lightning_seqpar.config import ParallelConfig, nearest
 from lightning_seqpar.data.batch import tensors_in
+from lightning_seqpar.distributed.autograd import children, reach
 from lightning_seqpar.nn.linear import GatherLinear, ShardedLinear
 from lightning_seqpar.parallel.apply import ShardedModel
-from lightning_seqpar.region.partial_sum_check import children, reach
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_seqpar.parallel.apply import record_of, whole_tensor
-from lightning_seqpar.parallel.grad_sync import global_grad_norm
+from lightning_seqpar.parallel.grad_norm import global_grad_norm
 
 FLOAT64_TOLERANCE = 1e-9
 FLOAT32_LOSS_TOLERANCE = 1e-5

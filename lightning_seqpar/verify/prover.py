@@ -22,20 +22,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_seqpar.config import VERSION, ParallelConfig, PlanSpec
+from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.dataflow import CantInferError
+from lightning_seqpar.inference.examples import Example, NoExampleError, attach_view, find_examples
 from lightning_seqpar.inference.infer import Inference, infer_plan
-from lightning_seqpar.inference.model_copy import (
-    Example,
-    NoExampleError,
-    Quiet,
-    attach_view,
-    default_dtype,
-    detached_copy,
-    find_examples,
-    is_large,
-    kept_streams,
-    seed_streams,
-)
+from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, is_large
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.rules import EXAMPLE, ReduceRule, ShardingPlan, resolve_plans
 from lightning_seqpar.topology.process_groups import ParallelGroups

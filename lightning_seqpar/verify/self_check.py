@@ -14,21 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_seqpar.distributed.collectives import split
-from lightning_seqpar.distributed.rng import Drawn, drawn_by
-from lightning_seqpar.inference.model_copy import (
-    Example,
-    Quiet,
-    default_dtype,
-    detached_copy,
-    is_large,
-    kept_streams,
-    seed_streams,
-)
+from lightning_seqpar.distributed.rng import Drawn, drawn_by, kept_streams, seed_streams
+from lightning_seqpar.inference.examples import Example
+from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, is_large
+from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
 from lightning_seqpar.parallel.apply import ShardedModel, parallelize
 from lightning_seqpar.parallel.grad_sync import GradSync, check_replicated
 from lightning_seqpar.parallel.loss_consistency import check_loss
-from lightning_seqpar.plan.rules import ShardingPlan, inside
+from lightning_seqpar.plan.rules import ShardingPlan
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards import check_readers

@@ -1,0 +1,312 @@
+"""Example inputs: what a model's own code takes, found without running the user's loaders or touching their state."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_seqpar.data.batch import map_tensors, tensors_in
+from lightning_seqpar.distributed.rng import kept_streams
+
+
+class NoExampleError(ValueError):
+    """No example input was found, or none ends in something with a gradient."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """An input of a model and what to do with it.
+
+    Attributes:
+        source: where it is from, for messages.
+        method: the method that takes it: ``forward`` or a step.
+        args: positional arguments.
+        kwargs: named arguments.
+        draws: it needs random numbers that are random.
+        path: the submodule that takes it; the model itself by default.
+    """
+
+    source: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    draws: bool = False
+    path: str = ""
+
+    def to(self, device: torch.device, dtype: torch.dtype | None) -> Example:
+        """The same on a device, floats in ``dtype``."""
+
+        def move(tensor: Tensor) -> Tensor:
+            kind = dtype if tensor.is_floating_point() and dtype is not None else tensor.dtype
+            return tensor.detach().to(device=device, dtype=kind)
+
+        args, kwargs = map_tensors(move, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)
+
+    def run(self, model: nn.Module) -> Tensor:
+        """One number with a gradient: the step's loss, or a fixed projection of the outputs.
+
+        Raises:
+            NoExampleError: if nothing that comes out has a gradient, or the step needs more of the trainer than a
+                copy has.
+        """
+        logged: list[Tensor] = []
+        losses: list[Tensor] = []
+        if isinstance(model, LightningModule):
+            answer_harmlessly(model, logged, losses)
+        target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
+        out = target(*self.args, **self.kwargs)
+        if self.method != "forward":
+            loss = out.get("loss") if isinstance(out, Mapping) else out
+            if losses:
+                return torch.stack([one.double().sum() for one in losses]).sum()
+            if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+                return loss.sum()
+        found = [tensor for tensor in (*tensors_in(out), *logged) if tensor.requires_grad]
+        if not found:
+            raise NoExampleError(f"{self.method} with {self.source} gives nothing that has a gradient")
+        return torch.stack([_project(leaf) for leaf in found]).sum()
+
+
+def _project(tensor: Tensor) -> Tensor:
+    # Computed, not drawn: where draws are kept quiet they would all be zero, and with them every gradient.
+    places = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device)
+    weights = (places * 12.9898).sin().view(tensor.shape)
+    return (tensor.double() * weights).sum() / math.sqrt(max(1, tensor.numel()))
+
+
+_PLAIN = (bool, int, float, str, type(None), torch.device)
+
+
+class _TrainerView:
+    """What a step may read of the trainer while it runs on a copy."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._real = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "logger":
+            return DummyLogger()
+        if name == "loggers":
+            return [DummyLogger()]
+        if name == "datamodule":
+            return self._real.datamodule
+        value = getattr(self._real, name)
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, dict):
+            return dict(value)
+        raise NoExampleError(f"the step uses self.trainer.{name}, which a copy of the module does not have")
+
+
+class _NoStep:
+    """An optimizer, or a scheduler, that is in the step's hands and does nothing."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("param_groups", "state", "defaults"):
+            return getattr(self._real, name)
+        return lambda *args, **kwargs: None
+
+
+def answer_harmlessly(model: LightningModule, logged: list[Tensor], losses: list[Tensor]) -> None:
+    """Let a step of a copy log, step and clip into the void; what it logs with a gradient is kept, and manual losses."""
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, Tensor) and value.requires_grad:
+            logged.append(value)
+
+    def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for name, value in values.items():
+            log(name, value)
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def optimizers(*args: Any, **kwargs: Any) -> Any:
+        made = type(model).configure_optimizers(model)
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list):
+            made = made[0]
+        made = [item["optimizer"] if isinstance(item, Mapping) else item for item in _as_list(made)]
+        return _NoStep(made[0]) if len(made) == 1 else [_NoStep(item) for item in made]
+
+    answers: dict[str, Any] = {
+        "log": log,
+        "log_dict": log_dict,
+        "print": nothing,
+        "manual_backward": lambda loss, *args, **kwargs: losses.append(loss),
+        "optimizers": optimizers,
+        "lr_schedulers": lambda: _NoStep(None),
+        "toggle_optimizer": nothing,
+        "untoggle_optimizer": nothing,
+        "clip_gradients": nothing,
+    }
+    for name, answer in answers.items():
+        model.__dict__[name] = answer
+
+
+def attach_view(model: nn.Module, trainer: Trainer | None) -> None:
+    """Let a copy's steps read plain facts of the trainer."""
+    if isinstance(model, LightningModule) and trainer is not None:
+        model.__dict__["_trainer"] = _TrainerView(trainer)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+_LOOPS = {
+    TrainerFn.FITTING: ("fit_loop", "training_step", "training"),
+    TrainerFn.VALIDATING: ("validate_loop", "validation_step", "validation"),
+    TrainerFn.TESTING: ("test_loop", "test_step", "test"),
+    TrainerFn.PREDICTING: ("predict_loop", "predict_step", "predict"),
+}
+
+
+def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example]:
+    """Examples of the module's input, the best first.
+
+    Its ``example_input_array``; the first batch of the loop, which goes through the user's own step and loss; the
+    ``dummy_inputs`` that a model inside it offers, as Hugging Face's do.
+
+    Raises:
+        NoExampleError: if a loader can be read once only.
+    """
+    own = module.example_input_array
+    if own is not None:
+        if isinstance(own, Mapping):
+            yield Example("example_input_array", "forward", (), own)
+        else:
+            yield Example("example_input_array", "forward", own if isinstance(own, tuple) else (own,), {})
+    loop, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
+    refused: NoExampleError | None = None
+    try:
+        batch = peek_batch(getattr(trainer, loop)._data_source.dataloader, name)
+    except NoExampleError as error:
+        refused = error
+    else:
+        with kept_streams(torch.device("cpu")):  # the user's transfer hooks may augment
+            batch = small(module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0))
+        for method in dict.fromkeys(("training_step", step)):
+            if is_overridden(method, module):
+                takes = _step_args(getattr(module, method), batch)
+                yield Example(f"the first {name} batch", method, takes, {})
+    yield from _dummies(module)
+    if refused is not None:
+        raise refused
+
+
+def _dummies(module: nn.Module) -> Iterator[Example]:
+    for path, part in module.named_modules():
+        given = getattr(part, "dummy_inputs", None)
+        if isinstance(given, Mapping) and any(isinstance(value, Tensor) for value in given.values()):
+            yield Example(f"the dummy_inputs of {path or type(part).__name__}", "forward", (), given, path=path)
+            return
+
+
+def _step_args(method: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
+    """``(batch,)`` or ``(batch, 0)``, as the step takes it; further arguments have defaults."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    takes = [p for p in inspect.signature(method).parameters.values() if p.kind in kinds]
+    return (batch, 0)[: max(1, len(takes))]
+
+
+def peek_batch(make_loaders: Callable[[], Any], what: str) -> Any:
+    """The first batch, read by a loader of its own in this process; random streams and the user's loader stay.
+
+    Raises:
+        NoExampleError: for a stream that can be read once only.
+    """
+    with kept_streams(torch.device("cpu")):
+        loaders = make_loaders()
+        if isinstance(loaders, DataLoader):
+            return _first(loaders, what)
+        if isinstance(loaders, list | tuple | dict | CombinedLoader):
+            combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "min_size")
+            flat = [_first(one, what) for one in combined.flattened]
+            return tree_unflatten(flat, combined._spec)
+        return _first(loaders, what)
+
+
+@contextmanager
+def _generators_kept(loader: DataLoader[Any]) -> Iterator[None]:
+    """Random generators of the loader's, its samplers' and its data set's own come back as they were."""
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    holders = [loader, loader.sampler, loader.batch_sampler, inner, loader.dataset]
+    held = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
+    states: list[tuple[Any, Any]] = []
+    for value in held:
+        if isinstance(value, torch.Generator):
+            states.append((value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            states.append((value.setstate, value.getstate()))
+        elif isinstance(value, np.random.Generator):
+            states.append((functools.partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
+    try:
+        yield
+    finally:
+        for put_back, state in states:
+            put_back(state)
+
+
+def _first(loader: Any, what: str) -> Any:
+    if isinstance(loader, DataLoader):
+        with _generators_kept(loader):
+            return _first_of(loader, what)
+    return _first_of(loader, what)
+
+
+def _first_of(loader: Any, what: str) -> Any:
+    advice = "set example_input_array on the module (a tensor, tuple or dict that its forward takes)"
+    if isinstance(loader, DataLoader):
+        data = loader.dataset
+        if isinstance(data, IterableDataset):
+            iterator: Any = iter(data)
+            if iterator is data:
+                raise NoExampleError(f"the {what} data set is a stream that can be read once only; {advice}")
+            if loader.batch_size is None:
+                return loader.collate_fn(next(iterator))
+            samples = list(islice(iterator, loader.batch_size))
+        elif loader.batch_sampler is not None:
+            samples = [data[index] for index in next(iter(loader.batch_sampler))]
+        else:
+            return loader.collate_fn(data[next(iter(loader.sampler))])
+        if not samples:
+            raise NoExampleError(f"the {what} loader is empty; {advice}")
+        return loader.collate_fn(samples)
+    iterator = iter(loader)
+    if iterator is loader:
+        raise NoExampleError(f"the {what} loader is a stream that can be read once only; {advice}")
+    return next(iterator)
+
+
+def small(batch: Any, limit: int = 4096) -> Any:
+    """The first samples of a batch, if it is large and all its tensors share the first dim."""
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
+    sizes = {tensor.shape[0] for tensor in tensors}
+    largest = max((tensor.numel() for tensor in tensors), default=0)
+    if len(sizes) != 1 or largest <= limit or not any(tensor.ndim > 1 for tensor in tensors):
+        return batch
+    size = sizes.pop()
+    keep = min(size, max(4, size * limit // largest))
+    return map_tensors(lambda tensor: tensor[:keep] if tensor.ndim else tensor, batch)

@@ -1,0 +1,33 @@
+"""Names of modules: patterns that match them, and which lies in which."""
+
+from __future__ import annotations
+
+import re
+
+Argument = int | str
+"""An argument of a call: its position or its name."""
+
+
+def inside(name: str, parent: str) -> bool:
+    """Whether a module is another or a part of it, by name."""
+    return parent == "" or name == parent or name.startswith(parent + ".")
+
+
+def match_pattern(pattern: str, name: str) -> bool:
+    """Whether a module's full name fits a pattern."""
+    return compile_pattern(pattern).fullmatch(name) is not None
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """A pattern over full names as a regular expression."""
+    out, depth = "", 0
+    for char in pattern:
+        if char == "{":
+            out, depth = out + "(?:", depth + 1
+        elif char == "}":
+            out, depth = out + ")", depth - 1
+        elif char == "," and depth:
+            out += "|"
+        else:
+            out += "[^.]+" if char == "*" else re.escape(char)
+    return re.compile(out)
