@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_seqpar.activations.elementwise_recompute import Stretch
-from lightning_seqpar.activations.norm_recompute import TRUSTED, is_norm, make_lean, norm_of
+from lightning_seqpar.activations.elementwise_recompute import ElementwiseRecompute
+from lightning_seqpar.activations.norm_recompute import TRUSTED, is_norm, make_recomputing, norm_of
 from lightning_seqpar.distributed.counters import SavedBytes
 
 
@@ -44,7 +44,7 @@ def test_a_lean_norm_is_the_norm_and_keeps_its_input(kind, dtype):
     torch.manual_seed(0)
     plain = kind(16).to(dtype)
     lean = copy.deepcopy(plain)
-    make_lean(lean)
+    make_recomputing(lean)
     assert isinstance(lean, kind)
     assert type(lean).__name__ == kind.__name__
     assert is_norm(lean)
@@ -67,7 +67,7 @@ def test_a_lean_norm_under_autocast_runs_again_under_autocast():
     torch.manual_seed(0)
     plain = ProductNorm(16)
     lean = copy.deepcopy(plain)
-    make_lean(lean)
+    make_recomputing(lean)
     start = torch.randn(2, 8, 16)
     grads = []
     for module in (plain, lean):
@@ -98,7 +98,7 @@ def test_a_norm_that_is_no_function_of_its_input_stays_as_it_is(kind):
     torch.manual_seed(0)
     plain = kind(16)
     lean = copy.deepcopy(plain)
-    make_lean(lean)
+    make_recomputing(lean)
     x = torch.randn(2, 8, 16)
     found = []
     for module in (plain, lean):
@@ -112,7 +112,7 @@ def test_a_norm_that_is_no_function_of_its_input_stays_as_it_is(kind):
 
 def test_a_hook_of_a_norms_parameter_fires_once():
     norm, seen = RMSNorm(16), []
-    make_lean(norm)
+    make_recomputing(norm)
     norm.weight.register_hook(lambda grad: seen.append(grad) or grad * 2)
     x = torch.randn(2, 8, 16)
     norm(x).sum().backward()
@@ -122,7 +122,7 @@ def test_a_hook_of_a_norms_parameter_fires_once():
 
 def test_an_output_that_was_changed_is_not_made_again():
     norm = RMSNorm(16)
-    make_lean(norm)
+    make_recomputing(norm)
     out = norm(torch.randn(2, 8, 16))
     assert norm_of(out) is not None
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_an_output_that_was_changed_is_not_made_again():
 
 def test_a_changed_input_is_not_what_the_norm_read():
     norm = RMSNorm(16)
-    make_lean(norm)
+    make_recomputing(norm)
     x = torch.randn(2, 8, 16)
     out = norm(x)
     assert norm_of(out).source is x
@@ -158,18 +158,18 @@ class Gained(RMSNorm):
 def test_a_norm_that_reads_another_tensor_with_a_gradient():
     x = torch.randn(2, 8, 16)
     norm = Gained(16)
-    make_lean(norm)
+    make_recomputing(norm)
     norm.held[0] = gain = torch.ones(16, requires_grad=True)
     norm(x).sum().backward()  # stays as it is
     assert gain.grad is not None
     late = Gained(16)
-    make_lean(late)
+    make_recomputing(late)
     late(x)
     late.held[0] = gain  # behind the first input
     with pytest.raises(RuntimeError, match="reads a tensor with a gradient that is none of its parameters"):
         late(x).sum().backward()
     set_from_outside = RMSNorm(16)
-    make_lean(set_from_outside)
+    make_recomputing(set_from_outside)
     set_from_outside(x)
     set_from_outside.gain = gain
     assert norm_of(set_from_outside(x)) is None
@@ -177,7 +177,7 @@ def test_a_norm_that_reads_another_tensor_with_a_gradient():
 
 def test_the_parameters_of_the_call_count():
     norm = RMSNorm(16)
-    make_lean(norm)
+    make_recomputing(norm)
     x, other = torch.randn(2, 8, 16), torch.randn(16, requires_grad=True)
     out = torch.func.functional_call(norm, {"weight": other}, (x,))
     out.square().sum().backward()
@@ -191,7 +191,7 @@ def test_the_parameters_of_the_call_count():
 def test_a_norm_in_somebodys_mode_and_by_keyword():
     plain = nn.LayerNorm(16)
     lean = copy.deepcopy(plain)
-    make_lean(lean)
+    make_recomputing(lean)
     x = torch.randn(2, 8, 16)
     assert torch.equal(lean(input=x), plain(input=x))
     with Halving():
@@ -199,7 +199,7 @@ def test_a_norm_in_somebodys_mode_and_by_keyword():
     copied = copy.deepcopy(lean)
     assert norm_of(copied(x)) is not None
     dropout = nn.Dropout(0.5)
-    make_lean(dropout)
+    make_recomputing(dropout)
     assert dropout(input=x).shape == x.shape
 
 
@@ -217,7 +217,7 @@ def test_what_is_no_norm():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_lean_dropout_draws_and_scales_as_torchs(p, dtype):
     plain, lean = nn.Dropout(p), nn.Dropout(p)
-    make_lean(lean)
+    make_recomputing(lean)
     x = torch.randn(4, 8, 16, dtype=dtype)
     found = []
     for module in (plain, lean):
@@ -273,7 +273,7 @@ def through(body, lean: bool, dtype: torch.dtype = torch.float64, **more):
     row = nn.Parameter(torch.randn(8, 8 if body is fused else 16, dtype=dtype))
     with SavedBytes(exclude=[x, row, *weights]) as saved:
         columns = [F.linear(x, weight) for weight in weights]
-        stretch = Stretch.open() if lean else None
+        stretch = ElementwiseRecompute.open() if lean else None
         if stretch is not None:
             for column in columns:
                 stretch.add(column)
@@ -386,7 +386,7 @@ def test_what_is_no_function_of_the_columns_is_kept(body, gains):
 def test_what_a_stretch_keeps_may_not_change_either():
     """Hooks of saved tensors take that check from autograd."""
     column = F.linear(torch.randn(2, 4, 8), nn.Parameter(torch.randn(16, 8)))
-    stretch = Stretch.open()
+    stretch = ElementwiseRecompute.open()
     stretch.add(column)
     shares = F.silu(column).softmax(-1)
     stretch.pause()
@@ -401,7 +401,7 @@ def test_what_a_stretch_keeps_may_not_change_either():
 def test_a_column_changed_behind_its_row_is_told():
     weight = nn.Parameter(torch.randn(16, 8))
     column = F.linear(torch.randn(2, 4, 8), weight)
-    stretch = Stretch.open()
+    stretch = ElementwiseRecompute.open()
     stretch.add(column)
     inner = F.silu(column) * column.sigmoid()
     stretch.pause()
@@ -415,11 +415,11 @@ def test_a_column_changed_behind_its_row_is_told():
 
 def test_a_stretch_leaves_what_others_keep_alone():
     with torch.autograd.graph.save_on_cpu():
-        assert Stretch.open() is None
+        assert ElementwiseRecompute.open() is None
     with Halving():
-        assert Stretch.open() is None
+        assert ElementwiseRecompute.open() is None
     for over in (torch.autograd.graph.save_on_cpu(), Halving()):  # entered between the linears, left behind them
-        stretch = Stretch.open()
+        stretch = ElementwiseRecompute.open()
         with over:
             stretch.pause()
             assert not stretch.close(done=True)
@@ -432,7 +432,7 @@ def test_a_stretch_leaves_what_others_keep_alone():
 def test_a_stretch_can_be_run_through_twice():
     weight, row = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
     column = F.linear(torch.randn(2, 4, 8), weight)
-    stretch = Stretch.open()
+    stretch = ElementwiseRecompute.open()
     stretch.add(column)
     inner = F.gelu(F.silu(column) * column)
     stretch.pause()

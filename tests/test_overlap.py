@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_seqpar.region.sequence_region as regions
 from lightning_seqpar import ParallelGroups, ProcessTopology
-from lightning_seqpar.activations.regather import GatheredInput
-from lightning_seqpar.activations.wgrad_overlap import LateProduct, Slot, WeightGrad
+from lightning_seqpar.activations.regather import RegatheredInput
+from lightning_seqpar.activations.wgrad_overlap import DeferredWgrad, Slot, WgradProduct
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.grad_sync import GradSync
@@ -474,7 +474,7 @@ class Late:
 
     def __enter__(self) -> Late:
         self.count, self._under_way = 0, 0
-        self._plain = (Slot.give, Slot.take, LateProduct.take)
+        self._plain = (Slot.give, Slot.take, DeferredWgrad.take)
 
         def give(slot: Slot, *args: Any) -> Any:
             self._under_way += 1
@@ -484,15 +484,15 @@ class Late:
             self._under_way -= bool(slot._pending._held)
             return self._plain[1](slot, *args)
 
-        def take(late: LateProduct) -> Any:
+        def take(late: DeferredWgrad) -> Any:
             self.count += self._under_way
             return self._plain[2](late)
 
-        Slot.give, Slot.take, LateProduct.take = give, end, take
+        Slot.give, Slot.take, DeferredWgrad.take = give, end, take
         return self
 
     def __exit__(self, *error: Any) -> None:
-        Slot.give, Slot.take, LateProduct.take = self._plain
+        Slot.give, Slot.take, DeferredWgrad.take = self._plain
 
 
 def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) -> None:
@@ -579,11 +579,13 @@ def left_over() -> int:
     model, _, _ = make(2, True)
     loss = loss_of(model, torch.randint(0, 64, (4, 8)))
     loss.backward(retain_graph=True)
-    found = {kind: [one for one in gc.get_objects() if type(one) is kind] for kind in (WeightGrad, GatheredInput, Slot)}
-    held = [*found[WeightGrad]]
-    held += [x for one in found[GatheredInput] for x in (one._whole, one._pending) if x is not None]
+    found = {
+        kind: [one for one in gc.get_objects() if type(one) is kind] for kind in (WgradProduct, RegatheredInput, Slot)
+    }
+    held = [*found[WgradProduct]]
+    held += [x for one in found[RegatheredInput] for x in (one._whole, one._pending) if x is not None]
     held += [x for one in found[Slot] for x in (*one._sums._held.values(), *one._pending._held.values())]
-    assert found[GatheredInput]
+    assert found[RegatheredInput]
     assert found[Slot]
     return len(held)
 

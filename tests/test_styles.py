@@ -14,7 +14,7 @@ from fit import fit, quiet_trainer
 from torch import nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan, grad_norm
-from lightning_seqpar.layout.attribute_override import AttributeView
+from lightning_seqpar.layout.attribute_override import AttributeOverride
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
@@ -283,7 +283,7 @@ def test_which_modules_are_linears():
 
 def test_a_view_answers_for_a_config_that_stays():
     config = zoo.Settings(16, 4)
-    view = AttributeView(config, {"n_head": 2})
+    view = AttributeOverride(config, {"n_head": 2})
     assert (view.n_head, view.dim, config.n_head) == (2, 16, 4)
     config.dim = 32  # a library writes to the config after the model is made
     assert view.dim == 32

@@ -70,9 +70,9 @@ class _Packed:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
         self._version = tensor._version
-        self._slot, self._stretch = -1, cast(Stretch | None, None)
+        self._slot, self._stretch = -1, cast(ElementwiseRecompute | None, None)
 
-    def drop(self, stretch: Stretch, slot: int) -> None:
+    def drop(self, stretch: ElementwiseRecompute, slot: int) -> None:
         """The tensor lies on the memory of a value that can be made again."""
         tensor, self.tensor = self.tensor, None
         assert tensor is not None
@@ -93,7 +93,7 @@ class _Packed:
         return made.as_strided(self._shape, self._stride, self._offset)
 
 
-class Stretch(TorchFunctionMode):
+class ElementwiseRecompute(TorchFunctionMode):
     """Records what is done to the outputs of column linears, until :meth:`close`.
 
     Opened and closed around user code, on top of whatever modes and hooks are active then.
@@ -119,7 +119,7 @@ class Stretch(TorchFunctionMode):
         self._waiting: set[int] = set()
 
     @staticmethod
-    def open() -> Stretch | None:
+    def open() -> ElementwiseRecompute | None:
         """A stretch that records from now on; none where another's hooks decide what is kept (activation checkpointing)."""
         if function_mode() is not None:
             return None  # what it does to a function it would not do again
@@ -127,7 +127,7 @@ class Stretch(TorchFunctionMode):
         outer = getattr(top[0], "__self__", None) if top is not None else None
         if top is not None and not isinstance(outer, SavedBytes):
             return None
-        made = Stretch(outer)
+        made = ElementwiseRecompute(outer)
         made.__enter__()  # type: ignore[no-untyped-call]
         push_saved_tensor_hooks(made._pack, made._unpack)
         return made
@@ -341,7 +341,7 @@ class Stretch(TorchFunctionMode):
         return values
 
 
-class Stretches:
+class ElementwiseSpans:
     """The stretches of one region's calls.
 
     Args:
@@ -350,18 +350,18 @@ class Stretches:
 
     def __init__(self, worth: Callable[[int], bool]) -> None:
         self._worth = worth
-        self._stretch: Stretch | None = None
+        self._stretch: ElementwiseRecompute | None = None
         self._columns: list[Any] = []
-        self._left_open: list[Stretch] = []
+        self._left_open: list[ElementwiseRecompute] = []
 
     def after_column(self, out: Tensor, column: Any) -> None:
         """What a column linear made: what is computed from it up to the row can be computed again."""
-        if not column.opens_stretch or not out.requires_grad or not torch.is_grad_enabled():
+        if not column.recomputes_elementwise or not out.requires_grad or not torch.is_grad_enabled():
             return
         if self._stretch is None:
             if not self._worth(out.nbytes):
                 return
-            self._stretch, self._columns = Stretch.open(), []
+            self._stretch, self._columns = ElementwiseRecompute.open(), []
         if self._stretch is not None:
             self._stretch.add(out)
             self._columns.append(column)
@@ -392,7 +392,9 @@ class Stretches:
         assert stretch is not None
         gained = stretch.close(done=done)
         for column in self._columns:
-            column.opens_stretch = column.opens_stretch and gained  # none again where nothing is to be gained
+            column.recomputes_elementwise = (
+                column.recomputes_elementwise and gained
+            )  # none again where nothing is to be gained
         self._columns = []
         if not stretch.release():
             self._left_open.append(stretch)

@@ -291,7 +291,7 @@ def _forward_dropout(self: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 @functools.cache
-def _lean_class(kind: Any, forward: Any) -> Any:
+def _recomputing_class(kind: Any, forward: Any) -> Any:
     """A class that is ``kind`` in everything but its forward."""
     own = {"forward": forward, "_seqpar_plain": kind.forward, "__doc__": kind.__doc__, "__module__": kind.__module__}
     made = type(kind.__name__, (kind,), own)
@@ -303,7 +303,7 @@ def _always(count: int) -> bool:
     return True
 
 
-def make_lean(module: nn.Module, saves: Callable[[int], bool] = _always) -> None:
+def make_recomputing(module: nn.Module, saves: Callable[[int], bool] = _always) -> None:
     """Turn a norm (see :func:`is_norm`) or an ``nn.Dropout`` into its lean form, in place.
 
     Args:
@@ -312,4 +312,4 @@ def make_lean(module: nn.Module, saves: Callable[[int], bool] = _always) -> None
     forward = _forward_dropout if isinstance(module, nn.Dropout) else _forward
     if forward is _forward:
         module.__dict__[SAVES] = saves
-    module.__class__ = _lean_class(type(module), forward)  # type: ignore[arg-type]
+    module.__class__ = _recomputing_class(type(module), forward)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from lightning_seqpar.distributed.autograd import saved_tensor_hooks
 def keeper() -> Any:
     """Whose hooks decide what the graph keeps now, weakly; none where it is nobody, or one who changes nothing.
 
-    Under activation checkpointing a forward runs again from tensors that are what they were and have another past. What is
+    OverlapWindow activation checkpointing a forward runs again from tensors that are what they were and have another past. What is
     kept in place of a tensor must not depend on what was done before the checkpoint began: only on what is done within it.
     """
     top = saved_tensor_hooks()

@@ -18,7 +18,7 @@ def remembered(x: Tensor) -> tuple[Tensor, NormCall | None]:
     return (x.detach(), None) if source is None else (source.detach(), call)
 
 
-class GatheredInput:
+class RegatheredInput:
     """One activation on its way to column linears, and those that read it.
 
     They keep its shard (or what its norm makes it from), and the backward gathers it again: once, for all of them.
@@ -51,7 +51,7 @@ class GatheredInput:
         self._left += 1
 
     @property
-    def is_lean(self) -> bool:
+    def keeps_less(self) -> bool:
         """Whether anything else than the whole activation is kept."""
         return self._length is not None or self.call is not None
 

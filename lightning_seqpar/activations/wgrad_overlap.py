@@ -72,7 +72,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-class WeightGrad(NamedTuple):
+class WgradProduct(NamedTuple):
     """The product that makes a weight's gradient, ``dW = dyᵀ x``, still to run.
 
     Attributes:
@@ -139,15 +139,15 @@ def kept_grad(ctx: Any, at: int) -> Tensor | None:
         return None
 
 
-class LateProduct(PerBackward[WeightGrad]):
+class DeferredWgrad(PerBackward[WgradProduct]):
     """Where the backward of one linear leaves its weight-grad product."""
 
 
-class _Late(torch.autograd.Function):
+class _DeferWgrad(torch.autograd.Function):
     """A weight on its way to one linear; its backward runs the linear's weight-grad product."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, late: LateProduct) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, late: DeferredWgrad) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.late = late
         return weight.detach()
@@ -159,12 +159,12 @@ class _Late(torch.autograd.Function):
         return (grad if product is None else product.make(kept_grad(ctx, 0))), None
 
 
-def late_weight(weight: Tensor, number: int | None) -> tuple[Tensor, LateProduct | None]:
+def defer_wgrad(weight: Tensor, number: int | None) -> tuple[Tensor, DeferredWgrad | None]:
     """A weight for one linear, and where to leave its weight-grad product, to run at a collective's number."""
     if number is None or not weight.requires_grad or type(weight) not in (Tensor, Parameter):
         return weight, None
-    late = LateProduct()
-    given: Tensor = _Late.apply(weight, late)  # type: ignore[no-untyped-call]
+    late = DeferredWgrad()
+    given: Tensor = _DeferWgrad.apply(weight, late)  # type: ignore[no-untyped-call]
     set_sequence_nr(given, number)
     return given, late
 
@@ -184,7 +184,7 @@ class _Sum(NamedTuple):
     total: Tensor | None
 
 
-class Slot:
+class BackwardExchange:
     """What the backward of a collective is made of, on its way from node to node.
 
     Column linears that read what it made sum their input-grad products here, in one tensor; the collective's node leaves the
@@ -248,7 +248,7 @@ class _Wait(torch.autograd.Function):
     """Forward: identity. Backward: the end of what the next node started."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slot: Slot) -> Tensor:
+    def forward(ctx: Any, x: Tensor, slot: BackwardExchange) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.slot = slot
         return x.view_as(x)
@@ -260,7 +260,7 @@ class _Wait(torch.autograd.Function):
 
 class _GatherOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, slot: BackwardExchange, dim: int, group: ProcessGroup, length: int) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.slot, ctx.dim, ctx.group = slot, dim, group
         return all_gather(x, dim, group, length)
@@ -276,7 +276,7 @@ class _GatherOver(torch.autograd.Function):
 
 class _ReduceScatterOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, slot: BackwardExchange, dim: int, group: ProcessGroup, length: int) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.slot, ctx.dim, ctx.group, ctx.length = slot, dim, group, x.shape[dim]
         return reduce_scatter(x, dim, group)
@@ -292,7 +292,7 @@ class _ReduceScatterOver(torch.autograd.Function):
 
 class _CopyOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slot: Slot, dim: int, group: ProcessGroup, length: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, slot: BackwardExchange, dim: int, group: ProcessGroup, length: int) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.slot, ctx.group = slot, group
         return x.view_as(x)
@@ -309,37 +309,37 @@ class _CopyOver(torch.autograd.Function):
 _NONE = (None, None, None, None)
 
 
-class Under(NamedTuple):
+class OverlapWindow(NamedTuple):
     """Of a collective: the number of what runs under its backward, and where column linears leave their products."""
 
     number: int | None
-    slot: Slot
+    slot: BackwardExchange
 
 
-def _over(function: Any, x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, Under]:
-    slot = Slot()
+def _over(function: Any, x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, OverlapWindow]:
+    slot = BackwardExchange()
     waits: Tensor = _Wait.apply(x, slot)  # type: ignore[no-untyped-call]
     number = None
     if waits.grad_fn is not None:
         number = sequence_nr(waits.grad_fn)
         set_sequence_nr(waits, max(number - 1, 0))  # below the number, the collective's own above it
-    return function.apply(waits, slot, dim, group, length), Under(number, slot)
+    return function.apply(waits, slot, dim, group, length), OverlapWindow(number, slot)
 
 
-def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, Under]:
+def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, OverlapWindow]:
     """As :func:`gather_from_sequence_parallel_region`; and what may run under the backward's reduce-scatter."""
     return _over(_GatherOver, x, dim, group, length)
 
 
-def copy_over(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Under]:
+def copy_over(x: Tensor, group: ProcessGroup) -> tuple[Tensor, OverlapWindow]:
     """As :func:`copy_to_tensor_parallel_region`; and what may run under the backward's all-reduce."""
     return _over(_CopyOver, x, 0, group, 0)
 
 
-def reduce_scatter_over(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, Under]:
+def reduce_scatter_over(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, OverlapWindow]:
     """As :func:`reduce_scatter_to_sequence_parallel_region`; and what may run under the backward's gather."""
     return _over(_ReduceScatterOver, x, dim, group, 0)
 
 
-READERS = (_Late,)
+READERS = (_DeferWgrad,)
 """Whose nodes read the weights of linears."""

@@ -323,7 +323,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (one, other)))
 
 
-class _Late(Part):
+class _DeferWgrad(Part):
     """A whole tensor that is read when it is written."""
 
     def __init__(self, meta: Tensor, read: Callable[[], Tensor]) -> None:
@@ -346,7 +346,7 @@ def _to_folder(source: Source, target: Path, progress: Callable[[int, int], None
 
     def part(key: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and key.partition("/")[0] in ("state_dict", "optimizer_states"):
-            return parts.setdefault(identity(leaf), _Late(leaf, lambda: read(leaf)))
+            return parts.setdefault(identity(leaf), _DeferWgrad(leaf, lambda: read(leaf)))
         return leaf
 
     state, found = split_parts(walk(source.tree, part))

@@ -21,7 +21,7 @@ from lightning_seqpar.inference.dataflow import (
 from lightning_seqpar.inference.feature_dependence import Block, ColumnLayout, Edit, GroupLayout
 from lightning_seqpar.inference.model_copy import kind_of
 from lightning_seqpar.inference.raw_parameters import Products
-from lightning_seqpar.inference.trace import Trace
+from lightning_seqpar.inference.trace import ForwardTrace
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.module_names import inside
 
@@ -52,7 +52,7 @@ class BlockPlanner:
 
     def __init__(
         self,
-        trace: Trace,
+        trace: ForwardTrace,
         model: nn.Module,
         flow: BlockFlow,
         tp: int,
@@ -393,7 +393,7 @@ def _modules_around(block: Block, group: GroupLayout) -> list[str]:
     return sorted(around, key=len, reverse=True)
 
 
-def _candidates(trace: Trace, block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Edit]:
+def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Edit]:
     """Attributes, tensors and arguments that may have to change, the likeliest first."""
     shares = _local_numbers(block, groups, tp)
     group = groups[-1]
@@ -435,7 +435,7 @@ def _candidates(trace: Trace, block: Block, groups: Sequence[GroupLayout], tp: i
     return sorted(found, key=lambda edit: (edit.kind not in ("set", "narrow"), "head" not in str(edit.key)))
 
 
-def _is_made_in_another_block(trace: Trace, block: Block, name: str, key: int | str) -> bool:
+def _is_made_in_another_block(trace: ForwardTrace, block: Block, name: str, key: int | str) -> bool:
     """Whether a module's argument was made by another block: then it is this rank's part already."""
     entered = next(call for call in trace.calls_of(name) if call.first_op >= block.flow.call.first_op)
     value = entered.args.get(key)
@@ -447,7 +447,7 @@ def _is_made_in_another_block(trace: Trace, block: Block, name: str, key: int | 
 
 
 def _find_edits(
-    trace: Trace, block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit], tp: int
+    trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit], tp: int
 ) -> list[Edit]:
     """The fewest things that must change so that every rank computes its part; beside ``edits``.
 

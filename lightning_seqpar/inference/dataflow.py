@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_seqpar.inference.trace import Call, Op, Trace, Value
+from lightning_seqpar.inference.trace import Call, ForwardTrace, Op, Value
 from lightning_seqpar.layout.module_names import Argument
 
 RES = "<residual>"
@@ -78,7 +78,7 @@ class BlockFlow:
         """Name of the block."""
         return self.call.name
 
-    def tokens(self, trace: Trace) -> tuple[int, ...]:
+    def tokens(self, trace: ForwardTrace) -> tuple[int, ...]:
         """The activation's shape without its features: ``(b, s)``, or the number of flat tokens."""
         return trace.values[self.call.args[self.arg]].shape[:-1]
 
@@ -91,7 +91,7 @@ class BlockFlow:
 # ---- blocks ----------------------------------------------------------------------------------------------------
 
 
-def activation(trace: Trace, call: Call) -> Argument | None:
+def activation(trace: ForwardTrace, call: Call) -> Argument | None:
     """The argument that the call maps to an output of the same shape: the activation."""
     if not call.outputs:
         return None
@@ -105,7 +105,7 @@ def activation(trace: Trace, call: Call) -> Argument | None:
     return None
 
 
-def find_stacks(trace: Trace, model: nn.Module) -> list[list[Call]]:
+def find_stacks(trace: ForwardTrace, model: nn.Module) -> list[list[Call]]:
     """The repeated blocks, by stack: first calls, in order of execution.
 
     A block maps an activation to one of the same shape, holds linears, and is one of several alike, or is called
@@ -149,7 +149,7 @@ def _is_listed(model: nn.Module, name: str) -> bool:
     return bool(parent) and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential)
 
 
-def _holds_a_chain(trace: Trace, call: Call, listed: Iterable[Call]) -> bool:
+def _holds_a_chain(trace: ForwardTrace, call: Call, listed: Iterable[Call]) -> bool:
     """Whether inside the call a listed module works on what the one before it returned; experts work side by side."""
     last: dict[tuple[str, type], Call] = {}
     for one in listed:
@@ -163,7 +163,7 @@ def _holds_a_chain(trace: Trace, call: Call, listed: Iterable[Call]) -> bool:
     return False
 
 
-def _encloses(trace: Trace, call: Call, among: set[str]) -> bool:
+def _encloses(trace: ForwardTrace, call: Call, among: set[str]) -> bool:
     at = call.parent
     while at is not None:
         if trace.calls[at].name in among:
@@ -176,7 +176,7 @@ def _encloses(trace: Trace, call: Call, among: set[str]) -> bool:
 
 
 class _Flow:
-    def __init__(self, trace: Trace, call: Call, model: nn.Module) -> None:
+    def __init__(self, trace: ForwardTrace, call: Call, model: nn.Module) -> None:
         self.trace, self.call, self.model = trace, call, model
         arg = activation(trace, call)
         assert arg is not None
@@ -321,7 +321,7 @@ class _Flow:
 
 
 def read_blocks(
-    trace: Trace,
+    trace: ForwardTrace,
     calls: Iterable[Call],
     model: nn.Module,
     mixes: Callable[[BlockFlow, str], bool],
@@ -347,7 +347,7 @@ def read_blocks(
     return flows
 
 
-def made_of_activation(trace: Trace, flow: BlockFlow) -> set[int]:
+def made_of_activation(trace: ForwardTrace, flow: BlockFlow) -> set[int]:
     """Values that depend on the block's activation; whole numbers such as expert choices too."""
     made = {flow.call.args[flow.arg]}
     for op in trace.ops_in(flow.call):
@@ -356,7 +356,7 @@ def made_of_activation(trace: Trace, flow: BlockFlow) -> set[int]:
     return made
 
 
-def orders_tokens(trace: Trace, flow: BlockFlow, covers: Callable[[str], bool]) -> tuple[str, str] | None:
+def orders_tokens(trace: ForwardTrace, flow: BlockFlow, covers: Callable[[str], bool]) -> tuple[str, str] | None:
     """A module and an operation of the block that counts, sorts or reduces tokens where it sees shards; or none.
 
     A place in an expert's queue, for one: no gradient shows it, and the example need not be long enough to. Modules that
@@ -386,7 +386,7 @@ def orders_tokens(trace: Trace, flow: BlockFlow, covers: Callable[[str], bool]) 
     return None
 
 
-def reorders_tokens(trace: Trace, flow: BlockFlow) -> str | None:
+def reorders_tokens(trace: ForwardTrace, flow: BlockFlow) -> str | None:
     """A module that is given tokens flattened in another order than the block's, ``[s·b, h]`` for ``[b, s, h]``; or none."""
     tokens = flow.tokens(trace)
     if len(tokens) != 2:
@@ -425,7 +425,9 @@ def reorders_tokens(trace: Trace, flow: BlockFlow) -> str | None:
 class _Gathering:
     """Finds the modules at whose entry the columns' input is gathered."""
 
-    def __init__(self, trace: Trace, flow: BlockFlow, reduced: set[int], blocks: list[Call], *, sums: bool) -> None:
+    def __init__(
+        self, trace: ForwardTrace, flow: BlockFlow, reduced: set[int], blocks: list[Call], *, sums: bool
+    ) -> None:
         self.trace, self.flow, self.reduced, self.sums = trace, flow, reduced, sums
         self.blocks = {call.name for call in blocks}
 
@@ -556,7 +558,7 @@ class _Gathering:
 # ---- the end of the region -------------------------------------------------------------------------------------
 
 
-def find_exit(trace: Trace, stack: list[BlockFlow]) -> str | None:
+def find_exit(trace: ForwardTrace, stack: list[BlockFlow]) -> str | None:
     """The final norm, if nothing else reads the last block's output; none if the last block itself is the end."""
     names = {flow.name for flow in stack}
     calls = [call for call in trace.calls if call.name in names]
@@ -574,7 +576,7 @@ def find_exit(trace: Trace, stack: list[BlockFlow]) -> str | None:
     return call.name if pointwise and same and given else None
 
 
-def _owners(trace: Trace, call: Call) -> tuple[int, ...]:
+def _owners(trace: ForwardTrace, call: Call) -> tuple[int, ...]:
     """The calls around a block, outermost first."""
     found: list[int] = []
     at = call.parent

@@ -37,7 +37,7 @@ from lightning_seqpar.inference.model_copy import (
     repeats_skipped,
     without_checkpoints,
 )
-from lightning_seqpar.inference.trace import Call, Trace
+from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.adapters import without_adapters
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import inside
@@ -101,7 +101,7 @@ def infer_plan(
 
 
 def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None, *, sums: bool) -> Inference:
-    trace = Trace(model)
+    trace = ForwardTrace(model)
     decided = _Decided(model, own)
     with repeats_skipped(model) if is_large(model) else nullcontext(), trace.watch(), Quiet(draws=example.draws):
         seed_streams()
@@ -135,7 +135,7 @@ class _Decided:
         self._linears = {match.name for match in self._matches if isinstance(match.rule, ColumnRule | RowRule)}
         self._replaced = {match.name for match in self._matches if isinstance(match.rule, ReplaceRule)}
 
-    def stacks(self, trace: Trace) -> list[list[Call]]:
+    def stacks(self, trace: ForwardTrace) -> list[list[Call]]:
         """The stacks of blocks that the user named, in order of execution."""
         named = {match.name for match in self._matches if isinstance(match.rule, BlocksRule)}
         found: dict[str, dict[str, Call]] = {}
@@ -159,7 +159,7 @@ def _owner(model: nn.Module, block: str) -> str:
 
 
 def _plan_stack(
-    trace: Trace,
+    trace: ForwardTrace,
     model: nn.Module,
     calls: Sequence[Call],
     tp: int,
@@ -215,7 +215,7 @@ def _plan_stack(
     return out, reasons
 
 
-def _refuse_unknown_linears(trace: Trace, blocks: Sequence[Call], decided: _Decided) -> None:
+def _refuse_unknown_linears(trace: ForwardTrace, blocks: Sequence[Call], decided: _Decided) -> None:
     """A linear of a class that computes something else (quantised) is not left whole behind the user's back.
 
     A subclass that returns more than its features (a router) is no such linear.

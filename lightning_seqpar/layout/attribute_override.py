@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class AttributeView:
+class AttributeOverride:
     """Answers like ``held``, except for a few attributes; ``held`` itself, shared by many modules, stays as it is.
 
     Never a copy: libraries write to a shared config after the model is made, and a copy would not hear of it.
@@ -26,7 +26,7 @@ class AttributeView:
         setattr(object.__getattribute__(self, "_held"), name, value)
 
     def __reduce__(self) -> Any:
-        return AttributeView, (object.__getattribute__(self, "_held"), object.__getattribute__(self, "_values"))
+        return AttributeOverride, (object.__getattribute__(self, "_held"), object.__getattribute__(self, "_values"))
 
 
 def read_attribute(module: Any, path: str) -> Any:
@@ -47,6 +47,6 @@ def write_attribute(module: Any, path: str, value: Any) -> None:
         setattr(module, leaf, value)
         return
     held = read_attribute(module, holder)
-    values = {**(held.__reduce__()[1][1] if isinstance(held, AttributeView) else {}), leaf: value}
-    base = held.__reduce__()[1][0] if isinstance(held, AttributeView) else held
-    write_attribute(module, holder, AttributeView(base, values))
+    values = {**(held.__reduce__()[1][1] if isinstance(held, AttributeOverride) else {}), leaf: value}
+    base = held.__reduce__()[1][0] if isinstance(held, AttributeOverride) else held
+    write_attribute(module, holder, AttributeOverride(base, values))

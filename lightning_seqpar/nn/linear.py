@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_seqpar.activations.norm_recompute import NormCall, saved_by
-from lightning_seqpar.activations.regather import GatheredInput, remembered
+from lightning_seqpar.activations.regather import RegatheredInput, remembered
 from lightning_seqpar.activations.wgrad_overlap import (
-    LateProduct,
-    Slot,
-    WeightGrad,
+    BackwardExchange,
+    DeferredWgrad,
+    WgradProduct,
     cast,
     is_wanted,
     kept_grad,
@@ -71,10 +71,10 @@ class ShardedLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        gathered: GatheredInput | None,
-        late: LateProduct | None,
+        gathered: RegatheredInput | None,
+        late: DeferredWgrad | None,
         transposed: bool,
-        slot: Slot | None,
+        slot: BackwardExchange | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         dtype = _autocast_dtype(x)
@@ -116,9 +116,9 @@ class ShardedLinear(torch.autograd.Function):
         if kept is not None:
             read = functools.partial(ctx.gathered.take if ctx.gathered is not None else _itself, kept)
             if ctx.late is not None and ctx.is_plain:
-                ctx.late.put(WeightGrad(rows, read, weight.dtype, ctx.transposed))
+                ctx.late.put(WgradProduct(rows, read, weight.dtype, ctx.transposed))
             else:
-                grad_w = WeightGrad(rows, read, weight.dtype).make(kept_grad(ctx, 1))
+                grad_w = WgradProduct(rows, read, weight.dtype).make(kept_grad(ctx, 1))
         grad_b = rows.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_w, grad_b, None, None, None, None
 
@@ -181,7 +181,7 @@ class GatherLinear(torch.autograd.Function):
             scattering = PendingReduceScatter(partial, ctx.dim, ctx.group, async_op=True)
         grad_w = None
         if gathering is not None:
-            grad_w = WeightGrad(rows, gathering.wait, weight.dtype).make(kept_grad(ctx, 1))
+            grad_w = WgradProduct(rows, gathering.wait, weight.dtype).make(kept_grad(ctx, 1))
         grad_b = rows.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         grad_x = scattering.wait().to(ctx.x_dtype) if scattering is not None else None
         return grad_x, grad_w, grad_b, None, None, None
@@ -197,8 +197,8 @@ def sharded_linear(
     """
     handle, late, slot = None, None, None
     if torch.is_grad_enabled():
-        handle = region.find_gathered(x)
-        weight, late, slot = region.late_column(x, weight)
+        handle = region.find_regathered(x)
+        weight, late, slot = region.defer_column_wgrad(x, weight)
     matrix = weight.t() if transposed else weight
     return ShardedLinear.apply(x, matrix, bias, handle, late, transposed, slot)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -273,7 +273,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     gathers_input: bool = False
-    opens_stretch: bool = True
+    recomputes_elementwise: bool = True
 
     def _cut(self, rank: int) -> None:
         shrink(self.weight, self.shard, rank)
@@ -305,7 +305,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return self._tell(out)
 
     def _tell(self, out: Tensor) -> Tensor:
-        self.region.stretches.after_column(out, self)
+        self.region.elementwise_spans.after_column(out, self)
         return out
 
 
@@ -335,7 +335,7 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, f/tp]`` → ``[b, s/tp, h]``."""
         try:
-            with self.region.stretches.row():
+            with self.region.elementwise_spans.row():
                 partial = self._product(x)
         except BaseException:  # a recompute ends here, when the last tensor that it is for is kept
             self.region.abort_columns()
@@ -352,6 +352,6 @@ class RowParallelLinear(_ParallelLinear):
     def _product(self, x: Tensor) -> Tensor:
         weight, late = self.weight, None
         if torch.is_grad_enabled() and not self.leaves_partial:
-            weight, late = self.region.late_row(weight, x.nbytes // x.shape[-1] * self.out_features)
+            weight, late = self.region.defer_row_wgrad(weight, x.nbytes // x.shape[-1] * self.out_features)
         matrix = weight.t() if self.transposed else weight
         return ShardedLinear.apply(x, matrix, None, None, late, self.transposed, None)  # type: ignore[no-untyped-call, no-any-return]

@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.activations.norm_recompute import SAVES, TRUSTED, is_norm, make_lean
+from lightning_seqpar.activations.norm_recompute import SAVES, TRUSTED, is_norm, make_recomputing
 from lightning_seqpar.distributed.collectives import all_gather
 from lightning_seqpar.distributed.rng import Drawn
 from lightning_seqpar.layout.adapters import BASE
@@ -173,7 +173,7 @@ class ShardedModel:
         """A step ended with ``out``: every region must have been left, and no shard given away."""
         for region in self.regions:
             region.check_closed()
-            region.parts.check_none(tree_leaves(out), f"the sequence region of {region.name}")
+            region.sharded_outputs.check_none(tree_leaves(out), f"the sequence region of {region.name}")
 
     @contextmanager
     def allow_state_dict(self) -> Iterator[None]:
@@ -209,7 +209,7 @@ class _Swap(Blueprint):
             self._set(match)
         self._swap_vocabs()
         for name, region in keepers.items():
-            make_lean(self.modules[name], region.saves_activation)
+            make_recomputing(self.modules[name], region.saves_activation)
         choices = [(match.name, match.rule.style, match.source) for match in self.matches]
         record = ShardedModel(
             self.model,
@@ -481,7 +481,7 @@ def _restorer(module: nn.Module, attributes: Iterable[str]) -> Callable[[], None
                 "full_name",
                 "global_heads",
                 "gathers_input",
-                "opens_stretch",
+                "recomputes_elementwise",
                 "loss_chunk",
                 SAVES,
                 TRUSTED,

@@ -174,8 +174,8 @@ def return_whole(regions: Sequence[SequenceRegion]) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         leaves = tree_leaves(out)
         for region in regions:
-            if region.parts.has(leaves):
-                out = tree_map_only(Tensor, region.parts.whole, out)
+            if region.sharded_outputs.has(leaves):
+                out = tree_map_only(Tensor, region.sharded_outputs.whole, out)
         return out
 
     return hook
@@ -220,7 +220,7 @@ def begin_sum(
                     holder.__dict__[leaf] = MarkRow.apply(parameter, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
         region.begin_sum(widths)
         if raw:
-            region.begin_raw()
+            region.begin_unwrapped()
         if region.rank:
             for holder, leaf in added:
                 parameter = holder._parameters[leaf]
@@ -235,7 +235,7 @@ def end_sum(region: SequenceRegion, hidden: Sequence[tuple[nn.Module, str]], *, 
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         if raw:
-            region.end_raw()
+            region.end_unwrapped()
         region.end_sum()
         for holder, leaf in hidden:
             holder.__dict__.pop(leaf, None)

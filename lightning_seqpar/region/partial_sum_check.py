@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_seqpar.distributed.autograd import children, input_node, input_nodes, leaf_of, reach
 
 
-class Kind(Enum):
+class TermKind(Enum):
     """What a graph node's result is, seen from the sum over ranks."""
 
     WHOLE = "whole"
@@ -49,7 +49,7 @@ REDUCTIONS = ("_ReduceBackward", "_ReduceScatterBackward", "_ReduceScatterOverBa
 """Graph nodes behind which every rank has the whole, or its shard, of a sum."""
 
 
-class PartError(ValueError):
+class PartialSumError(ValueError):
     """A module whose output is no sum of parts."""
 
 
@@ -69,7 +69,7 @@ class MarkRow(torch.autograd.Function):
         return None, None
 
 
-class Parts:
+class PartialSumCheck:
     """Reads the graph of one call.
 
     Args:
@@ -81,29 +81,29 @@ class Parts:
     def __init__(self, marked: Collection[Any], rows: Collection[nn.Parameter], once: Collection[nn.Parameter]) -> None:
         self._marked = set(marked)
         self._rows, self._once = {id(p) for p in rows}, {id(p) for p in once}
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds: dict[Any, TermKind] = {}
         self.culprit = ""
 
     def check(self, out: Tensor, stops: Collection[Any], name: str) -> None:
         """``out`` must be a sum of parts; ``stops`` are the nodes of the activations that were gathered for the module.
 
         Raises:
-            PartError: naming the operation that adds something else.
+            PartialSumError: naming the operation that adds something else.
         """
         if out.grad_fn is None:
             return
         self._stops = set(stops)
         kind = self._of(out.grad_fn)
-        if kind is Kind.PART:
+        if kind is TermKind.PART:
             return
         what = self.culprit or f"{out.grad_fn.name()} depends on no row"
-        raise PartError(
+        raise PartialSumError(
             f"{name}: its output is reduced over tp where it returns, so every term of it must come from a row, linearly; "
             f"{what} (a residual, a token that no expert takes, or an expert that is not in the plan?), and would count tp "
             f"times. Leave the module whole: {{pattern: {name}, style: whole}}"
         )
 
-    def _of(self, start: Any) -> Kind:
+    def _of(self, start: Any) -> TermKind:
         """The kind of a node; children first, without recursion."""
         todo = [start]
         while todo:
@@ -121,56 +121,56 @@ class Parts:
             self._kinds[node] = self._decide(node)
         return self._kinds[start]
 
-    def _leaf(self, node: Any) -> Kind | None:
+    def _leaf(self, node: Any) -> TermKind | None:
         if node in self._marked:
-            return Kind.PART
+            return TermKind.PART
         if node in self._stops or str(node.name()) in REDUCTIONS:
-            return Kind.WHOLE
+            return TermKind.WHOLE
         variable = leaf_of(node)
         if variable is not None:
-            return Kind.PART if id(variable) in self._once else Kind.WHOLE
+            return TermKind.PART if id(variable) in self._once else TermKind.WHOLE
         return None
 
-    def _decide(self, node: Any) -> Kind:
+    def _decide(self, node: Any) -> TermKind:
         below, name = children(node), _name(node)
         kinds = [self._kinds[child] for child in below]
-        if Kind.WRONG in kinds:
-            return Kind.WRONG
+        if TermKind.WRONG in kinds:
+            return TermKind.WRONG
         if name in _ADDED_PRODUCTS:
             return self._added_product(node)
-        parts = kinds.count(Kind.PART)
+        parts = kinds.count(TermKind.PART)
         if any(self._is_row(child) for child in below) and not self._is_row(node):
             return self._part_or_wrong(node, parts == 0, "multiplies a row by a part of a sum")
         if parts == 0:
-            return Kind.WHOLE
+            return TermKind.WHOLE
         if name in _LINEAR:
-            return Kind.PART
+            return TermKind.PART
         if name in _ADDING:
             return self._part_or_wrong(node, parts == len(kinds), "adds what is whole to a part of a sum")
         if name in _MULTIPLYING:
             return self._part_or_wrong(node, parts == 1, "multiplies two parts of a sum")
         if name == "Div":
             by = input_node(node, 1)
-            fine = by is None or self._kinds[by] is Kind.WHOLE
+            fine = by is None or self._kinds[by] is TermKind.WHOLE
             return self._part_or_wrong(node, fine, "divides by a part of a sum")
         return self._part_or_wrong(node, False, "is not linear in a part of a sum")
 
-    def _added_product(self, node: Any) -> Kind:
+    def _added_product(self, node: Any) -> TermKind:
         """``first + a b``, as a product with its bias is."""
         first, *factors = input_nodes(node)
         factors = [child for child in factors if child is not None]
-        parts = [self._kinds[child] for child in factors].count(Kind.PART)
+        parts = [self._kinds[child] for child in factors].count(TermKind.PART)
         row = any(self._is_row(child) for child in factors)
         added = None if first is None else self._kinds[first]
-        if not row and parts == 0 and added is not Kind.PART:
-            return Kind.WHOLE
-        fine = parts + row == 1 and added in (None, Kind.PART)
+        if not row and parts == 0 and added is not TermKind.PART:
+            return TermKind.WHOLE
+        fine = parts + row == 1 and added in (None, TermKind.PART)
         return self._part_or_wrong(node, fine, "adds what is whole to a part of a sum")
 
-    def _part_or_wrong(self, node: Any, fine: bool, why: str) -> Kind:
+    def _part_or_wrong(self, node: Any, fine: bool, why: str) -> TermKind:
         if not fine and not self.culprit:
             self.culprit = f"{node.name()} {why}"
-        return Kind.PART if fine else Kind.WRONG
+        return TermKind.PART if fine else TermKind.WRONG
 
     def _is_row(self, node: Any) -> bool:
         """Whether a node is a row parameter, or a view or cast of one."""
@@ -187,7 +187,7 @@ class Parts:
             node = below[0]
 
 
-class Leaks:
+class LossLeakCheck:
     """The sums of a step, and whether its loss reads anything else of what their modules made."""
 
     def __init__(self) -> None:
@@ -206,14 +206,14 @@ class Leaks:
         """No path from the loss may reach what was gathered for a module but through the sum that it returned.
 
         Raises:
-            PartError: naming the module.
+            PartialSumError: naming the module.
         """
         if not self._sums:
             return
         owners = {source: name for name, sources in self._sums.values() for source in sources}
         for node in reach(loss.grad_fn, self._past_sums):
             if node in owners:
-                raise PartError(
+                raise PartialSumError(
                     f"{owners[node]}: its output is reduced over tp where it returns, and the loss reads something else that it "
                     "makes (a router's balance, or a second output?), whose gradient would count tp times. Compute that "
                     f"outside it, or leave the module whole: {{pattern: {owners[node]}, style: whole}}"

@@ -15,7 +15,7 @@ from lightning_seqpar.distributed.rng import Drawn
 Shape = tuple[int, ...]
 
 
-class Shards(NamedTuple):
+class ActivationShards(NamedTuple):
     """Of the activations that flow in a region with sequence parallelism.
 
     Attributes:
@@ -49,7 +49,7 @@ class Shards(NamedTuple):
         return len(shape) == 2 and shape[0] == (self.part if self.ndim == 2 else self.batch * self.part)
 
 
-class DrawPlace(NamedTuple):
+class DrawContext(NamedTuple):
     """Where in a region random numbers are drawn.
 
     Attributes:
@@ -74,7 +74,7 @@ class DrawPlace(NamedTuple):
     behind: int | None
     in_block: bool
     in_gather: bool
-    shards: Shards | None
+    shards: ActivationShards | None
 
     def check(self, draw: Drawn) -> bool:
         """A random draw in a forward must fit the stream that it comes from.
@@ -143,7 +143,7 @@ class DrawPlace(NamedTuple):
                 "behind it, or not at all"
             )
 
-    def _check_positions(self, shards: Shards, drawn: str, shape: Shape) -> None:
+    def _check_positions(self, shards: ActivationShards, drawn: str, shape: Shape) -> None:
         """Where shards of the sequence flow."""
         if self.in_block and self.own and not shards.has_positions(shape):
             raise ValueError(

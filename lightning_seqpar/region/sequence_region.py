@@ -18,16 +18,16 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_seqpar.activations.elementwise_recompute import Stretches
+from lightning_seqpar.activations.elementwise_recompute import ElementwiseSpans
 from lightning_seqpar.activations.policy import keeper
-from lightning_seqpar.activations.regather import GatheredInput
+from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.activations.wgrad_overlap import (
-    LateProduct,
-    Slot,
-    Under,
+    BackwardExchange,
+    DeferredWgrad,
+    OverlapWindow,
     copy_over,
+    defer_wgrad,
     gather_over,
-    late_weight,
     reduce_scatter_over,
 )
 from lightning_seqpar.distributed.autograd import (
@@ -51,9 +51,9 @@ from lightning_seqpar.distributed.collectives import (
     shard_length,
 )
 from lightning_seqpar.distributed.rng import Drawn, RankStreams
-from lightning_seqpar.region.partial_sum_check import REDUCTIONS, Leaks, Parts
-from lightning_seqpar.region.rng_checks import DrawPlace, Shards, check_alike
-from lightning_seqpar.region.sharded_outputs import LocalParts
+from lightning_seqpar.region.partial_sum_check import REDUCTIONS, LossLeakCheck, PartialSumCheck
+from lightning_seqpar.region.rng_checks import ActivationShards, DrawContext, check_alike
+from lightning_seqpar.region.sharded_outputs import ShardedOutputs
 
 _MANY = 4096  # calls that are remembered outside any step
 _PASSING = ("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "AliasBackward0")  # casts and views of all of it
@@ -100,8 +100,8 @@ class _Read(NamedTuple):
 
     whole: weakref.ref[Tensor]
     version: int  # as it was gathered
-    handle: GatheredInput | None  # what they keep for it, if not itself
-    under: Under
+    handle: RegatheredInput | None  # what they keep for it, if not itself
+    under: OverlapWindow
 
 
 class _Fact(NamedTuple):
@@ -143,12 +143,12 @@ class SequenceRegion:
         # What each block's input was, by its shape: a recompute in the backward runs outside any frame.
         self._seen: dict[tuple[str, tuple[int, ...]], _Fact | None] = {}
         self.intervals: list[list[int]] = []
-        self.parts = LocalParts(group)
+        self.sharded_outputs = ShardedOutputs(group)
         self.streams = RankStreams(self.rank)
-        self.leaks = Leaks()
+        self.loss_leaks = LossLeakCheck()
         self.blocks: tuple[str, ...] = ()  # their names
         self._in_block = 0
-        self.stretches = Stretches(self.saves)
+        self.elementwise_spans = ElementwiseSpans(self.saves)
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.regather)
@@ -194,16 +194,16 @@ class SequenceRegion:
         if not self.active or not isinstance(out, Tensor):
             return
         if (folded := self._fold(out, self.shard_length)) is not None:
-            self.parts.note(out, module, self.dim, self.length, (folded.shape[0], folded.shape[1]))
+            self.sharded_outputs.note(out, module, self.dim, self.length, (folded.shape[0], folded.shape[1]))
         elif out.ndim == self._frame.ndim and out.shape[self.dim] == self.shard_length:
-            self.parts.note(out, module, self.dim, self.length)
+            self.sharded_outputs.note(out, module, self.dim, self.length)
 
     def note_heads(self, out: Tensor, module: str, heads: int) -> None:
         """What a module made besides its activation, of the query heads that are this rank's: ``[b, heads/tp, s, s]``."""
         if out.ndim == 4 and out.shape[1] * self.size == heads:
-            self.parts.note(out, module, 1, heads)
+            self.sharded_outputs.note(out, module, 1, heads)
         elif out.ndim == 4 or (out.ndim == 3 and out.shape[-1] == out.shape[-2] != 1):
-            self.parts.note(out, module, 1, None)
+            self.sharded_outputs.note(out, module, 1, None)
 
     def _raise_open(self) -> None:
         raise ValueError(
@@ -217,10 +217,10 @@ class SequenceRegion:
         self._frames = [_Frame()]
         self._seen = {}
         self.intervals = []
-        self.parts.forget()
+        self.sharded_outputs.forget()
         self._in_block = 0
         self.streams.forget()
-        self.leaks.forget()
+        self.loss_leaks.forget()
 
     @contextmanager
     def call(self) -> Iterator[SequenceRegion]:
@@ -287,13 +287,13 @@ class SequenceRegion:
         Where nothing but activations of the blocks is returned, that is; else the call ends in an error.
         """
         leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if not self.active or not self.parts.has(leaves):
+        if not self.active or not self.sharded_outputs.has(leaves):
             return None
-        if not all(self.parts.has([leaf]) for leaf in leaves if leaf.is_floating_point()):
+        if not all(self.sharded_outputs.has([leaf]) for leaf in leaves if leaf.is_floating_point()):
             return None  # nothing tells whether it was made of shards
         self._frame.length = None
         self._mark(begin=False)
-        return tree_map_only(Tensor, self.parts.whole, out)
+        return tree_map_only(Tensor, self.sharded_outputs.whole, out)
 
     def abort(self) -> None:
         """A block raised: shards no longer flow."""
@@ -343,7 +343,7 @@ class SequenceRegion:
         if aborted and self._in_block == 0:
             while self.streams.on:
                 self.streams.end()
-        self.stretches.drop()
+        self.elementwise_spans.drop()
 
     def begin_columns(self, module: str, tokens: tuple[int, ...]) -> None:
         """A column linear: its features are this rank's own, and so are the draws on them; ``tokens`` are its other dims."""
@@ -391,8 +391,8 @@ class SequenceRegion:
         frame = self._frame
         shards = None
         if self.active:
-            shards = Shards(self.dim, frame.ndim, frame.batch, self.length, self.shard_length)
-        place = DrawPlace(
+            shards = ActivationShards(self.dim, frame.ndim, frame.batch, self.length, self.shard_length)
+        place = DrawContext(
             region=self.name,
             sp=self.sp,
             own=self.streams.own,
@@ -416,9 +416,9 @@ class SequenceRegion:
             if self._waits(x.nbytes):
                 whole, under = copy_over(x, self.group)
             else:
-                whole, under = copy_to_tensor_parallel_region(x, self.group), Under(None, Slot())
+                whole, under = copy_to_tensor_parallel_region(x, self.group), OverlapWindow(None, BackwardExchange())
             if self.saves_activation(x.nbytes):
-                handle = GatheredInput(x, self.dim, self.group, None)
+                handle = RegatheredInput(x, self.dim, self.group, None)
         else:
             length = self.length_for(x, module)
             folded = self._fold(x, self.shard_length)  # flattened tokens, in the order of [b, s]
@@ -427,13 +427,13 @@ class SequenceRegion:
                 whole, under = gather_over(shard, self.dim, self.group, length)
             else:
                 whole = gather_from_sequence_parallel_region(shard, self.dim, self.group, length)
-                under = Under(None, Slot())
+                under = OverlapWindow(None, BackwardExchange())
             if folded is not None:
                 whole = whole.flatten(0, 1)
             elif self.saves(x.nbytes):
-                handle = GatheredInput(x, self.dim, self.group, length)
+                handle = RegatheredInput(x, self.dim, self.group, length)
         if torch.is_grad_enabled():
-            handle = handle if handle is not None and handle.is_lean else None
+            handle = handle if handle is not None and handle.keeps_less else None
             self._frame.gathered.append(_Read(weakref.ref(whole), whole._version, handle, under))
         self._note(whole)
         return whole
@@ -543,7 +543,7 @@ class SequenceRegion:
         self._frame.scopes.append([])
         self._frame.rows.append(rows)
 
-    def begin_raw(self) -> None:
+    def begin_unwrapped(self) -> None:
         """A module that multiplies sharded parameters itself begins: no column says where whole activations end."""
         self._frame.raw += 1
 
@@ -555,11 +555,11 @@ class SequenceRegion:
         """The partial sum that a module returns, reduced; what else it may be is refused."""
         frame = self._frame
         sources = [node for scope in frame.scopes for node in scope]
-        Parts(frame.parts, rows, once).check(out, sources, name)
+        PartialSumCheck(frame.parts, rows, once).check(out, sources, name)
         reduced = self.reduce(out, name)
         if self._recomputes():
             return reduced
-        self.leaks.note(name, reduced, sources)
+        self.loss_leaks.note(name, reduced, sources)
         return reduced
 
     def end_sum(self) -> None:
@@ -569,7 +569,7 @@ class SequenceRegion:
         if not self._frame.sums:
             self._frame.parts = []
 
-    def end_raw(self) -> None:
+    def end_unwrapped(self) -> None:
         """It ended."""
         self._frame.raw = max(0, self._frame.raw - 1)
 
@@ -614,7 +614,7 @@ class SequenceRegion:
         # The nodes are those of gathers: a reduction behind one is never among them.
         return any(node in nodes for node in reach(start, follow))
 
-    def find_gathered(self, x: Tensor) -> GatheredInput | None:
+    def find_regathered(self, x: Tensor) -> RegatheredInput | None:
         """The gather that ``x`` is the result of, if it keeps less, was not changed since and is no checkpoint's input."""
         read = self._find(x)
         if read is None or read.handle is None or x._version != read.version:
@@ -624,7 +624,9 @@ class SequenceRegion:
     def _find(self, x: Tensor) -> _Read | None:
         return next((read for read in self._frame.gathered if read.whole() is x), None)
 
-    def late_column(self, x: Tensor, weight: Tensor) -> tuple[Tensor, LateProduct | None, Slot | None]:
+    def defer_column_wgrad(
+        self, x: Tensor, weight: Tensor
+    ) -> tuple[Tensor, DeferredWgrad | None, BackwardExchange | None]:
         """The weight with which a column multiplies ``x``; its weight-grad product waits for the reduction of its input's, if long.
 
         And where its input-grad product joins those of the other columns, if ``x`` is what was gathered for them.
@@ -633,11 +635,11 @@ class SequenceRegion:
         if read is None:
             return weight, None, None
         number = read.under.number if self._waits(x.nbytes) else None
-        return *late_weight(weight, number), read.under.slot if x._version == read.version else None
+        return *defer_wgrad(weight, number), read.under.slot if x._version == read.version else None
 
-    def late_row(self, weight: Tensor, count: int) -> tuple[Tensor, LateProduct | None]:
+    def defer_row_wgrad(self, weight: Tensor, count: int) -> tuple[Tensor, DeferredWgrad | None]:
         """The weight of a row that makes ``count`` bytes; its weight-grad product waits for the backward's next gather, if long."""
-        return late_weight(weight, self._frame.number if self._waits(count) else None)
+        return defer_wgrad(weight, self._frame.number if self._waits(count) else None)
 
     def _waits(self, count: int) -> bool:
         """Whether products wait for the collective of a whole activation of ``count`` bytes, to run under it."""

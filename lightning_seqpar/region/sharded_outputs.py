@@ -16,7 +16,7 @@ _MANY = 4096
 """Parts that are remembered outside any step, which would forget them."""
 
 
-class Part(NamedTuple):
+class ShardedOutput(NamedTuple):
     """Of one tensor: which part of what it is."""
 
     tensor: weakref.ref[Tensor]
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     sizes: tuple[int, int] | None
 
 
-class LocalParts:
+class ShardedOutputs:
     """The parts that a step made, known by the tensor objects themselves.
 
     Args:
@@ -35,7 +35,7 @@ class LocalParts:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, ShardedOutput] = {}
 
     def note(
         self, tensor: Tensor, name: str, dim: int, length: int | None, sizes: tuple[int, int] | None = None
@@ -53,9 +53,9 @@ class LocalParts:
             return  # a recompute: the forward noted it
         if len(self._parts) > _MANY:
             self._parts = {key: part for key, part in self._parts.items() if part.tensor() is not None}
-        self._parts[id(tensor)] = Part(weakref.ref(tensor), name, dim, length, sizes)
+        self._parts[id(tensor)] = ShardedOutput(weakref.ref(tensor), name, dim, length, sizes)
 
-    def _part(self, tensor: Tensor) -> Part | None:
+    def _part(self, tensor: Tensor) -> ShardedOutput | None:
         part = self._parts.get(id(tensor))
         return part if part is not None and part.tensor() is tensor else None
 

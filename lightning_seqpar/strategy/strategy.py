@@ -353,7 +353,7 @@ def grad_norm(module: LightningModule, norm_type: float = 2.0) -> Tensor:
     """The norm of the whole model's gradient, as a 0-dim tensor: shards of every rank, whole parameters once.
 
     Call it where gradients are ready, such as ``on_before_optimizer_step``; under a ``SeqParallelStrategy`` it is
-    collective: call it on every rank. Under any other strategy it is the plain norm, so the user's code runs on both.
+    collective: call it on every rank. OverlapWindow any other strategy it is the plain norm, so the user's code runs on both.
     """
     strategy = module.trainer.strategy
     if not isinstance(strategy, SeqParallelStrategy):

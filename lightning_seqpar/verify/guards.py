@@ -247,10 +247,10 @@ def check_sums(loss: Tensor, record: ShardedModel) -> None:
     """The loss must read of a module whose output is summed over tp nothing but that output.
 
     Raises:
-        PartError: naming the module.
+        PartialSumError: naming the module.
     """
     for region in record.regions:
-        region.leaks.check(loss)
+        region.loss_leaks.check(loss)
 
 
 def check_buffers(record: ShardedModel, groups: ParallelGroups, device: torch.device) -> None:
