@@ -189,7 +189,7 @@ class Call:
     given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
 
-class Trace(TorchDispatchMode):
+class ForwardTrace(TorchDispatchMode):
     """Records the forward that runs under it.
 
     All tensors are kept alive until :meth:`forget`, so that a storage's address means one thing.
@@ -318,7 +318,7 @@ class Trace(TorchDispatchMode):
         call.outputs = [self.value_of(tensor) for tensor in self._strided(out)]
 
     @contextmanager
-    def watch(self) -> Iterator[Trace]:
+    def watch(self) -> Iterator[ForwardTrace]:
         """Record what runs inside, with the calls of the model's modules."""
         hooks = []
         for name, module in self._model.named_modules():
