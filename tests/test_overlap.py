@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_seqpar.region.sequence_region as regions
 from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.activations.regather import RegatheredInput
-from lightning_seqpar.activations.wgrad_overlap import DeferredWgrad, Slot, WgradProduct
+from lightning_seqpar.activations.wgrad_overlap import BackwardExchange, DeferredWgrad, WgradProduct
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.grad_sync import GradSync
@@ -474,13 +474,13 @@ class Late:
 
     def __enter__(self) -> Late:
         self.count, self._under_way = 0, 0
-        self._plain = (Slot.give, Slot.take, DeferredWgrad.take)
+        self._plain = (BackwardExchange.give, BackwardExchange.take, DeferredWgrad.take)
 
-        def give(slot: Slot, *args: Any) -> Any:
+        def give(slot: BackwardExchange, *args: Any) -> Any:
             self._under_way += 1
             return self._plain[0](slot, *args)
 
-        def end(slot: Slot, *args: Any) -> Any:
+        def end(slot: BackwardExchange, *args: Any) -> Any:
             self._under_way -= bool(slot._pending._held)
             return self._plain[1](slot, *args)
 
@@ -488,11 +488,11 @@ class Late:
             self.count += self._under_way
             return self._plain[2](late)
 
-        Slot.give, Slot.take, DeferredWgrad.take = give, end, take
+        BackwardExchange.give, BackwardExchange.take, DeferredWgrad.take = give, end, take
         return self
 
     def __exit__(self, *error: Any) -> None:
-        Slot.give, Slot.take, DeferredWgrad.take = self._plain
+        BackwardExchange.give, BackwardExchange.take, DeferredWgrad.take = self._plain
 
 
 def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) -> None:
@@ -563,10 +563,10 @@ def straight() -> list[bool]:
 
 def joined() -> int:
     model, _, _ = make(2, True)
-    plain, calls = Slot.add_product, []
-    Slot.add_product = lambda slot, *args: calls.append(1) or plain(slot, *args)
+    plain, calls = BackwardExchange.add_product, []
+    BackwardExchange.add_product = lambda slot, *args: calls.append(1) or plain(slot, *args)
     loss_of(model, torch.randint(0, 64, (4, 8))).backward()
-    Slot.add_product = plain
+    BackwardExchange.add_product = plain
     return len(calls)
 
 
@@ -580,13 +580,14 @@ def left_over() -> int:
     loss = loss_of(model, torch.randint(0, 64, (4, 8)))
     loss.backward(retain_graph=True)
     found = {
-        kind: [one for one in gc.get_objects() if type(one) is kind] for kind in (WgradProduct, RegatheredInput, Slot)
+        kind: [one for one in gc.get_objects() if type(one) is kind]
+        for kind in (WgradProduct, RegatheredInput, BackwardExchange)
     }
     held = [*found[WgradProduct]]
     held += [x for one in found[RegatheredInput] for x in (one._whole, one._pending) if x is not None]
-    held += [x for one in found[Slot] for x in (*one._sums._held.values(), *one._pending._held.values())]
+    held += [x for one in found[BackwardExchange] for x in (*one._sums._held.values(), *one._pending._held.values())]
     assert found[RegatheredInput]
-    assert found[Slot]
+    assert found[BackwardExchange]
     return len(held)
 
 
