@@ -24,10 +24,27 @@ from lightning_seqpar.distributed.autograd import function_mode, is_node_of, lea
 from lightning_seqpar.distributed.collectives import passes_none
 from lightning_seqpar.distributed.rng import get_streams, set_streams
 
-TRUSTED = "_seqpar_norm_trusted"
-"""Where a norm notes whether its forward can be run again."""
-SAVES = "_seqpar_norm_saves"
-"""And where which activations are worth it, by their bytes."""
+_STATE = "_seqpar_norm"
+"""Where a norm holds its :class:`_NormState`."""
+
+
+class _NormState:
+    """What a norm that runs again in the backward knows.
+
+    Attributes:
+        saves: whether an activation of so many bytes is worth making again.
+        repeatable: whether its forward is one function of its input; none before the first input was tried.
+    """
+
+    def __init__(self, saves: Callable[[int], bool]) -> None:
+        self.saves = saves
+        self.repeatable: bool | None = None
+
+
+def is_repeatable(module: nn.Module) -> bool | None:
+    """Whether a norm's forward can be run again in the backward; none before its first input was tried."""
+    state: _NormState = module.__dict__[_STATE]
+    return state.repeatable
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------
@@ -189,7 +206,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if x is None or not is_plain(x) or not torch.is_grad_enabled() or not x.is_floating_point() or _is_watched():
         return _plain(self, *args, **kwargs)
     parameters = [p for p in self._parameters.values() if p is not None]
-    worth = self.__dict__[SAVES](x.nbytes) and (x.requires_grad or any(p.requires_grad for p in parameters))
+    worth = self.__dict__[_STATE].saves(x.nbytes) and (x.requires_grad or any(p.requires_grad for p in parameters))
     if not worth or any(isinstance(held, Tensor) for held in self.__dict__.values()) or not _is_trusted(self, x):
         return _plain(self, x)
     call = NormCall(self, x)
@@ -206,12 +223,12 @@ def _is_watched() -> bool:
 
 def _is_trusted(module: nn.Module, x: Tensor) -> bool:
     """Whether its forward is one function of its input: tried once, on the first input."""
-    known = module.__dict__.get(TRUSTED)
-    if known is None:
+    state: _NormState = module.__dict__[_STATE]
+    if state.repeatable is None:
         if isinstance(x, FakeTensor):
             return True  # nothing to compare
-        known = module.__dict__[TRUSTED] = x.is_meta or _try(module, x)
-    return bool(known)
+        state.repeatable = x.is_meta or _try(module, x)
+    return state.repeatable
 
 
 def _try(module: nn.Module, x: Tensor) -> bool:
@@ -311,5 +328,5 @@ def make_recomputing(module: nn.Module, saves: Callable[[int], bool] = _always) 
     """
     forward = _forward_dropout if isinstance(module, nn.Dropout) else _forward
     if forward is _forward:
-        module.__dict__[SAVES] = saves
+        module.__dict__[_STATE] = _NormState(saves)
     module.__class__ = _recomputing_class(type(module), forward)  # type: ignore[arg-type]

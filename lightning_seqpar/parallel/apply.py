@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.activations.norm_recompute import SAVES, TRUSTED, is_norm, make_recomputing
+from lightning_seqpar.activations.norm_recompute import is_norm, make_recomputing
 from lightning_seqpar.distributed.collectives import all_gather
 from lightning_seqpar.distributed.rng import Drawn
 from lightning_seqpar.layout.adapters import BASE
@@ -26,8 +25,9 @@ from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.nn.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear, set_data, shrink
 from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.resolve import Blueprint
-from lightning_seqpar.parallel.unsharded_view import Changed, as_written, changes, counts_of
+from lightning_seqpar.parallel.unsharded_view import as_written
 from lightning_seqpar.plan.rules import (
     ColumnRule,
     CopyRule,
@@ -78,7 +78,7 @@ class ShardedModel:
         groups: the process groups.
         regions: the sequence regions, one per stack of blocks.
         doubtful: partial parameters whose class the module tree alone does not prove; checked when training runs.
-        changed: what else became of its modules.
+        changes: what became of its modules, to take it back.
         choices: ``(module, style, who decided)`` for each planned module, in order.
         buffers: layouts of the buffers that are cut.
         on_shards: parameters whose gradient is partial because they are read inside a sequence region.
@@ -94,14 +94,13 @@ class ShardedModel:
     choices: list[tuple[str, str, str]]
     buffers: dict[str, ParamLayout] = field(default_factory=dict)
     hooks: list[RemovableHandle] = field(default_factory=list)
-    undo: list[Callable[[], None]] = field(default_factory=list)
     reading: bool = False
     strategy: Callable[[], Any] = lambda: None
     made_by: object = None
     is_copy: bool = False
     on_shards: frozenset[str] = frozenset()
     versions: dict[str, int] = field(default_factory=dict)
-    changed: list[Changed] = field(default_factory=list)
+    changes: list[ModuleChange] = field(default_factory=list)
 
     def note_versions(self) -> None:
         """The shards are as they should be now."""
@@ -124,7 +123,8 @@ class ShardedModel:
 
     def as_written(self) -> AbstractContextManager[None]:
         """The model looks like the user's own, for code that reads its classes and shapes and runs nothing."""
-        return as_written(self.changed, self.layout)
+        seen = [change for change in self.changes if change.own is not change.other or change.counts]
+        return as_written(seen, self.layout)
 
     def on_shard(self, name: str) -> bool:
         """Whether the module stands inside blocks whose activations are shards."""
@@ -201,8 +201,7 @@ class _Swap(Blueprint):
         layouts = {name: layout for name, (layout, _) in facts.items()}
         doubtful = frozenset(name for name, (_, doubt) in facts.items() if doubt)
         keepers = self._keepers()
-        undo = list(self._snapshots(keepers))
-        before = [(module, type(module), counts_of(module)) for module in dict.fromkeys(self.modules.values())]
+        before = [ModuleSnapshot(module) for module in dict.fromkeys(self.modules.values())]
         for name, match in self.linear.items():
             self._swap(name, match.rule)
         for match in self.sets:
@@ -220,8 +219,6 @@ class _Swap(Blueprint):
             doubtful,
             choices,
         )
-        record.undo = undo
-        record.changed = changes(before)
         record.on_shards = frozenset(
             n for n, item in layouts.items() if item.is_partial and self.sp_at(n.rpartition(".")[0])
         )
@@ -231,27 +228,9 @@ class _Swap(Blueprint):
         record.hooks += [module.register_state_dict_pre_hook(_guard(record)) for module in self._holders(record)]
         for name in dict.fromkeys(name.rpartition(".")[0] for name, item in layouts.items() if item.is_sharded):
             self.modules[name].__dict__[_PART] = name
-            undo.append(functools.partial(self.modules[name].__dict__.pop, _PART))
+        record.changes = changes_since(before)
         self.model.__dict__[_RECORD] = record
         return record
-
-    def _snapshots(self, keepers: Iterable[str]) -> Iterator[Callable[[], None]]:
-        """What takes each changed module back: its class and the attributes that we change, no others."""
-        own = ["in_features", "out_features", "num_heads", "use_nested_tensor"]
-        changed = {name: list(own) for name in self.linear}
-        changed |= {
-            f"{name}.out_proj": ["in_features"]
-            for name, m in self.linear.items()
-            if isinstance(m.rule, ReplaceRule) and name not in self.encoders
-        }
-        changed |= {name: [] for name in (*self.vocabs, *keepers)}
-        for match in self.sets:
-            assert isinstance(match.rule, SetRule)
-            changed.setdefault(match.name, []).extend(
-                attribute.partition(".")[0] for attribute in (*match.rule.divide, *match.rule.values, *match.rule.ratio)
-            )
-        for name, attributes in changed.items():
-            yield _restorer(self.modules[name], attributes)
 
     def _keepers(self) -> dict[str, SequenceRegion]:
         """Norms and dropouts of the regions: what they keep for the backward can be less."""
@@ -282,6 +261,7 @@ class _Swap(Blueprint):
             return  # the same module under a second name
         if isinstance(rule, ColumnRule):
             column = ColumnParallelLinear.adopt(module, self.shards[name], region, name, self.kinds[name])
+            column.recomputes_elementwise = True
             column.gathers_input = name in self.gathers and name not in self.copies
         else:
             row = RowParallelLinear.adopt(module, self.shards[name], region, name, self.kinds[name])
@@ -469,39 +449,6 @@ class _Swap(Blueprint):
         return list(dict.fromkeys(found))
 
 
-def _restorer(module: nn.Module, attributes: Iterable[str]) -> Callable[[], None]:
-    names = list(attributes)
-    kind, kept = module.__class__, {key: getattr(module, key) for key in names if hasattr(module, key)}
-
-    def restore() -> None:
-        if module.__class__ is not kind:
-            for key in (
-                "region",
-                "shard",
-                "full_name",
-                "global_heads",
-                "gathers_input",
-                "recomputes_elementwise",
-                "loss_chunk",
-                SAVES,
-                TRUSTED,
-                "leaves_partial",
-                "packs",
-                "transposed",
-                "group",
-                "rank",
-            ):
-                module.__dict__.pop(key, None)
-            module.__class__ = kind
-        for key in names:
-            if key not in kept:
-                module.__dict__.pop(key, None)
-        for key, value in kept.items():
-            setattr(module, key, value)
-
-    return restore
-
-
 def _open_call(region: SequenceRegion, model: nn.Module) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any) -> None:
         trainer = getattr(model, "_trainer", None)
@@ -619,7 +566,7 @@ def unshard(model: nn.Module) -> nn.Module:
             setattr(module, leaf, whole_tensor(getattr(module, leaf), layout, record.groups))
     for hook in record.hooks:
         hook.remove()
-    for restore in record.undo:
-        restore()
+    for change in record.changes:
+        change.undo()
     del model.__dict__[_RECORD]
     return model

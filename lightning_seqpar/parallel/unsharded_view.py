@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_seqpar.layout.param_layout import ModelLayout
+from lightning_seqpar.parallel.module_changes import ModuleChange
 
 _NUMELS = (Tensor.numel, Tensor.nelement, torch.numel)
 
@@ -50,40 +51,8 @@ class _WholeShapes(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Changed(NamedTuple):
-    """What sharding changed of a module.
-
-    Attributes:
-        module: the module.
-        own: its class in the user's model.
-        other: its class now.
-        counts: its numbers (features, heads) that are others now, as they were and as they are.
-    """
-
-    module: nn.Module
-    own: type
-    other: type
-    counts: dict[str, tuple[int, int]]
-
-
-def counts_of(module: nn.Module) -> dict[str, int]:
-    """A module's own whole numbers."""
-    return {key: value for key, value in vars(module).items() if type(value) is int}
-
-
-def changes(before: Sequence[tuple[nn.Module, type, dict[str, int]]]) -> list[Changed]:
-    """What became of modules that had these classes and numbers."""
-    found = []
-    for module, own, counts in before:
-        now = counts_of(module)
-        other = {key: (value, now[key]) for key, value in counts.items() if now.get(key, value) != value}
-        if type(module) is not own or other:
-            found.append(Changed(module, own, type(module), other))
-    return found
-
-
 @contextmanager
-def as_written(changed: Sequence[Changed], layout: ModelLayout) -> Iterator[None]:
+def as_written(changed: Sequence[ModuleChange], layout: ModelLayout) -> Iterator[None]:
     """Modules have their own classes and numbers again, and sharded parameters tell their whole shapes.
 
     Nothing can be run or copied meanwhile: the weights are shards.
@@ -97,7 +66,7 @@ def as_written(changed: Sequence[Changed], layout: ModelLayout) -> Iterator[None
 
 
 @contextmanager
-def _as_own(one: Changed) -> Iterator[None]:
+def _as_own(one: ModuleChange) -> Iterator[None]:
     module, held = one.module, vars(one.module)  # instances may have a forward of their own
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
