@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_seqpar.distributed.counters import Traffic
-from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
+from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason
 from lightning_seqpar.parallel.grad_sync import GradSync, step_traffic
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.topology.grid import ProcessTopology
@@ -30,7 +30,7 @@ def build(tp: int) -> tuple[Any, ...]:
     groups = ParallelGroups(ProcessTopology(["dp", "tp"], [world // tp, tp]), dist.get_rank())
     model = Holder()
     layouts = {
-        name: ParamLayout(name, (SIZE,), None, frozenset({"tp"}), "sees sequence shards")
+        name: ParamLayout(name, (SIZE,), None, frozenset({"tp"}), Reason.SEES_SHARDS)
         for name, _ in model.named_parameters()
     }
     layout = ModelLayout(model, layouts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import json
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import lightning_seqpar.region.sequence_region as regions
 from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.activations.wgrad_overlap import BackwardExchange, DeferredWgrad, WgradProduct
@@ -430,22 +430,30 @@ USES = {
 }  # fmt: skip
 
 
-def make(tp: int, sp: bool, regather: Any = True) -> tuple[Decoder, Any, ParallelGroups]:
+def make(
+    tp: int, sp: bool, regather: Any = True, overlap_from: int | None = None
+) -> tuple[Decoder, Any, ParallelGroups]:
     groups = ParallelGroups(ProcessTopology(["dp", "tp"], [dist.get_world_size() // tp, tp]), dist.get_rank())
     torch.manual_seed(0)
     model = Decoder(3).double()
     plans = resolve_plans("auto", model, lambda: infer_plan(model, (torch.zeros(4, 8, dtype=torch.long),), tp).plan)
-    return model, parallelize(model, plans, groups, sp=sp, regather=regather), groups
+    record = parallelize(model, plans, groups, sp=sp, regather=regather)
+    if overlap_from is not None:
+        for region in record.regions:
+            region.policy = dataclasses.replace(region.policy, overlap_from=overlap_from)
+    return model, record, groups
 
 
 FEW = ("plain", "micro_batches", "detached_inside", "other_orders", "recomputed", "two_forwards")
 
 
-def check_uses(tp: int, sp: bool, names: Sequence[str], regather: Any = True) -> dict[str, int]:
+def check_uses(
+    tp: int, sp: bool, names: Sequence[str], regather: Any = True, overlap_from: int | None = None
+) -> dict[str, int]:
     counts = {}
     for name in names:
         use = USES[name]
-        model, record, groups = make(tp, sp, regather)
+        model, record, groups = make(tp, sp, regather, overlap_from)
         torch.manual_seed(0)
         reference = Decoder(3).double()
         sync = GradSync(record.layout, groups)
@@ -518,8 +526,7 @@ def test_gradients_are_those_of_one_process_where_nothing_waits(sp):
 
 
 def check_some_wait(sp: bool) -> dict[str, int]:
-    regions._SHORT = 4 * 8 * 32 * 8  # the first two rounds' activations
-    return check_uses(4, sp, FEW, "auto")
+    return check_uses(4, sp, FEW, "auto", overlap_from=4 * 8 * 32 * 8)  # the first two rounds' activations
 
 
 @pytest.mark.parametrize("sp", [True, False])

@@ -57,7 +57,7 @@ class _Source(str):
         return _Source, (str(self), self.tensors, self.since)
 
     def names(self, tensor: Tensor) -> list[str]:
-        """OverlapWindow which the module held a tensor."""
+        """Under which the module held a tensor."""
         return self._names.get(id(tensor), [])
 
     def changed(self) -> list[str]:
@@ -186,7 +186,7 @@ class WeightFiles:
         return [name, name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"]
 
     def _key(self, name: str) -> str | None:
-        """OverlapWindow which name one tensor of the files is the module's ``name``."""
+        """Under which name one tensor of the files is the module's ``name``."""
         keys = (self._renamed.get(one, one) for one in self._names(name))
         return next((key for key in keys if key in self._files), None)
 

@@ -4,11 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from lightning_seqpar.layout.shard import Shard
+
+
+class Reason(Enum):
+    """Why a parameter has its layout, as messages and the plan's table say it."""
+
+    IDENTICAL = "whole activations: identical gradients"
+    COMPUTED_WHOLE = "computed whole on every rank: identical gradients"
+    COLUMN = "column: out-features sharded"
+    COLUMN_SHARED = "column: out-features sharded, some of them by several ranks"
+    COLUMN_HEADS = "column: heads sharded, [q|k|v]"
+    ROW = "row: in-features sharded"
+    ROW_HEADS = "row: heads sharded"
+    ROW_BIAS_ON_SHARDS = "row bias: added to shards"
+    ROW_BIAS_ONCE = "row bias: the first rank adds it to partial sums"
+    ONCE = "once: the first rank adds it to partial sums"
+    VOCAB = "vocab: sharded by vocabulary"
+    LOCAL_HEADS = "local_heads: sliced along its heads"
+    SEES_SHARDS = "sees sequence shards"
+    GATHER_TO_ROW = "between gather and row"
+    COPY_TO_ROW = "between copy and row"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -20,7 +44,7 @@ class ParamLayout:
         global_shape: its whole shape.
         shard: how it is dealt out over the axis ``tp``; none if every rank holds it whole.
         sum_over: the *set* of axes over which its gradient comes in parts that must be summed.
-        reason: why, for messages and the plan's table.
+        reason: why.
         free: the model's own code reads the shard, not a layer of ours.
     """
 
@@ -28,7 +52,7 @@ class ParamLayout:
     global_shape: tuple[int, ...]
     shard: Shard | None = None
     sum_over: frozenset[str] = frozenset()
-    reason: str = "whole activations: identical gradients"
+    reason: Reason = Reason.IDENTICAL
     free: bool = False
 
     @property

@@ -44,7 +44,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         Raises:
             ValueError: for heads that do not divide by tp, or features of the original that have no parallel form.
         """
-        cls.check(attention, region, name)
+        cls.check(attention, name, sp=region.sp, dim=region.dim)
         heads, width = attention.num_heads, attention.embed_dim
         shard = Shard.by_segments(0, [width] * 3, [heads] * 3, region.size, name)
         attention.__class__ = cls
@@ -63,8 +63,18 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         return layer  # type: ignore[no-any-return]
 
     @staticmethod
-    def check(attention: nn.MultiheadAttention, region: SequenceRegion, name: str) -> None:
-        """Refuse what has no parallel form, before anything is changed."""
+    def check(attention: nn.MultiheadAttention, name: str, *, sp: bool, dim: int) -> None:
+        """Refuse what has no parallel form, before anything is changed.
+
+        Args:
+            attention: the module.
+            name: its name in the model.
+            sp: whether activations between the blocks are shards along the sequence.
+            dim: the tensor dim of the sequence.
+
+        Raises:
+            ValueError: naming the module and what is wrong.
+        """
         for wrong, what in (
             (attention.in_proj_weight is None, "kdim or vdim different from embed_dim"),
             (attention.bias_k is not None, "add_bias_kv=True"),
@@ -73,10 +83,10 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
             if wrong:
                 raise ValueError(f"{name}: nn.MultiheadAttention with {what} has no tensor-parallel form; leave it out")
         expected = 1 if attention.batch_first else 0
-        if region.sp and region.dim != expected:
+        if sp and dim != expected:
             raise ValueError(
                 f"{name}: batch_first={attention.batch_first}, so the sequence is at dim {expected}, but the plan's "
-                f"blocks rule says dim {region.dim}; set 'dim: {expected}' there"
+                f"blocks rule says dim {dim}; set 'dim: {expected}' there"
             )
 
     def forward(

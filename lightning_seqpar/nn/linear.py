@@ -291,7 +291,7 @@ class ColumnParallelLinear(_ParallelLinear):
         tokens: tuple[int, ...] = ()
         region.open_gather(x, self.full_name)
         try:
-            if region.sp and region.saves(x.nbytes):
+            if region.sp and region.policy.remakes(x.nbytes):
                 length = region.length_for(x, self.full_name)
                 out: Tensor = GatherLinear.apply(x, self.matrix, self.bias, region, length, remembered(x))  # type: ignore[no-untyped-call]
             else:

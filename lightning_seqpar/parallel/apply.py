@@ -21,12 +21,12 @@ from lightning_seqpar.distributed.rng import Drawn
 from lightning_seqpar.layout.adapters import BASE
 from lightning_seqpar.layout.attribute_override import read_attribute, write_attribute
 from lightning_seqpar.layout.module_names import Argument, inside
-from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
+from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason
 from lightning_seqpar.nn.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear, set_data, shrink
 from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
-from lightning_seqpar.parallel.resolve import Blueprint
+from lightning_seqpar.parallel.resolve import ResolvedPlan, Stack
 from lightning_seqpar.parallel.unsharded_view import as_written
 from lightning_seqpar.plan.rules import (
     ColumnRule,
@@ -191,8 +191,30 @@ def record_of(model: nn.Module) -> ShardedModel | None:
     return record if isinstance(record, ShardedModel) and record.model is model else None
 
 
-class _Swap(Blueprint):
-    """One parallelisation: what was read and checked is carried out."""
+class _Swap(ResolvedPlan):
+    """One parallelisation: what was read and checked is carried out, on the process groups."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Sequence[ShardingPlan],
+        groups: ParallelGroups,
+        sp: bool,
+        regather: bool | Literal["auto"],
+        loss_chunk: int | None,
+    ) -> None:
+        super().__init__(model, plans, groups.size("tp"), sp, loss_chunk)
+        self.groups, self.rank = groups, groups.rank("tp")
+        self.regions = {stack.blocks[0]: self._region(stack, regather) for stack in self.stacks}
+
+    def _region(self, stack: Stack, regather: bool | Literal["auto"]) -> SequenceRegion:
+        region = SequenceRegion(self.groups["tp"], stack.dim, sp=stack.sp, name=stack.shown, regather=regather)
+        region.blocks = tuple(stack.blocks)
+        return region
+
+    def region_of(self, name: str) -> SequenceRegion:
+        """The region whose blocks hold the module."""
+        return self.regions[self.stack_of(name).blocks[0]]
 
     def apply(self) -> ShardedModel:
         """Change the model; nothing was changed before this."""
@@ -208,7 +230,7 @@ class _Swap(Blueprint):
             self._set(match)
         self._swap_vocabs()
         for name, region in keepers.items():
-            make_recomputing(self.modules[name], region.saves_activation)
+            make_recomputing(self.modules[name], region.policy.remakes_between_blocks)
         choices = [(match.name, match.rule.style, match.source) for match in self.matches]
         record = ShardedModel(
             self.model,
@@ -247,9 +269,9 @@ class _Swap(Blueprint):
         module = self.modules[name]
         if name in self.encoders:
             assert isinstance(module, nn.TransformerEncoder)
-            region = self.region_owned_by(name)
-            assert region is not None
-            ParallelTransformerEncoder.adopt(module, region)
+            stack = self.stack_owned_by(name)
+            assert stack is not None
+            ParallelTransformerEncoder.adopt(module, self.regions[stack.blocks[0]])
             return
         region = self.region_of(name)
         if isinstance(rule, ReplaceRule):
@@ -278,7 +300,7 @@ class _Swap(Blueprint):
             if isinstance(tensor, nn.Parameter):
                 shrink(tensor, shard, self.rank)
             else:
-                layout = ParamLayout(name, tuple(tensor.shape), shard, reason="local_heads: sliced along its heads")
+                layout = ParamLayout(name, tuple(tensor.shape), shard, reason=Reason.LOCAL_HEADS)
                 setattr(self.modules[module], leaf, shard.take(tensor, self.rank))
                 yield name, layout
 
@@ -413,7 +435,7 @@ class _Swap(Blueprint):
         readers = {
             name.rpartition(".")[0]
             for name, layout in layouts.items()
-            if layout.is_partial and layout.reason == "sees sequence shards"
+            if layout.is_partial and layout.reason is Reason.SEES_SHARDS
         }
         for name in sorted(readers):
             for stack in self.stacks:

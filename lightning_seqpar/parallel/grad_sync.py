@@ -397,7 +397,7 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
             )
             names.append((unknown, "nothing is known of it"))
         elif not found.is_sharded:
-            names.append((found.name, found.reason))
+            names.append((found.name, str(found.reason)))
         if found is None or not found.is_sharded:
             grads.append(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
     if not grads:

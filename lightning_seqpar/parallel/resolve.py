@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from torch import Tensor, nn
 
@@ -13,7 +12,7 @@ from lightning_seqpar.layout.adapters import DOWN, UP
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
 from lightning_seqpar.layout.module_names import Argument, inside, match_pattern
-from lightning_seqpar.layout.param_layout import ParamLayout
+from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.attention import ParallelMultiheadAttention
 from lightning_seqpar.nn.vocab import VocabParallelEmbedding
@@ -37,8 +36,6 @@ from lightning_seqpar.plan.rules import (
     VocabRule,
     WholeRule,
 )
-from lightning_seqpar.region.sequence_region import SequenceRegion
-from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NOT_POINTWISE = (
@@ -55,7 +52,16 @@ _NOT_POINTWISE = (
 
 @dataclass
 class Stack:
-    """One stack of blocks and what belongs to it."""
+    """One stack of blocks and what belongs to it.
+
+    Attributes:
+        owner: the module that runs the blocks.
+        blocks: their names, in order.
+        dim: the tensor dim of the sequence.
+        sp: whether activations between them are shards along the sequence.
+        arg: the argument of a block that carries the activation.
+        exits: modules at whose output the region ends; at the last block's where there are none.
+    """
 
     owner: str
     blocks: list[str]
@@ -74,8 +80,17 @@ class Stack:
         return any(inside(name, block) for block in self.blocks)
 
 
-class Blueprint:
-    """A plan read on a model: which region each module is in, what each parameter becomes. Changes nothing.
+class ResolvedPlan:
+    """A plan read on a model: which stack of blocks each module is in, what each parameter becomes. Changes nothing.
+
+    It needs the size of the axis ``tp``, and no process group: a plan for 512 ranks is read on one.
+
+    Args:
+        model: the whole model.
+        plans: what holds for it; later ones win.
+        size: number of tensor-parallel ranks.
+        sp: whether activations between blocks are shards along the sequence, where a blocks rule does not say otherwise.
+        loss_chunk: tokens of which a head that is sharded by vocabulary makes logits at once.
 
     Raises:
         ValueError: for a plan that can't be carried out right.
@@ -85,13 +100,11 @@ class Blueprint:
         self,
         model: nn.Module,
         plans: Sequence[ShardingPlan],
-        groups: ParallelGroups,
+        size: int,
         sp: bool,
-        regather: bool | Literal["auto"],
         loss_chunk: int | None = None,
     ) -> None:
-        self.model, self.groups, self.sp, self.loss_chunk = model, groups, sp, loss_chunk
-        self.size, self.rank = groups.size("tp"), groups.rank("tp")
+        self.model, self.size, self.sp, self.loss_chunk = model, size, sp, loss_chunk
         self.modules = dict(model.named_modules(remove_duplicate=False))
         first: dict[int, str] = {}
         for name, module in self.modules.items():
@@ -124,14 +137,6 @@ class Blueprint:
         self.kinds: dict[str, LinearKind] = {}
         self.sets = [match for match in matches if isinstance(match.rule, SetRule)]
         self.stacks = self._find_stacks()
-        self.regions = {
-            stack.blocks[0]: SequenceRegion(
-                groups["tp"], stack.dim, sp=sp and stack.sp, name=stack.shown, regather=regather
-            )
-            for stack in self.stacks
-        }
-        for stack in self.stacks:
-            self.regions[stack.blocks[0]].blocks = tuple(stack.blocks)
         self.shards: dict[str, Shard] = {}
         self.units: dict[str, int] = {}  # of each column: into how many its first segment is dealt out
         self.encoders = {
@@ -162,7 +167,7 @@ class Blueprint:
             owner = parent
             while isinstance(self.modules[owner], _CONTAINERS) and owner:
                 owner = owner.rpartition(".")[0]
-            stacks.append(Stack(owner, [name for name, _ in found], found[-1][1].dim, found[-1][1].sp))
+            stacks.append(Stack(owner, [name for name, _ in found], found[-1][1].dim, self.sp and found[-1][1].sp))
         for match in self.matches:
             if isinstance(match.rule, ScatterRule):
                 self._stack_of_blocks(match, stacks).arg = match.rule.arg
@@ -206,11 +211,15 @@ class Blueprint:
             )
         return nearest[0]
 
-    def region_of(self, name: str) -> SequenceRegion:
-        """The region whose blocks hold the module."""
+    def stack_of(self, name: str) -> Stack:
+        """The stack whose blocks hold the module.
+
+        Raises:
+            ValueError: if the module lies outside of all blocks.
+        """
         for stack in self.stacks:
             if stack.covers(name):
-                return self.regions[stack.blocks[0]]
+                return stack
         raise ValueError(
             f"plan: {name!r} is planned but lies outside the blocks "
             f"({', '.join(stack.blocks[0] for stack in self.stacks)}, ...); only what the blocks hold can be sharded"
@@ -220,12 +229,12 @@ class Blueprint:
         """Whether activations are shards where the module runs: inside the blocks of a region with sp, or at its end."""
         for stack in self.stacks:
             if stack.covers(name) or any(inside(name, out) for out in stack.exits):
-                return self.regions[stack.blocks[0]].sp
+                return stack.sp
         return False
 
-    def region_owned_by(self, owner: str) -> SequenceRegion | None:
-        """The region of the first stack that the module runs."""
-        return next((self.regions[stack.blocks[0]] for stack in self.stacks if stack.owner == owner), None)
+    def stack_owned_by(self, owner: str) -> Stack | None:
+        """The first stack that the module runs."""
+        return next((stack for stack in self.stacks if stack.owner == owner), None)
 
     def _let_whole_win(self, matches: list[Match]) -> None:
         """A 'whole' undoes what earlier rules said of the module and its inside."""
@@ -246,18 +255,18 @@ class Blueprint:
             self._check_whole(name)
         for name, match in list(self.linear.items()):
             if name in self.encoders:
-                if self.region_owned_by(name) is None:
+                if self.stack_owned_by(name) is None:
                     raise ValueError(
                         f"{name or 'the model'}: 'replace' takes an nn.TransformerEncoder whose layers are blocks"
                     )
                 continue
-            region = self.region_of(name)
+            stack = self.stack_of(name)
             if isinstance(match.rule, ReplaceRule):
-                self._check_replace(name, region)
+                self._check_replace(name, stack)
             else:
                 self._check_linear(name, match.rule)
         for name in (*self.gathers, *self.copies, *self.wholes, *self.wide, *self.sliced_args, *self.sliced_tensors):
-            self.region_of(name)
+            self.stack_of(name)
         for name, match in self.raw.items():
             self._check_raw(name, match.rule)
         for name in self.reduces:
@@ -284,13 +293,13 @@ class Blueprint:
             self._check_pointwise()
         self._check_ties()
 
-    def _check_replace(self, name: str, region: SequenceRegion) -> None:
+    def _check_replace(self, name: str, stack: Stack) -> None:
         module = self.modules[name]
         if type(module) is not nn.MultiheadAttention:
             raise ValueError(
                 f"{name}: 'replace' knows nn.MultiheadAttention, and this is a {type(module).__name__}; use column and row"
             )
-        ParallelMultiheadAttention.check(module, region, name)
+        ParallelMultiheadAttention.check(module, name, sp=stack.sp, dim=stack.dim)
         if module.num_heads % self.size:
             works = ", ".join(str(n) for n in range(1, module.num_heads + 1) if module.num_heads % n == 0)
             raise ValueError(
@@ -336,7 +345,7 @@ class Blueprint:
 
     def _check_raw(self, name: str, rule: Rule) -> None:
         assert isinstance(rule, ColumnRule | RowRule)
-        self.region_of(name)
+        self.stack_of(name)
         shape, module = list(self._tensor(name).shape), name.rpartition(".")[0]
         dim = rule.dim if rule.dim is not None else -2 if isinstance(rule, ColumnRule) else -1
         if not -len(shape) <= dim < len(shape):
@@ -359,8 +368,8 @@ class Blueprint:
         self.shards[name] = Shard.by_segments(dim % len(shape), segments, units, self.size, name)
 
     def _check_reduce(self, name: str) -> None:
-        region = self.region_of(name)
-        if region.sp and not any(inside(name, around) for around in self.gathers):
+        stack = self.stack_of(name)
+        if stack.sp and not any(inside(name, around) for around in self.gathers):
             raise ValueError(
                 f"{name}: its rows' partial sums are reduced where it returns, so it must be entered with whole activations; "
                 f"add a rule {{pattern: {name}, style: gather}}, with all the arguments that hold tokens"
@@ -595,25 +604,24 @@ class Blueprint:
         module, _, leaf = parameter.rpartition(".")
         shape = tuple(self.model.get_parameter(parameter).shape)
 
-        def layout(shard: Shard | None = None, partial: bool = False, reason: str = "") -> ParamLayout:
+        def layout(shard: Shard | None = None, partial: bool = False, reason: Reason = Reason.IDENTICAL) -> ParamLayout:
             over = frozenset({"tp"}) if partial else frozenset()
-            return ParamLayout(parameter, shape, shard, over, reason or "whole activations: identical gradients")
+            return ParamLayout(parameter, shape, shard, over, reason)
 
         sliced = self.sliced_shard(parameter)
         if sliced is not None:
-            return ParamLayout(parameter, shape, sliced, reason="local_heads: sliced along its heads", free=True), False
+            return ParamLayout(parameter, shape, sliced, reason=Reason.LOCAL_HEADS, free=True), False
         if parameter in self.raw:
-            held, style = self.shards[parameter], self.raw[parameter].rule.style
+            held = self.shards[parameter]
             over = frozenset({"tp"}) if held.has_shared else frozenset()
-            reason = f"{style}: {'out' if style == 'column' else 'in'}-features sharded"
+            reason = Reason.COLUMN if isinstance(self.raw[parameter].rule, ColumnRule) else Reason.ROW
             return ParamLayout(parameter, shape, held, over, reason, free=True), False
         if parameter in self.once:
-            return layout(partial=True, reason="once: the first rank adds it to partial sums"), False
+            return layout(partial=True, reason=Reason.ONCE), False
         if module in self.vocabs:
-            reason = "vocab: sharded by vocabulary"
-            return ParamLayout(parameter, shape, self.vocab_shard(module), reason=reason, free=True), False
+            return ParamLayout(parameter, shape, self.vocab_shard(module), reason=Reason.VOCAB, free=True), False
         if any(inside(module, name) for name in self.wholes):
-            return layout(reason="computed whole on every rank: identical gradients"), False
+            return layout(reason=Reason.COMPUTED_WHOLE), False
         around = next(
             (
                 name
@@ -630,23 +638,23 @@ class Blueprint:
             if isinstance(match.rule, ColumnRule):
                 dim = held.dim if leaf == "weight" else 0
                 over = frozenset({"tp"}) if held.has_shared else frozenset()
-                reason = "column: out-features sharded" + (", some of them by several ranks" if over else "")
+                reason = Reason.COLUMN_SHARED if over else Reason.COLUMN
                 return ParamLayout(parameter, shape, Shard(dim, held.length, held.ranges), over, reason, free), False
             if leaf == "weight":
-                return ParamLayout(parameter, shape, held, reason="row: in-features sharded", free=free), False
+                return ParamLayout(parameter, shape, held, reason=Reason.ROW, free=free), False
             if self.reduced_at(module) is not None:
-                return layout(partial=True, reason="row bias: the first rank adds it to partial sums"), False
+                return layout(partial=True, reason=Reason.ROW_BIAS_ONCE), False
             sp = self.sp_at(module)
-            return layout(partial=sp, reason="row bias: added to shards" if sp else ""), False
+            return layout(partial=sp, reason=Reason.ROW_BIAS_ON_SHARDS if sp else Reason.IDENTICAL), False
         if not self.in_region(module):
             return layout(), False
         if self._follows_row(module):
             sp = self.sp_at(module)
-            return layout(partial=sp, reason="sees sequence shards" if sp else ""), False
+            return layout(partial=sp, reason=Reason.SEES_SHARDS if sp else Reason.IDENTICAL), False
         in_gather = any(inside(module, name) for name in (*self.gathers, *self.copies, *self.wide))
         if self.sp_at(module):
-            return layout(partial=True, reason="between gather and row" if in_gather else "sees sequence shards"), False
-        return layout(partial=in_gather, reason="between copy and row" if in_gather else ""), in_gather
+            return layout(partial=True, reason=Reason.GATHER_TO_ROW if in_gather else Reason.SEES_SHARDS), False
+        return layout(partial=in_gather, reason=Reason.COPY_TO_ROW if in_gather else Reason.IDENTICAL), in_gather
 
     def _follows_row(self, module: str) -> bool:
         """Whether it is the second half of a row's adapter: the first one's sums are reduced before it."""
@@ -662,11 +670,14 @@ class Blueprint:
         width, heads = module.embed_dim, module.num_heads
         if leaf.startswith("in_proj"):
             shard = Shard.by_segments(0, [width] * 3, [heads] * 3, self.size, name)
-            reason = "column: heads sharded, [q|k|v]"
             return ParamLayout(
-                parameter, tuple(self.model.get_parameter(parameter).shape), shard, reason=reason, free=True
+                parameter,
+                tuple(self.model.get_parameter(parameter).shape),
+                shard,
+                reason=Reason.COLUMN_HEADS,
+                free=True,
             )
         if parameter.endswith("out_proj.weight"):
-            return layout(Shard.by_segments(1, [width], [heads], self.size, name), reason="row: heads sharded")
+            return layout(Shard.by_segments(1, [width], [heads], self.size, name), reason=Reason.ROW_HEADS)
         sp = self.sp_at(name)
-        return layout(partial=sp, reason="row bias: added to shards" if sp else "")
+        return layout(partial=sp, reason=Reason.ROW_BIAS_ON_SHARDS if sp else Reason.IDENTICAL)

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_seqpar.activations.elementwise_recompute import ElementwiseSpans
-from lightning_seqpar.activations.policy import keeper
+from lightning_seqpar.activations.policy import SavePolicy, keeper
 from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.activations.wgrad_overlap import (
     BackwardExchange,
@@ -57,11 +57,6 @@ from lightning_seqpar.region.sharded_outputs import ShardedOutputs
 
 _MANY = 4096  # calls that are remembered outside any step
 _PASSING = ("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "AliasBackward0")  # casts and views of all of it
-KEPT = 2**21
-"""Bytes of a whole activation up to which ``regather="auto"`` keeps it: there the time of a step is that of starting its
-parts, a collective's its latency, and what is made or gathered again costs more than it frees."""
-_SHORT = 2**18
-"""Bytes of a whole activation up to which, then, to run a product under its collective costs more than it gains."""
 
 
 @dataclass
@@ -123,7 +118,10 @@ class SequenceRegion:
             stands for f and f̄.
         name: how messages call it.
         regather: gather column inputs again in the backward, and make norms and activations again, instead of keeping
-            them; ``auto`` keeps those of up to :data:`KEPT` bytes.
+            them; ``auto`` keeps small ones.
+
+    Attributes:
+        policy: what is kept for the backward, see :class:`~lightning_seqpar.activations.policy.SavePolicy`.
     """
 
     def __init__(
@@ -135,9 +133,10 @@ class SequenceRegion:
         name: str = "",
         regather: bool | Literal["auto"] = "auto",
     ) -> None:
-        self.group, self.dim, self.sp, self.regather = group, dim, sp, regather
+        self.group, self.dim, self.sp = group, dim, sp
         self.name = name or "the model"
         self.size, self.rank = group.size(), group.rank()
+        self.policy = SavePolicy(regather, self.size, sp)
         self.is_copy = False
         self._frames = [_Frame()]
         # What each block's input was, by its shape: a recompute in the backward runs outside any frame.
@@ -148,10 +147,10 @@ class SequenceRegion:
         self.loss_leaks = LossLeakCheck()
         self.blocks: tuple[str, ...] = ()  # their names
         self._in_block = 0
-        self.elementwise_spans = ElementwiseSpans(self.saves)
+        self.elementwise_spans = ElementwiseSpans(self._remakes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
-        copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.regather)
+        copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.policy.regather)
         memo[id(self)] = copied
         copied.is_copy = True
         return copied
@@ -413,24 +412,24 @@ class SequenceRegion:
         """A shard on its way to column linears: gathered (g), or copied (f) where the sequence is not sharded."""
         handle = None
         if not self.sp:
-            if self._waits(x.nbytes):
+            if self.policy.overlaps(x.nbytes):
                 whole, under = copy_over(x, self.group)
             else:
                 whole, under = copy_to_tensor_parallel_region(x, self.group), OverlapWindow(None, BackwardExchange())
-            if self.saves_activation(x.nbytes):
+            if self.policy.remakes_between_blocks(x.nbytes):
                 handle = RegatheredInput(x, self.dim, self.group, None)
         else:
             length = self.length_for(x, module)
             folded = self._fold(x, self.shard_length)  # flattened tokens, in the order of [b, s]
             shard = x if folded is None else folded
-            if self._waits(x.nbytes * self.size):
+            if self.policy.overlaps(x.nbytes * self.size):
                 whole, under = gather_over(shard, self.dim, self.group, length)
             else:
                 whole = gather_from_sequence_parallel_region(shard, self.dim, self.group, length)
                 under = OverlapWindow(None, BackwardExchange())
             if folded is not None:
                 whole = whole.flatten(0, 1)
-            elif self.saves(x.nbytes):
+            elif self.policy.remakes(x.nbytes):
                 handle = RegatheredInput(x, self.dim, self.group, length)
         if torch.is_grad_enabled():
             handle = handle if handle is not None and handle.keeps_less else None
@@ -438,13 +437,8 @@ class SequenceRegion:
         self._note(whole)
         return whole
 
-    def saves(self, count: int) -> bool:
-        """Whether an activation of ``count`` bytes on each rank is made (or gathered) again rather than kept."""
-        return count * self.size > KEPT if self.regather == "auto" else self.regather
-
-    def saves_activation(self, count: int) -> bool:
-        """The same for an activation between the blocks, which is a shard only with sequence parallelism."""
-        return self.saves(count if self.sp else count // self.size)
+    def _remakes(self, count: int) -> bool:
+        return self.policy.remakes(count)
 
     def _fold(self, x: Tensor, positions: int, of: _Frame | _Fact | None = None) -> Tensor | None:
         """Tokens that were flattened, ``[b·s, h]`` → ``[b, s, h]`` (or ``[s, b, h]``); none if they were not."""
@@ -634,19 +628,15 @@ class SequenceRegion:
         read = self._find(x)
         if read is None:
             return weight, None, None
-        number = read.under.number if self._waits(x.nbytes) else None
+        number = read.under.number if self.policy.overlaps(x.nbytes) else None
         return *defer_wgrad(weight, number), read.under.slot if x._version == read.version else None
 
     def defer_row_wgrad(self, weight: Tensor, count: int) -> tuple[Tensor, DeferredWgrad | None]:
         """The weight of a row that makes ``count`` bytes; its weight-grad product waits for the backward's next gather, if long."""
-        return defer_wgrad(weight, self._frame.number if self._waits(count) else None)
-
-    def _waits(self, count: int) -> bool:
-        """Whether products wait for the collective of a whole activation of ``count`` bytes, to run under it."""
-        return count > _SHORT or self.regather != "auto"
+        return defer_wgrad(weight, self._frame.number if self.policy.overlaps(count) else None)
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
-        if not self._waits(x.nbytes):
+        if not self.policy.overlaps(x.nbytes):
             self._frame.number = None
             return reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
         shard, under = reduce_scatter_over(x, self.dim, self.group)

@@ -256,7 +256,7 @@ def report_exception(rank: int, error: BaseException) -> None:
 
 
 def tell_external_launcher(rank: int, error: BaseException) -> None:
-    """OverlapWindow torchrun or srun: name the rank in our own words, and write torchrun's error file for its summary."""
+    """Under torchrun or srun: name the rank in our own words, and write torchrun's error file for its summary."""
     if is_lost_peer(error) and "imed out" in str(error):
         say(
             f"rank {rank} waited for another rank, which did not answer within the timeout; look for the one that hangs"
