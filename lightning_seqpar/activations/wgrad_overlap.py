@@ -310,10 +310,15 @@ _NONE = (None, None, None, None)
 
 
 class OverlapWindow(NamedTuple):
-    """Of a collective: the number of what runs under its backward, and where column linears leave their products."""
+    """Where weight-gradient products may run during the backward of one collective.
 
-    number: int | None
-    slot: BackwardExchange
+    Attributes:
+        overlap_seq_nr: the autograd sequence number at which to schedule them, or None for no overlap.
+        exchange: where column linears that read what the collective made sum their input-gradient products.
+    """
+
+    overlap_seq_nr: int | None
+    exchange: BackwardExchange
 
 
 def _over(function: Any, x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, OverlapWindow]:

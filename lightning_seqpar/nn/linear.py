@@ -285,7 +285,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """``[b, s, h]`` (or its shard, if this layer gathers) → ``[b, s, f/tp]``."""
         region = self.region
         if not self.gathers_input:
-            x = region.behind(x)
+            x = region.resolve_stand_in(x)
             region.check_column_input(x, self.full_name)
             return self._tell(sharded_linear(x, self.weight, self.bias, region, transposed=self.transposed))
         tokens: tuple[int, ...] = ()

@@ -56,10 +56,10 @@ class DrawContext(NamedTuple):
         region: how messages call it.
         sp: whether activations between its blocks are shards.
         own: whether the numbers come from this rank's own stream; else all ranks draw alike.
-        raw: whether in a module that multiplies sharded parameters itself.
+        unwrapped: whether in a module that multiplies sharded parameters itself.
         widths: in a module that returns a sum over ranks, its columns' on this rank.
         tokens: between a column and its row, the dims of the column's input in front of its features.
-        behind: behind a row whose module has another one to come, the row's features.
+        previous_row_width: behind a row whose module has another one to come, the row's features.
         in_block: whether in a block.
         in_gather: whether in a module whose arguments are gathered.
         shards: the activations; none where no shards flow.
@@ -68,10 +68,10 @@ class DrawContext(NamedTuple):
     region: str
     sp: bool
     own: bool
-    raw: bool
+    unwrapped: bool
     widths: frozenset[int] | None
     tokens: Shape | None
-    behind: int | None
+    previous_row_width: int | None
     in_block: bool
     in_gather: bool
     shards: ActivationShards | None
@@ -87,7 +87,7 @@ class DrawContext(NamedTuple):
         """
         shape = draw.shape
         drawn = f"random numbers ({draw.name}) of shape {list(shape)}"
-        if self.raw:
+        if self.unwrapped:
             raise ValueError(
                 f"a module of {self.region} that multiplies sharded parameters itself draws {drawn}, and nothing tells whether "
                 "they are for whole activations or for this rank's features; give it linears of their own, draw outside it, or "
@@ -104,7 +104,7 @@ class DrawContext(NamedTuple):
             )
         if self.tokens is not None and self.own:
             self._check_features(self.tokens, drawn, shape)
-        elif self.tokens is not None and self.behind is not None and not self.sp:
+        elif self.tokens is not None and self.previous_row_width is not None and not self.sp:
             return not _is_of_tokens(shape, self.tokens)
         elif self.shards is not None:
             self._check_positions(self.shards, drawn, shape)
@@ -129,7 +129,11 @@ class DrawContext(NamedTuple):
 
     def _check_features(self, tokens: Shape, drawn: str, shape: Shape) -> None:
         """Between a column and its row, or from row to row, where each rank draws its own."""
-        if shape[-1:] == (self.behind,) and self.shards is not None and not self.shards.has_positions(shape):
+        if (
+            shape[-1:] == (self.previous_row_width,)
+            and self.shards is not None
+            and not self.shards.has_positions(shape)
+        ):
             raise ValueError(
                 f"behind a row linear of {self.region} {drawn} are drawn, which have no sequence dim of {self.shards.part}: each "
                 "rank would draw its own for its part of the sequence, and one process draws one for all of it. Draw them outside "

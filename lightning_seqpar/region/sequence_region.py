@@ -9,8 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,13 +31,10 @@ from lightning_seqpar.activations.wgrad_overlap import (
 )
 from lightning_seqpar.distributed.autograd import (
     NO_BACKWARD,
-    children,
     current_backward,
     in_backward,
     input_node,
-    leaf_of,
     next_sequence_nr,
-    reach,
     sequence_nr,
 )
 from lightning_seqpar.distributed.collectives import (
@@ -51,61 +47,14 @@ from lightning_seqpar.distributed.collectives import (
     shard_length,
 )
 from lightning_seqpar.distributed.rng import Drawn, RankStreams
-from lightning_seqpar.region.partial_sum_check import REDUCTIONS, LossLeakCheck, PartialSumCheck
+from lightning_seqpar.region.ancestry import check_ancestry, passes_by_rows
+from lightning_seqpar.region.frame import Frame, GatheredActivation, InputRecord
+from lightning_seqpar.region.partial_sum_check import LossLeakCheck, PartialSumCheck
 from lightning_seqpar.region.rng_checks import ActivationShards, DrawContext, check_alike
 from lightning_seqpar.region.sharded_outputs import ShardedOutputs
 
 _MANY = 4096  # calls that are remembered outside any step
 _PASSING = ("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "AliasBackward0")  # casts and views of all of it
-
-
-@dataclass
-class _Frame:
-    """What one call knows: the whole length of the sequence while shards flow, and the open gathers."""
-
-    length: int | None = None
-    ndim: int = 0
-    batch: int = 1  # size of the input's other dim; flattened tokens are folded by it
-    sums: list[frozenset[int]] = field(default_factory=list)  # open modules that return sums: their columns' widths
-    parts: list[Any] = field(default_factory=list)  # graph nodes of what rows left to such a module
-    raw: int = 0  # open modules that multiply sharded parameters themselves
-    first: tuple[str, tuple[int, ...]] | None = None  # the block that entered, and its whole input's shape
-    scopes: list[list[Any]] = field(default_factory=list)  # per open gathering module: its gathers' graph nodes
-    rows: list[int] = field(default_factory=list)  # and row linears in it that are still to come
-    task: int = NO_BACKWARD  # the backward in which the call began
-    resumed_by: str | None = None  # the module whose recompute opened the frame
-    stand_ins: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # and the activations behind them
-    copied: list[int] = field(default_factory=list)  # lengths of activations that were whole already
-    unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)  # gathers whose row is still to come
-    gathered: list[_Read] = field(default_factory=list)
-    wholes: list[weakref.ref[Tensor]] = field(default_factory=list)  # activations that are the same on all ranks
-    number: int | None = None  # of what runs under the backward of the last row's reduce-scatter
-    # From a column to its row: the dims of the column's input in front of its features.
-    tokens: tuple[int, ...] | None = None
-    behind: int | None = None  # behind a row of one that has more, until the next column: the row's features
-    alike: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)  # and what all ranks drew alike there
-
-    def leave_rows(self) -> None:
-        """No column's features are on their way any more."""
-        self.tokens, self.behind, self.alike = None, None, []
-
-
-class _Read(NamedTuple):
-    """What column linears know of an activation that they read."""
-
-    whole: weakref.ref[Tensor]
-    version: int  # as it was gathered
-    handle: RegatheredInput | None  # what they keep for it, if not itself
-    under: OverlapWindow
-
-
-class _Fact(NamedTuple):
-    """Of a call's input: whether it was a shard, and of what."""
-
-    is_shard: bool
-    length: int
-    batch: int
-    ndim: int
 
 
 class SequenceRegion:
@@ -138,9 +87,9 @@ class SequenceRegion:
         self.size, self.rank = group.size(), group.rank()
         self.policy = SavePolicy(regather, self.size, sp)
         self.is_copy = False
-        self._frames = [_Frame()]
+        self._frames = [Frame()]
         # What each block's input was, by its shape: a recompute in the backward runs outside any frame.
-        self._seen: dict[tuple[str, tuple[int, ...]], _Fact | None] = {}
+        self._seen: dict[tuple[str, tuple[int, ...]], InputRecord | None] = {}
         self.intervals: list[list[int]] = []
         self.sharded_outputs = ShardedOutputs(group)
         self.streams = RankStreams(self.rank)
@@ -156,7 +105,7 @@ class SequenceRegion:
         return copied
 
     @property
-    def _frame(self) -> _Frame:
+    def _frame(self) -> Frame:
         return self._frames[-1]
 
     @property
@@ -167,13 +116,13 @@ class SequenceRegion:
     @property
     def busy(self) -> bool:
         """Whether shards flow, or a module with gathered inputs runs."""
-        return self.active or bool(self._frame.scopes)
+        return self.active or bool(self._frame.gather_scopes)
 
     def open_frame(self) -> None:
         """A call begins."""
         if len(self.intervals) > _MANY:  # calls outside any step, which would clear them
             self.intervals = self.intervals[-_MANY:]
-        self._frames.append(_Frame(task=current_backward()))
+        self._frames.append(Frame(task=current_backward()))
 
     def close_frame(self, *, aborted: bool = False) -> None:
         """A call ended; one that returned must have left the region."""
@@ -213,7 +162,7 @@ class SequenceRegion:
 
     def reset(self) -> None:
         """A new step: nothing of earlier calls is left."""
-        self._frames = [_Frame()]
+        self._frames = [Frame()]
         self._seen = {}
         self.intervals = []
         self.sharded_outputs.forget()
@@ -297,15 +246,15 @@ class SequenceRegion:
     def abort(self) -> None:
         """A block raised: shards no longer flow."""
         frame = self._frame
-        frame.length, frame.raw = None, 0
+        frame.length, frame.unwrapped = None, 0
         for opened in (
-            frame.scopes,
-            frame.rows,
+            frame.gather_scopes,
+            frame.rows_left,
             frame.gathered,
             frame.wholes,
             frame.unreduced,
-            frame.sums,
-            frame.parts,
+            frame.sum_widths,
+            frame.partial_nodes,
         ):
             opened.clear()
         self._mark(begin=False)
@@ -347,7 +296,7 @@ class SequenceRegion:
     def begin_columns(self, module: str, tokens: tuple[int, ...]) -> None:
         """A column linear: its features are this rank's own, and so are the draws on them; ``tokens`` are its other dims."""
         self._frame.leave_rows()
-        self._frame.tokens = tokens
+        self._frame.column_tokens = tokens
         if self.sp:
             self.streams.resume(module)
         else:
@@ -356,20 +305,20 @@ class SequenceRegion:
     def _end_columns(self, local: int, features: int) -> None:
         """A row linear ``[features, local]``: without sequence parallelism its output is whole again."""
         frame = self._frame
-        check_alike(self.name, frame.alike, local, frame.behind)
-        if frame.rows:
-            frame.rows[-1] -= 1
-        if not frame.rows or frame.rows[-1] <= 0:
+        check_alike(self.name, frame.drawn_alike, local, frame.previous_row_width)
+        if frame.rows_left:
+            frame.rows_left[-1] -= 1
+        if not frame.rows_left or frame.rows_left[-1] <= 0:
             frame.leave_rows()
         else:  # other columns' features may be on their way
-            frame.behind = features
+            frame.previous_row_width = features
         if not self.sp:
             self.streams.end()
 
     def leave_partial(self, partial: Tensor) -> None:
         """A row linear whose partial sums are reduced later: what is drawn for them must be drawn alike."""
         if partial.grad_fn is not None:
-            self._frame.parts.append(partial.grad_fn)
+            self._frame.partial_nodes.append(partial.grad_fn)
         self._frame.leave_rows()
         if self.sp:
             self.streams.pause()
@@ -395,16 +344,16 @@ class SequenceRegion:
             region=self.name,
             sp=self.sp,
             own=self.streams.own,
-            raw=frame.raw > 0,
-            widths=frame.sums[-1] if frame.sums else None,
-            tokens=frame.tokens,
-            behind=frame.behind,
+            unwrapped=frame.unwrapped > 0,
+            widths=frame.sum_widths[-1] if frame.sum_widths else None,
+            tokens=frame.column_tokens,
+            previous_row_width=frame.previous_row_width,
             in_block=self._in_block > 0,
-            in_gather=bool(frame.scopes),
+            in_gather=bool(frame.gather_scopes),
             shards=shards,
         )
         if place.check(drawn):
-            frame.alike.append((drawn.name, drawn.shape))
+            frame.drawn_alike.append((drawn.name, drawn.shape))
 
     # ---- tensor-parallel parts -------------------------------------------------------------------------------
 
@@ -413,9 +362,9 @@ class SequenceRegion:
         handle = None
         if not self.sp:
             if self.policy.overlaps(x.nbytes):
-                whole, under = copy_over(x, self.group)
+                whole, window = copy_over(x, self.group)
             else:
-                whole, under = copy_to_tensor_parallel_region(x, self.group), OverlapWindow(None, BackwardExchange())
+                whole, window = copy_to_tensor_parallel_region(x, self.group), OverlapWindow(None, BackwardExchange())
             if self.policy.remakes_between_blocks(x.nbytes):
                 handle = RegatheredInput(x, self.dim, self.group, None)
         else:
@@ -423,24 +372,24 @@ class SequenceRegion:
             folded = self._fold(x, self.shard_length)  # flattened tokens, in the order of [b, s]
             shard = x if folded is None else folded
             if self.policy.overlaps(x.nbytes * self.size):
-                whole, under = gather_over(shard, self.dim, self.group, length)
+                whole, window = gather_over(shard, self.dim, self.group, length)
             else:
                 whole = gather_from_sequence_parallel_region(shard, self.dim, self.group, length)
-                under = OverlapWindow(None, BackwardExchange())
+                window = OverlapWindow(None, BackwardExchange())
             if folded is not None:
                 whole = whole.flatten(0, 1)
             elif self.policy.remakes(x.nbytes):
                 handle = RegatheredInput(x, self.dim, self.group, length)
         if torch.is_grad_enabled():
             handle = handle if handle is not None and handle.keeps_less else None
-            self._frame.gathered.append(_Read(weakref.ref(whole), whole._version, handle, under))
+            self._frame.gathered.append(GatheredActivation(weakref.ref(whole), whole._version, handle, window))
         self._note(whole)
         return whole
 
     def _remakes(self, count: int) -> bool:
         return self.policy.remakes(count)
 
-    def _fold(self, x: Tensor, positions: int, of: _Frame | _Fact | None = None) -> Tensor | None:
+    def _fold(self, x: Tensor, positions: int, of: Frame | InputRecord | None = None) -> Tensor | None:
         """Tokens that were flattened, ``[b·s, h]`` → ``[b, s, h]`` (or ``[s, b, h]``); none if they were not."""
         of = of or self._frame
         if of.ndim != 3 or x.ndim == 0 or x.shape[0] != of.batch * positions:
@@ -460,7 +409,7 @@ class SequenceRegion:
         self._frame.stand_ins.append((stand_in, whole))
         return stand_in
 
-    def behind(self, x: Tensor) -> Tensor:
+    def resolve_stand_in(self, x: Tensor) -> Tensor:
         """What ``x`` stands for, if it is a stand-in; else itself."""
         return next((whole for stand_in, whole in self._frame.stand_ins if stand_in is x), x)
 
@@ -519,8 +468,8 @@ class SequenceRegion:
 
     def _note(self, whole: Tensor) -> None:
         self.note_whole(whole)
-        if self._frame.scopes and whole.grad_fn is not None:
-            self._frame.scopes[-1].append(whole.grad_fn)
+        if self._frame.gather_scopes and whole.grad_fn is not None:
+            self._frame.gather_scopes[-1].append(whole.grad_fn)
 
     def length_for(self, x: Tensor, module: str) -> int:
         """The whole length of the sequence that the shard ``x`` is a part of."""
@@ -534,22 +483,22 @@ class SequenceRegion:
             self._resume(x, module)
             self.streams.pause()  # what it drops out before its columns is whole
         self._frame.leave_rows()
-        self._frame.scopes.append([])
-        self._frame.rows.append(rows)
+        self._frame.gather_scopes.append([])
+        self._frame.rows_left.append(rows)
 
     def begin_unwrapped(self) -> None:
         """A module that multiplies sharded parameters itself begins: no column says where whole activations end."""
-        self._frame.raw += 1
+        self._frame.unwrapped += 1
 
     def begin_sum(self, widths: frozenset[int]) -> None:
         """A module whose output is reduced where it returns begins; its columns have these widths on this rank."""
-        self._frame.sums.append(widths)
+        self._frame.sum_widths.append(widths)
 
     def reduce_sum(self, out: Tensor, name: str, rows: list[Parameter], once: list[Parameter]) -> Tensor:
         """The partial sum that a module returns, reduced; what else it may be is refused."""
         frame = self._frame
-        sources = [node for scope in frame.scopes for node in scope]
-        PartialSumCheck(frame.parts, rows, once).check(out, sources, name)
+        sources = [node for scope in frame.gather_scopes for node in scope]
+        PartialSumCheck(frame.partial_nodes, rows, once).check(out, sources, name)
         reduced = self.reduce(out, name)
         if self._recomputes():
             return reduced
@@ -558,29 +507,29 @@ class SequenceRegion:
 
     def end_sum(self) -> None:
         """It ended."""
-        if self._frame.sums:
-            self._frame.sums.pop()
-        if not self._frame.sums:
-            self._frame.parts = []
+        if self._frame.sum_widths:
+            self._frame.sum_widths.pop()
+        if not self._frame.sum_widths:
+            self._frame.partial_nodes = []
 
     def end_unwrapped(self) -> None:
         """It ended."""
-        self._frame.raw = max(0, self._frame.raw - 1)
+        self._frame.unwrapped = max(0, self._frame.unwrapped - 1)
 
     def close_gather(self, out: Tensor | None = None, module: str = "") -> None:
         """It ended, with ``out``: what did not pass a row linear in it must do so in its block."""
         if self.sp:
             self.streams.resume(("behind", module))
         frame = self._frame
-        nodes = frame.scopes.pop() if frame.scopes else []
-        del frame.rows[-1:]
-        frame.behind, frame.alike = None, []
-        if not frame.scopes:
+        nodes = frame.gather_scopes.pop() if frame.gather_scopes else []
+        del frame.rows_left[-1:]
+        frame.previous_row_width, frame.drawn_alike = None, []
+        if not frame.gather_scopes:
             for read in frame.gathered:
                 if read.handle is not None:
                     read.handle.kept = None  # now the graph alone holds it
             frame.gathered, frame.stand_ins, frame.wholes = [], [], []
-        if out is not None and out.grad_fn is not None and nodes and self._passes_by(out.grad_fn, nodes):
+        if out is not None and out.grad_fn is not None and nodes and passes_by_rows(out.grad_fn, nodes):
             frame.unreduced.append((module, nodes))  # the row may stand behind the module, but in the block
 
     def check_reduced(self, out: Any, block: str) -> None:
@@ -589,24 +538,12 @@ class SequenceRegion:
         if not isinstance(out, Tensor) or out.grad_fn is None:
             return
         for module, nodes in pending:
-            if self._passes_by(out.grad_fn, nodes):
+            if passes_by_rows(out.grad_fn, nodes):
                 raise ValueError(
                     f"{module}: what it makes of its gathered input reaches the output of {block} past the row linear (a "
                     "residual inside the module?), and the gradient on that path would count tp times; gather at the column "
                     "linears themselves, or at a module that leaves the residual outside"
                 )
-
-    @staticmethod
-    def _passes_by(start: Any, nodes: list[Any]) -> bool:
-        first = min(sequence_nr(node) for node in nodes)
-
-        def follow(node: Any) -> list[Any]:
-            if leaf_of(node) is not None or node.name() in REDUCTIONS or sequence_nr(node) < first:
-                return []
-            return children(node)
-
-        # The nodes are those of gathers: a reduction behind one is never among them.
-        return any(node in nodes for node in reach(start, follow))
 
     def find_regathered(self, x: Tensor) -> RegatheredInput | None:
         """The gather that ``x`` is the result of, if it keeps less, was not changed since and is no checkpoint's input."""
@@ -615,7 +552,7 @@ class SequenceRegion:
             return None
         return read.handle if read.handle.keeper == keeper() else None
 
-    def _find(self, x: Tensor) -> _Read | None:
+    def _find(self, x: Tensor) -> GatheredActivation | None:
         return next((read for read in self._frame.gathered if read.whole() is x), None)
 
     def defer_column_wgrad(
@@ -628,19 +565,19 @@ class SequenceRegion:
         read = self._find(x)
         if read is None:
             return weight, None, None
-        number = read.under.number if self.policy.overlaps(x.nbytes) else None
-        return *defer_wgrad(weight, number), read.under.slot if x._version == read.version else None
+        number = read.window.overlap_seq_nr if self.policy.overlaps(x.nbytes) else None
+        return *defer_wgrad(weight, number), read.window.exchange if x._version == read.version else None
 
     def defer_row_wgrad(self, weight: Tensor, count: int) -> tuple[Tensor, DeferredWgrad | None]:
         """The weight of a row that makes ``count`` bytes; its weight-grad product waits for the backward's next gather, if long."""
-        return defer_wgrad(weight, self._frame.number if self.policy.overlaps(count) else None)
+        return defer_wgrad(weight, self._frame.overlap_seq_nr if self.policy.overlaps(count) else None)
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         if not self.policy.overlaps(x.nbytes):
-            self._frame.number = None
+            self._frame.overlap_seq_nr = None
             return reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
-        shard, under = reduce_scatter_over(x, self.dim, self.group)
-        self._frame.number = under.number
+        shard, window = reduce_scatter_over(x, self.dim, self.group)
+        self._frame.overlap_seq_nr = window.overlap_seq_nr
         return shard
 
     def check_column_input(self, x: Tensor, module: str) -> None:
@@ -649,10 +586,10 @@ class SequenceRegion:
         frame = self._frame
         if self._recomputes():
             return
-        self._check_ancestry(x, module)
+        check_ancestry(x, [node for scope in frame.gather_scopes for node in scope], module)
         if not self.sp:
             return
-        if not frame.scopes:
+        if not frame.gather_scopes:
             if self.is_copy:
                 raise ValueError(
                     f"{module}: this is a copy of a module that was made while it was sharded, and nothing gathers for copies. "
@@ -668,27 +605,6 @@ class SequenceRegion:
                 f"{module}: its input has {x.shape[self.dim]} positions at dim {self.dim}, the sequence {frame.length}; "
                 "this argument was not gathered: name it in the gather rule's args"
             )
-
-    def _check_ancestry(self, x: Tensor, module: str) -> None:
-        """The gradient of a column's input is a part on each rank: only a gather (or copy) sums the parts."""
-        nodes: list[Any] = [node for scope in self._frame.scopes for node in scope]
-        if x.grad_fn is None or not nodes or x.grad_fn in nodes:
-            return
-        first = min(sequence_nr(node) for node in nodes)
-
-        def follow(node: Any) -> list[Any]:
-            return [] if node in nodes else children(node)
-
-        for node in reach(x.grad_fn, follow):
-            if node in nodes:
-                continue
-            leaf = leaf_of(node)
-            if sequence_nr(node) < first if leaf is None else not isinstance(leaf, Parameter):
-                raise ValueError(
-                    f"{module}: its input depends on a whole activation that was not gathered for it (encoder states?), "
-                    "whose gradient would be a part on each rank; name that argument in a gather rule if it is a shard, in a "
-                    "copy rule if it is whole already"
-                )
 
     def _recomputes(self) -> bool:
         """Whether this is a recompute of a part of a gathering module: its checks were made in the forward."""
@@ -763,7 +679,7 @@ class SequenceRegion:
 
     def _remember(self, key: tuple[str, tuple[int, ...]], *, is_shard: bool) -> None:
         frame = self._frame
-        fact = _Fact(is_shard, self.length, frame.batch, frame.ndim)
+        fact = InputRecord(is_shard, self.length, frame.batch, frame.ndim)
         self._seen[key] = fact if self._seen.get(key, fact) == fact else None
 
     def _resume(self, x: Tensor, module: str) -> None:
@@ -771,11 +687,11 @@ class SequenceRegion:
         task = current_backward()
         if task == NO_BACKWARD or self._frame.task == task:
             return
-        fact = self._seen.get((module, tuple(x.shape)), _Fact(False, 0, 1, x.ndim))
+        fact = self._seen.get((module, tuple(x.shape)), InputRecord(False, 0, 1, x.ndim))
         if fact is None:
             raise RuntimeError(
                 f"{module}: recomputed in the backward, but forwards of different lengths had inputs of shape "
                 f"{list(x.shape)}; pad the sequences to a multiple of tp={self.size}"
             )
         length = fact.length if fact.is_shard else None
-        self._frames.append(_Frame(length, fact.ndim, fact.batch, task=task, resumed_by=module))
+        self._frames.append(Frame(length, fact.ndim, fact.batch, task=task, resumed_by=module))

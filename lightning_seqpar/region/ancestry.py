@@ -1,0 +1,53 @@
+"""Where an activation comes from, read from the autograd graph: through a gather to every column, through a row to every output.
+
+The gradient of a column's input is a part on each rank, and only the backward of a gather (or of a copy) sums the parts. So a
+path around the gather, or around the row that ends what was gathered, would give a gradient that is wrong by a factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_seqpar.distributed.autograd import children, leaf_of, reach, sequence_nr
+from lightning_seqpar.region.partial_sum_check import REDUCTIONS
+
+
+def passes_by_rows(start: Any, gathers: Sequence[Any]) -> bool:
+    """Whether a path leads from a graph node back to one of ``gathers`` without a reduction (a row linear) on it."""
+    first = min(sequence_nr(node) for node in gathers)
+
+    def follow(node: Any) -> list[Any]:
+        if leaf_of(node) is not None or node.name() in REDUCTIONS or sequence_nr(node) < first:
+            return []  # what was made before the gathers does not lead to them
+        return children(node)
+
+    return any(node in gathers for node in reach(start, follow))
+
+
+def check_ancestry(x: Tensor, gathers: Sequence[Any], module: str) -> None:
+    """The input ``x`` of a column linear must depend on activations through ``gathers`` alone.
+
+    Raises:
+        ValueError: naming the module, if it depends on an activation that was not gathered for it.
+    """
+    if x.grad_fn is None or not gathers or x.grad_fn in gathers:
+        return
+    first = min(sequence_nr(node) for node in gathers)
+
+    def follow(node: Any) -> list[Any]:
+        return [] if node in gathers else children(node)
+
+    for node in reach(x.grad_fn, follow):
+        if node in gathers:
+            continue
+        leaf = leaf_of(node)
+        if sequence_nr(node) < first if leaf is None else not isinstance(leaf, Parameter):
+            raise ValueError(
+                f"{module}: its input depends on a whole activation that was not gathered for it (encoder states?), "
+                "whose gradient would be a part on each rank; name that argument in a gather rule if it is a shard, in a "
+                "copy rule if it is whole already"
+            )
