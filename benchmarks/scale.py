@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from lightning_seqpar import ParallelGroups, ProcessTopology  # noqa: E402
 from lightning_seqpar.parallel.apply import parallelize  # noqa: E402
-from lightning_seqpar.plan.rules import resolve_plans  # noqa: E402
+from lightning_seqpar.plan.choice import resolve_plans  # noqa: E402
 
 TP, PP = 8, 4
 

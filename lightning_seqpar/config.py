@@ -175,7 +175,7 @@ class PlanSpec(FrozenModel):
     base: str = "auto"
     """``auto``, ``none``, a family's name or the path of a YAML file; the rules are merged over it."""
     rules: tuple[dict[str, Any], ...] = ()
-    """Rules as :class:`lightning_seqpar.plan.rules.ShardingPlan` reads them; a later rule wins."""
+    """Rules as :class:`lightning_seqpar.ShardingPlan` reads them; a later rule wins."""
 
     @field_validator("base", mode="before")
     @classmethod

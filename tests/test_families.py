@@ -17,7 +17,7 @@ from models import perturb
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from lightning_seqpar.plan.rules import resolve_plans
+from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 

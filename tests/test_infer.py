@@ -24,7 +24,7 @@ from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.examples import Example, NoExampleError, peek_batch, small
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.model_copy import detached_copy
-from lightning_seqpar.plan.rules import resolve_plans
+from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 

@@ -26,7 +26,7 @@ from lightning_seqpar.activations.wgrad_overlap import BackwardExchange, Deferre
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.grad_sync import GradSync
-from lightning_seqpar.plan.rules import resolve_plans
+from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import gather_grads
 

@@ -16,7 +16,7 @@ from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.resolve import ResolvedPlan
-from lightning_seqpar.plan.rules import resolve_plans
+from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.testing import run_distributed
 
 

@@ -12,7 +12,9 @@ from torch import nn
 
 from lightning_seqpar import ParallelConfig, ShardingPlan
 from lightning_seqpar.layout.module_names import match_pattern
-from lightning_seqpar.plan.rules import EXAMPLE, load_families, parse_rule, resolve_plans, source_digest
+from lightning_seqpar.plan.choice import resolve_plans
+from lightning_seqpar.plan.rules import parse_rule
+from lightning_seqpar.plan.sharding_plan import EXAMPLE, load_families, source_digest
 
 ROOT = Path(__file__).resolve().parent.parent
 

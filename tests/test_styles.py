@@ -18,7 +18,7 @@ from lightning_seqpar.layout.attribute_override import AttributeOverride
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
-from lightning_seqpar.plan.rules import _STYLES, parse_rule
+from lightning_seqpar.plan.rules import STYLES, parse_rule
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import compare
 
@@ -50,7 +50,7 @@ def test_every_style_is_read_and_printed_back(tmp_path: Path):
     file.write_text(ALL_STYLES)
     plan = ShardingPlan.from_yaml(file)
     assert plan.to_yaml() == ALL_STYLES
-    assert {rule.style for rule in plan.rules} == set(_STYLES)
+    assert {rule.style for rule in plan.rules} == set(STYLES)
     config = ParallelConfig(tp=2, plan={"base": "none", "rules": [rule.dump() for rule in plan.rules]})
     assert ShardingPlan.from_rules(config.plan.rules).to_yaml() == ALL_STYLES  # type: ignore[union-attr]
 

@@ -9,7 +9,7 @@ import zoo  # noqa: F401
 from transformers import AutoModel
 
 import lightning_seqpar.strategy.strategy  # noqa: F401
-from lightning_seqpar.plan.rules import load_families
+from lightning_seqpar.plan.sharding_plan import load_families
 
 load_families()
 for _, configs, _ in write_families.FAMILIES.values():

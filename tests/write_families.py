@@ -16,7 +16,7 @@ import transformers
 import yaml
 from torch import nn
 
-from lightning_seqpar.plan.rules import source_digest
+from lightning_seqpar.plan.sharding_plan import source_digest
 
 FOLDER = Path(__file__).resolve().parent.parent / "lightning_seqpar" / "plan" / "families"
 TINY: dict[str, Any] = {

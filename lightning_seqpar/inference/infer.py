@@ -41,7 +41,8 @@ from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.adapters import without_adapters
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.plan.rules import BlocksRule, ColumnRule, ReplaceRule, RowRule, ShardingPlan, WholeRule
+from lightning_seqpar.plan.rules import BlocksRule, ColumnRule, ReplaceRule, RowRule, WholeRule
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
 
 _TRIES = 600  # sets of changes that are tried at most, the smallest first
 

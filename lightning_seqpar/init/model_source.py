@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_seqpar.config import nearest
-from lightning_seqpar.plan.rules import parse_yaml
+from lightning_seqpar.plan.sharding_plan import parse_yaml
 
 
 @dataclass

@@ -28,18 +28,8 @@ from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.resolve import ResolvedPlan, Stack
 from lightning_seqpar.parallel.unsharded_view import as_written
-from lightning_seqpar.plan.rules import (
-    ColumnRule,
-    CopyRule,
-    GatherRule,
-    Match,
-    ReplaceRule,
-    RowRule,
-    Rule,
-    SetRule,
-    ShardingPlan,
-    WholeRule,
-)
+from lightning_seqpar.plan.rules import ColumnRule, CopyRule, GatherRule, ReplaceRule, RowRule, Rule, SetRule, WholeRule
+from lightning_seqpar.plan.sharding_plan import Match, ShardingPlan
 from lightning_seqpar.region.hooks import (
     begin_sum,
     close_call,

@@ -24,7 +24,6 @@ from lightning_seqpar.plan.rules import (
     FullWidthRule,
     GatherRule,
     LocalHeadsRule,
-    Match,
     OnceRule,
     ReduceRule,
     ReplaceRule,
@@ -32,10 +31,10 @@ from lightning_seqpar.plan.rules import (
     Rule,
     ScatterRule,
     SetRule,
-    ShardingPlan,
     VocabRule,
     WholeRule,
 )
+from lightning_seqpar.plan.sharding_plan import Match, ShardingPlan
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NOT_POINTWISE = (

@@ -32,7 +32,8 @@ from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
 from lightning_seqpar.parallel.apply import ShardedModel, parallelize, record_of, unshard
 from lightning_seqpar.parallel.grad_sync import GradSync
-from lightning_seqpar.plan.rules import ShardingPlan, check_plan
+from lightning_seqpar.plan.choice import check_plan
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.saving import SavingStrategy
 from lightning_seqpar.strategy.summary import summarize

@@ -31,7 +31,8 @@ from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kin
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import ShardedModel, parallelize, record_of, refuse_compiled
 from lightning_seqpar.parallel.grad_sync import step_traffic
-from lightning_seqpar.plan.rules import ShardingPlan, resolve_plans
+from lightning_seqpar.plan.choice import resolve_plans
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 

@@ -28,7 +28,9 @@ from lightning_seqpar.inference.examples import Example, NoExampleError, attach_
 from lightning_seqpar.inference.infer import Inference, infer_plan
 from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, is_large
 from lightning_seqpar.layout.adapters import known_limits
-from lightning_seqpar.plan.rules import EXAMPLE, ReduceRule, ShardingPlan, resolve_plans
+from lightning_seqpar.plan.choice import resolve_plans
+from lightning_seqpar.plan.rules import ReduceRule
+from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.self_check import SelfCheckError, self_check
 

@@ -22,7 +22,7 @@ from lightning_seqpar.nn.sharded_logits import ShardedLogits
 from lightning_seqpar.parallel.apply import ShardedModel, parallelize
 from lightning_seqpar.parallel.grad_sync import GradSync, check_replicated
 from lightning_seqpar.parallel.loss_consistency import check_loss
-from lightning_seqpar.plan.rules import ShardingPlan
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards import check_readers

@@ -1,0 +1,148 @@
+"""Which plans hold for a model: the user's rules, a shipped family's plan, or inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from lightning_seqpar.config import PlanSpec, nearest
+from lightning_seqpar.layout.adapters import BASE, DOWN, UP, is_adapted
+from lightning_seqpar.layout.module_names import match_pattern
+from lightning_seqpar.plan.rules import ColumnRule, RowRule, Rule
+from lightning_seqpar.plan.sharding_plan import EXAMPLE, Family, ShardingPlan, load_families
+
+
+@dataclass
+class _Search:
+    plans: list[ShardingPlan] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+def _search_families(model: nn.Module, known: Sequence[Family], *, strict: bool) -> _Search:
+    search = _Search()
+    for name, module in model.named_modules():
+        named = [family for family in known if family.is_named_by(module)]
+        reasons: list[str] = []
+        for family in named:
+            reason = family.mismatch(module) if strict else None
+            if reason is None:
+                search.plans.append(family.plan_for(module, name))
+                reasons = []
+                break
+            reasons.append(f"{name or type(model).__name__}: not {family.family}: {reason}")
+        search.refused += reasons
+    return search
+
+
+def resolve_plans(
+    spec: str | PlanSpec, model: nn.Module, infer: Callable[[], ShardingPlan] | None = None
+) -> list[ShardingPlan]:
+    """The plans that a config's ``plan`` stands for on ``model``: the base's, then the user's own rules.
+
+    Args:
+        spec: the config's field.
+        model: the whole model.
+        infer: makes a plan where ``auto`` finds no family.
+
+    Raises:
+        ValueError: if ``auto`` finds nothing (the message says how to write a plan), or a name is unknown.
+    """
+    if isinstance(spec, str):
+        plans = _resolve_base(spec, model, infer)
+    else:
+        own = ShardingPlan.from_rules(spec.rules, source="your plan")
+        plans = [*([] if spec.base == "none" else _resolve_base(spec.base, model, infer)), own]
+    return [_with_adapters(plan, model) for plan in plans]
+
+
+def _with_adapters(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
+    """A rule for a linear with an adapter holds for the linear in it and for the half of the adapter that meets the shards.
+
+    Of ``B(A(x))`` beside a column, ``B`` makes this rank's features; beside a row, ``A`` reads them, and its output is
+    reduced like the row's own.
+    """
+    adapted = {name for name, module in model.named_modules() if is_adapted(module)}
+    if not adapted:
+        return plan
+    rules: list[Rule] = []
+    for rule in plan.rules:
+        found = [n for n in adapted if match_pattern(plan.full(rule.pattern), n)]
+        if not found or not isinstance(rule, ColumnRule | RowRule):
+            rules.append(rule)
+            continue
+        named = [name for name, _ in model.named_modules() if match_pattern(plan.full(rule.pattern), name)]
+        half = UP if isinstance(rule, ColumnRule) else DOWN
+        if len(found) == len(named):
+            patterns = [f"{rule.pattern}.{BASE}", f"{rule.pattern}.{half}.*"]
+        else:  # some have none
+            inner = [name.removeprefix(f"{plan.prefix}.") if plan.prefix else name for name in named]
+            whole = [name if plan.full(name) not in adapted else f"{name}.{BASE}" for name in inner]
+            patterns = [*whole, *(f"{name}.{half}.*" for name in inner if plan.full(name) in adapted)]
+        rules += [rule.model_copy(update={"pattern": pattern}) for pattern in patterns]
+    return ShardingPlan(tuple(rules), plan.prefix, plan.source)
+
+
+def check_plan(spec: str | PlanSpec) -> None:
+    """What can be said of a plan without a model: names, files, styles and options.
+
+    Raises:
+        ValueError: as :func:`resolve_plans` and :func:`parse_rule` do.
+    """
+    base = spec if isinstance(spec, str) else spec.base
+    if isinstance(spec, PlanSpec):
+        ShardingPlan.from_rules(spec.rules)
+        if base == "none" and not spec.rules:
+            raise ValueError("plan={'base': 'none'} without rules shards nothing; add rules, or use base: auto")
+    if base.endswith((".yaml", ".yml")):
+        ShardingPlan.from_yaml(base)
+    elif base not in ("auto", "infer") and not (base == "none" and isinstance(spec, PlanSpec)):
+        _family_named(base, load_families())
+
+
+def _family_named(name: str, known: Sequence[Family]) -> Family:
+    found = [family for family in known if family.family == name]
+    if name == "none":
+        raise ValueError("plan='none' has no rules; write plan={'base': 'none', 'rules': [...]}")
+    if not found:
+        names = ["auto", "infer", *(family.family for family in known)]
+        raise ValueError(f"plan={name!r} is no family; did you mean {nearest(name, names, 1)}? (a file ends in .yaml)")
+    return found[0]
+
+
+def _resolve_base(base: str, model: nn.Module, infer: Callable[[], ShardingPlan] | None = None) -> list[ShardingPlan]:
+    if base.endswith((".yaml", ".yml")):
+        return [ShardingPlan.from_yaml(base)]
+    if base == "infer":
+        if infer is None:
+            raise ValueError(
+                "plan='infer' is found by a strategy, which has an example input; here name a plan, or use 'auto'"
+            )
+        return [infer()]
+    known = load_families()
+    if base == "auto":
+        search = _search_families(model, known, strict=True)
+        if search.plans:
+            return search.plans
+        if infer is not None:
+            return [infer()]
+        raise ValueError(_how_to_write_a_plan(model, known, search.refused))
+    chosen = _family_named(base, known)
+    search = _search_families(model, [chosen], strict=False)
+    if not search.plans:
+        raise ValueError(
+            f"plan={base!r}: the model has no module of class {chosen.class_name}; use 'auto', a plan of your own, or a "
+            "model of that family"
+        )
+    return search.plans
+
+
+def _how_to_write_a_plan(model: nn.Module, known: Sequence[Family], refused: Sequence[str]) -> str:
+    why = "".join(f"\n  - {line}" for line in refused)
+    return (
+        f"plan='auto': no shipped plan fits {type(model).__name__} (shipped: "
+        f"{', '.join(family.family for family in known)}).{why}\nWrite one with the module names of your model, in "
+        "a YAML file (plan='my_plan.yaml') or in the config (plan={'base': 'none', 'rules': [...]}):\n"
+        f"{EXAMPLE}"
+    )

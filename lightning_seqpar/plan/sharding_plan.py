@@ -1,0 +1,249 @@
+"""A plan: rules in order, matched against the names of a model; and the plans that are shipped for families of models.
+
+Later rules win. Plans are written by hand, shipped for families (``families/*.yaml``) or inferred; whatever made it, a plan can
+be printed, edited and fed back.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from pydantic import Field
+from torch import nn
+
+from lightning_seqpar.config import FrozenModel, nearest
+from lightning_seqpar.layout.adapters import plain_modules
+from lightning_seqpar.layout.module_names import compile_pattern, match_pattern
+from lightning_seqpar.plan.rules import BlocksRule, ColumnRule, LocalHeadsRule, OnceRule, RowRule, Rule, parse_rule
+
+EXAMPLE = """\
+rules:
+- {pattern: "layers.*", style: blocks, dim: 1}                   # the repeated blocks; dim of the sequence
+- {pattern: "layers.*.{attn,mlp}", style: gather}                # whole sequence in, once for all columns
+- {pattern: "layers.*.attn.{q,k,v}", style: column, units: n_head}
+- {pattern: "layers.*.attn", style: set, divide: [n_head]}       # head counts that forward reads
+- {pattern: "layers.*.mlp.up", style: column}
+- {pattern: "layers.*.{attn.out,mlp.down}", style: row}
+- {pattern: "norm", style: exit}                                 # the region ends behind it"""
+
+
+def parse_yaml(text: str) -> Any:
+    """The data in a YAML text, by libyaml where there is one: the shipped plans are read at every start."""
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+@dataclass(frozen=True)
+class Match:
+    """A rule and the module of a model that it holds for."""
+
+    name: str
+    rule: Rule
+    source: str
+    of_tensor: bool = False
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Rules, and where they came from.
+
+    Attributes:
+        rules: in order; a later one wins.
+        prefix: module path that the patterns are relative to.
+        source: who wrote it, for the plan's table.
+    """
+
+    rules: tuple[Rule, ...]
+    prefix: str = ""
+    source: str = "plan"
+
+    @classmethod
+    def from_rules(cls, rules: Iterable[Any], *, prefix: str = "", source: str = "plan") -> ShardingPlan:
+        """From plain data or :class:`Rule` objects."""
+        return cls(tuple(parse_rule(rule) for rule in rules), prefix, source)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> ShardingPlan:
+        """From a YAML file with a list ``rules``.
+
+        Raises:
+            ValueError: if the file is missing or holds no list of rules.
+        """
+        file = Path(path)
+        if not file.is_file():
+            raise ValueError(
+                f"plan {str(path)!r}: no such file; give a YAML file, a family ({', '.join(families())}) or 'auto'"
+            )
+        try:
+            data = parse_yaml(file.read_text())
+        except yaml.YAMLError as error:
+            raise ValueError(f"plan {str(path)!r} is not YAML: {error}") from None
+        if isinstance(data, Mapping) and isinstance(data.get("plan"), Mapping):
+            raise ValueError(
+                f"plan {str(path)!r}: 'rules' stands under 'plan' there; in a plan's own file it stands at the top"
+            )
+        if not isinstance(data, Mapping) or not isinstance(data.get("rules"), list):
+            raise ValueError(f"plan {str(path)!r}: it must hold a list 'rules', for example\n{EXAMPLE}")
+        return cls.from_rules(data["rules"], source=str(path))
+
+    @classmethod
+    def from_yaml_text(cls, text: str, *, source: str = "inferred") -> ShardingPlan:
+        """From what :meth:`to_yaml` wrote."""
+        return cls.from_rules(parse_yaml(text)["rules"], source=source)
+
+    def without_sp(self) -> ShardingPlan:
+        """The same with whole sequences in every stack of blocks."""
+        rules = [rule.model_copy(update={"sp": False}) if isinstance(rule, BlocksRule) else rule for rule in self.rules]
+        return ShardingPlan(tuple(rules), self.prefix, self.source)
+
+    def to_yaml(self) -> str:
+        """The rules as YAML that :meth:`from_yaml` reads back; patterns carry the prefix."""
+        lines = [
+            yaml.safe_dump(
+                {**rule.dump(), "pattern": self.full(rule.pattern)},
+                default_flow_style=True,
+                sort_keys=False,
+                width=1000,
+            ).strip()
+            for rule in self.rules
+        ]
+        return "rules:\n" + "".join(f"- {line}\n" for line in lines)
+
+    def full(self, pattern: str) -> str:
+        """A pattern with the prefix."""
+        return ".".join(part for part in (self.prefix, pattern) if part)
+
+    def match(self, model: nn.Module) -> list[Match]:
+        """Every rule with every module that it holds for, in the order of the rules and of the modules.
+
+        Raises:
+            ValueError: for a pattern that matches nothing; the message lists the nearest names.
+        """
+        names = _Names(model)
+        found: list[Match] = []
+        for rule in self.rules:
+            hits, of_tensors = names.hits(rule, self.full(rule.pattern))
+            if not hits:
+                kind = "parameter or buffer" if of_tensors else "module"
+                near = nearest(self.full(rule.pattern), [name for name in names.of(of_tensors) if name], 5)
+                raise ValueError(
+                    f"plan pattern {self.full(rule.pattern)!r} (style {rule.style}) matches no {kind}; near names: {near}"
+                )
+            found += [Match(name, rule, self.source, of_tensors) for name in hits]
+        return found
+
+    def hits(self, rule: Rule, model: nn.Module) -> bool:
+        """Whether a rule holds for anything in a model."""
+        return bool(_Names(model).hits(rule, self.full(rule.pattern))[0])
+
+
+class _Names:
+    """What a model's patterns can match."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        self._parameters = [name for name, _ in model.named_parameters()]
+        self._tensors = [*self._parameters, *(name for name, _ in model.named_buffers())]
+
+    def of(self, tensors: bool) -> list[str]:
+        """All names of one sort."""
+        return self._tensors if tensors else self._modules
+
+    def hits(self, rule: Rule, pattern: str) -> tuple[list[str], bool]:
+        """The names that a rule holds for, and whether they are of tensors."""
+        compiled = compile_pattern(pattern)
+        of_tensors = isinstance(rule, OnceRule) or (isinstance(rule, LocalHeadsRule) and rule.args is None)
+        found = [name for name in self.of(of_tensors) if compiled.fullmatch(name)]
+        if not found and isinstance(rule, ColumnRule | RowRule):
+            raw = [name for name in self._parameters if compiled.fullmatch(name)]
+            return raw, bool(raw)
+        return found, of_tensors
+
+
+class Family(FrozenModel):
+    """A shipped plan and the models that it was proved on."""
+
+    family: str
+    class_name: str
+    """Class of the module that the rules are relative to; with its package for a library's class."""
+    parts: dict[str, tuple[str, ...]]
+    """Every module of the family, by pattern, and the classes that it may have (``*``: any without parameters); any other
+    module is foreign."""
+    when: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    """Attributes by pattern, and the values that the plan holds for."""
+    source: dict[str, str] = Field(default_factory=dict)
+    """Digest of the source of each class: a plan is only right for the code that it was written for."""
+    rules: tuple[dict[str, Any], ...]
+
+    FOLDER: ClassVar[str] = "families"
+
+    def is_named_by(self, module: nn.Module) -> bool:
+        """Whether ``module`` has the family's class name."""
+        kind = type(module)
+        return self.class_name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+
+    def mismatch(self, root: nn.Module) -> str | None:
+        """Why the plan does not hold for ``root``; none if it does."""
+        for name, module in plain_modules(root):
+            if name == "":
+                continue
+            allowed = [classes for pattern, classes in self.parts.items() if match_pattern(pattern, name)]
+            if not allowed:
+                return f"{name!r} ({type(module).__name__}) is not a part of this family"
+            plain = "*" in allowed[-1] and not any(True for _ in module.parameters())
+            if not plain and type(module).__name__ not in allowed[-1]:
+                return f"{name!r} is a {type(module).__name__}; the plan holds for {' or '.join(allowed[-1])}"
+        for pattern, values in self.when.items():
+            path, _, attribute = pattern.rpartition(".")
+            for name, module in root.named_modules():
+                if match_pattern(path, name) and getattr(module, attribute) not in values:
+                    return f"{name}.{attribute} is {getattr(module, attribute)!r}; the plan holds for {list(values)}"
+        return self._source_mismatch(root)
+
+    def _source_mismatch(self, root: nn.Module) -> str | None:
+        for kind in dict.fromkeys(type(module) for module in root.modules()):
+            digest = self.source.get(kind.__name__)
+            if digest is not None and source_digest(kind) != digest:
+                return (
+                    f"the source of {kind.__name__} differs from the one that the plan was proved on; if the rules still hold, "
+                    f"name the plan yourself: plan={self.family!r}"
+                )
+        return None
+
+    def plan(self, prefix: str) -> ShardingPlan:
+        """The family's plan for the module at ``prefix``."""
+        return ShardingPlan.from_rules(self.rules, prefix=prefix, source=f"family {self.family}")
+
+    def plan_for(self, root: nn.Module, prefix: str) -> ShardingPlan:
+        """The plan without the rules for parts that ``root``, the module at ``prefix``, does not have."""
+        plan = self.plan("")
+        kept = [rule for rule in plan.rules if plan.hits(rule, root)]
+        return ShardingPlan(tuple(kept), prefix, plan.source)
+
+
+def source_digest(kind: type) -> str:
+    """Digest of a class's source; empty if the source can't be read."""
+    try:
+        return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
+    except (OSError, TypeError):
+        return ""
+
+
+@functools.cache
+def load_families() -> tuple[Family, ...]:
+    """All shipped families, by name."""
+    folder = resources.files("lightning_seqpar.plan") / Family.FOLDER
+    files = sorted((item for item in folder.iterdir() if item.name.endswith(".yaml")), key=lambda item: item.name)
+    return tuple(Family(**parse_yaml(item.read_text())) for item in files)
+
+
+def families() -> list[str]:
+    """Names of the shipped families."""
+    return [family.family for family in load_families()]
