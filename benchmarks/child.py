@@ -24,7 +24,7 @@ import peers  # noqa: E402
 import torch  # noqa: E402
 from lightning.pytorch.callbacks import Callback  # noqa: E402
 
-from lightning_seqpar.distributed.counters import StepMeter  # noqa: E402
+from lightning_seqpar.measure import StepMeter  # noqa: E402
 
 CHECKED = 17  # steps until run-time checks have become rare; they are taken with short batches
 SHORT = 32

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_seqpar.verify.parity import ParityReport, Trace, compare
+from lightning_seqpar.parity import ParityReport, Trace, compare
 
 HERE = Path(__file__).resolve().parent
 MIB = 1024 * 1024

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.text_data import read_text
 from lightning_seqpar import unshard, weights_from
-from lightning_seqpar.cli.main import SeqParallelCLI
+from lightning_seqpar.cli import SeqParallelCLI
 
 Batch = dict[str, Tensor]
 

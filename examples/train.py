@@ -18,8 +18,8 @@ from text_data import ByteWindows, read_text
 from torch.utils.data import DataLoader
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
-from lightning_seqpar.distributed.counters import StepMeter
-from lightning_seqpar.verify.parity import ParityRecorder
+from lightning_seqpar.measure import StepMeter
+from lightning_seqpar.parity import ParityRecorder
 
 
 def main() -> None:
