@@ -356,6 +356,15 @@ class ParallelConfig(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def a_context_method_needs_context_ranks(self) -> ParallelConfig:
+        if self.cp_method != "auto" and self.cp == 1:
+            raise broken(
+                f"cp_method={self.cp_method!r} with cp=1: it says how attention is computed across context-parallel ranks, and "
+                "there are none; set cp to 2 or more, or leave cp_method out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def virtual_stages_need_a_pipeline(self) -> ParallelConfig:
         if self.virtual_pp is not None and self.virtual_pp > 1 and self.pp == 1:
             raise broken(

@@ -40,6 +40,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"compile": "max"}, "compile='max': it is a switch; write true or false"),
     ({"broadcast_batch": "rank0"}, "broadcast_batch='rank0': it is a switch; write true or false"),
     ({"cp_method": "rings"}, "cp_method='rings': it must be 'auto', 'ring' or 'ulysses'"),
+    ({"cp_method": "ring"}, "cp_method='ring' with cp=1: it says how attention is computed across context-parallel ranks"),
     ({"data_parallel": "zero"}, "data_parallel='zero': it must be 'ddp' or 'fsdp'"),
     ({"recompute": False}, "recompute=False: it must be 'none', 'selective' or 'full'"),
     ({"regather": "always"}, "regather='always': write 'auto', true or false"),

@@ -133,3 +133,9 @@ def test_the_engine_sees_a_difference():
         assert not report.ok, change
         with pytest.raises(AssertionError, match="FAIL"):
             report.raise_if_failed()
+
+
+def test_two_empty_traces_are_not_equal_but_refused():
+    with pytest.raises(ValueError, match="both traces are empty: no step was recorded"):
+        compare(Trace(), Trace())
+    assert not compare(Trace(losses=[1.0]), Trace()).ok

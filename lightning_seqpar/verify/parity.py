@@ -171,7 +171,15 @@ def compare(reference: Trace, candidate: Trace, limit: float = FLOAT64_TOLERANCE
         reference: the run of one process.
         candidate: the parallel run.
         limit: the largest error that counts as equal; 1e-9 is for float64.
+
+    Raises:
+        ValueError: if neither trace holds a step: nothing would be compared.
     """
+    if not reference.losses and not candidate.losses:
+        raise ValueError(
+            "both traces are empty: no step was recorded, so there is nothing to compare; give a ParityRecorder to the callbacks "
+            "of both Trainers, and let each fit at least one batch"
+        )
     scale = max(norm_of(reference.grads), 1e-30)
     rows = [_losses(reference.losses, candidate.losses, limit)]
     if reference.grads or candidate.grads:
