@@ -18,7 +18,8 @@ import os, signal, sys, time
 import lightning as L
 import models
 from fit import quiet_trainer
-from lightning_seqpar import SeqParallelStrategy, launcher
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.strategy import child_watch
 from lightning.pytorch.callbacks import Callback
 
 class Bad(Callback):
@@ -51,7 +52,7 @@ def mine(signum, frame):
     os._exit(7)
 
 if __name__ == "__main__":
-    launcher.GRACE = float(os.environ.get("GRACE", launcher.GRACE))
+    child_watch.GRACE = float(os.environ.get("GRACE", child_watch.GRACE))
     if "MINE" in os.environ:
         signal.signal(signal.SIGTERM, mine)
     world = int(os.environ.get("WORLD", "2"))
