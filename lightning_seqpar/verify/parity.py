@@ -173,9 +173,9 @@ def compare(reference: Trace, candidate: Trace, limit: float = FLOAT64_TOLERANCE
         limit: the largest error that counts as equal; 1e-9 is for float64.
 
     Raises:
-        ValueError: if neither trace holds a step: nothing would be compared.
+        ValueError: if neither trace holds anything: nothing would be compared.
     """
-    if not reference.losses and not candidate.losses:
+    if not any((trace.losses or trace.grads or trace.weights) for trace in (reference, candidate)):
         raise ValueError(
             "both traces are empty: no step was recorded, so there is nothing to compare; give a ParityRecorder to the callbacks "
             "of both Trainers, and let each fit at least one batch"
