@@ -2,10 +2,11 @@
 
     make mutants                 all of them, with a table at the end
     make mutants ARGS=norm       those with 'norm' in their name
+    make mutants ARGS=--check    runs nothing: those that fit the source no more, and why
 
 Each fault is a replacement in a copy of the repository; the package itself has no switches. A fault names a definition (a
 function, a method, a class or a constant of a module), wherever it lives, and a text that stands in it once: code can move
-between files. Exit code 1 if any fault survives.
+between files. Exit code 1 if any fault survives or fits no more, or if no fault has such a name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -1354,7 +1355,7 @@ MUTANTS = [
         "a tied weight untied where it gets its numbers",
         "LateWeights.fill_parameters",
         "                torch.utils.swap_tensors(parameter, room)\n",
-        "                setattr(places[0].holder, places[0].leaf, room)\n",
+        "                setattr(place.holder, place.leaf, room)\n",
         "tests/test_late_weights.py",
     ),
     Mutant(
@@ -1651,21 +1652,25 @@ def definitions(package: Path) -> dict[str, list[Span]]:
     """Every definition of a package by qualified name: functions, methods and classes, and constants of modules."""
     found: dict[str, list[Span]] = {}
 
-    def visit(body: Iterable[ast.stmt], file: Path, prefix: str) -> None:
-        for node in body:
+    def visit(parent: ast.AST, file: Path, prefix: str) -> None:
+        for node in ast.iter_child_nodes(parent):
             names: list[str] = []
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 names = [node.name]
-                visit(node.body, file, f"{prefix}{node.name}.")
+                visit(node, file, f"{prefix}{node.name}.")
             elif isinstance(node, ast.Assign | ast.AnnAssign) and not prefix:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names = [target.id for target in targets if isinstance(target, ast.Name)]
+            elif isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
+                visit(node, file, prefix)  # the body of an if, a try, a with
+            if not names:
+                continue
             first = min([node.lineno, *(item.lineno for item in getattr(node, "decorator_list", []))])
             for name in names:
                 found.setdefault(prefix + name, []).append(Span(file, first - 1, node.end_lineno or first))
 
     for file in sorted(package.rglob("*.py")):
-        visit(ast.parse(file.read_text()).body, file, "")
+        visit(ast.parse(file.read_text()), file, "")
     return found
 
 
@@ -1758,7 +1763,14 @@ def run(mutant: Mutant) -> tuple[bool, str]:
 
 
 def main() -> int:
+    if sys.argv[1:] == ["--check"]:
+        gone = stale(ROOT / "lightning_seqpar")
+        print(*gone, f"{len(MUTANTS) - len(gone)} of {len(MUTANTS)} faults fit the source", sep="\n")
+        return 1 if gone else 0
     chosen = [mutant for mutant in MUTANTS if all(word in mutant.name for word in sys.argv[1:])]
+    if not chosen:
+        print(f"no fault has {' and '.join(sys.argv[1:])} in its name")
+        return 1
     rows = []
     with ThreadPoolExecutor(2) as pool:
         for mutant, (caught, where) in zip(chosen, pool.map(run, chosen), strict=True):
