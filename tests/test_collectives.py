@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.distributed import collectives as C
+from lightning_seqpar.distributed.collectives import PendingAllReduce, PendingGather, PendingReduceScatter
+from lightning_seqpar.distributed.counters import ExchangeRole, Traffic, announce_exchange
 from lightning_seqpar.testing import RankFailedError, run_distributed
 
 
@@ -143,6 +145,85 @@ def check_dtypes() -> None:
 
 def test_any_dtype_and_never_in_place():
     run_distributed(check_dtypes, 2)
+
+
+def counted(*calls) -> tuple[dict[str, int], ...]:
+    """What calls gave to the backend, and the collectives that they count as: numbers and bytes of both."""
+    with Traffic() as traffic:
+        for function, *args in calls:
+            function(*args)
+    return dict(traffic.backend_calls), dict(traffic.backend_bytes), dict(traffic.calls), dict(traffic.bytes)
+
+
+def complete(pending, *args) -> None:
+    pending(*args).wait()
+
+
+def exchanged(calls: int, sent: int, name: str, given: int) -> tuple[dict[str, int], ...]:
+    """The counts of one collective that is made of exchanges."""
+    return {"alltoall_base": calls}, {"alltoall_base": sent}, {name: 1}, {name: given}
+
+
+def check_traffic(tp: int, async_op: bool) -> None:
+    """Every collective is given to gloo as exchanges of the size that it needs, and counts as itself."""
+    group = tp_group(tp)["tp"]
+    for length in (8, 5):  # the second is padded
+        x = _whole([3, length, 2], dist.get_rank(), torch.float32)
+        padded = 3 * C.shard_length(length, tp) * tp * 2 * 4
+        got = counted((complete, PendingGather, x, 1, group, tp * length - 1, async_op))
+        assert got == exchanged(1, (tp - 1) * x.nbytes, "all_gather", x.nbytes)
+        got = counted((complete, PendingReduceScatter, x, 1, group, async_op))
+        assert got == exchanged(1, padded // tp * (tp - 1), "reduce_scatter", padded)
+        got = counted((complete, PendingAllReduce, x, group, async_op))
+        assert got == exchanged(1, (tp - 1) * x.nbytes, "all_reduce", x.nbytes)
+    large = torch.ones(2**17 + 1)
+    padded = C.shard_length(len(large), tp) * tp * 4
+    got = counted((complete, PendingAllReduce, large, group, async_op))
+    if tp == 2:
+        assert got == exchanged(1, large.nbytes, "all_reduce", large.nbytes)
+    else:  # a reduce-scatter and an all-gather
+        assert got == exchanged(2, 2 * (padded // tp) * (tp - 1), "all_reduce", padded)
+    # Complex tensors go through gloo's own collectives, under torch's names of them.
+    x = torch.ones(8, 3, dtype=torch.complex64)
+    size = x.nbytes
+    got = counted((complete, PendingGather, x, 0, group, None, async_op))
+    assert got == ({"allgather_base": 1}, {"allgather_base": size}, {"all_gather": 1}, {"all_gather": size})
+    got = counted((complete, PendingAllReduce, x, group, async_op))
+    assert got == ({"allreduce": 1}, {"allreduce": size}, {"all_reduce": 1}, {"all_reduce": size})
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_traffic_is_what_the_backend_is_given(tp, async_op):
+    run_distributed(check_traffic, tp, tp, async_op)
+
+
+def check_claims() -> None:
+    group = tp_group(2)["tp"]
+    out, x = torch.empty(4), torch.ones(4)
+
+    def exchange(splits: list[int]) -> None:
+        group.alltoall_base(out, x, splits, splits, dist.AllToAllOptions()).wait()
+
+    to_other = (exchange, [0, 4] if group.rank() == 0 else [4, 0])
+    gather = (announce_exchange, ExchangeRole.ALL_GATHER)
+    assert counted(gather) == ({}, {}, {}, {})
+    assert counted(to_other)[2:] == ({"alltoall": 1}, {"alltoall": 16})
+    # What is announced counts once.
+    assert counted(gather, to_other, to_other)[2:] == (
+        {"all_gather": 1, "alltoall": 1},
+        {"all_gather": 16, "alltoall": 16},
+    )
+    # Each gives itself a half: no all-gather does.
+    assert counted(gather, (exchange, [2, 2]))[2:] == ({"alltoall": 1}, {"alltoall": 16})
+    # Another operation comes first: the exchange after it was not announced.
+    calls, _, *counts = counted(gather, (dist.all_reduce, x, dist.ReduceOp.SUM, group), to_other)
+    assert calls == {"allreduce": 1, "alltoall_base": 1}
+    assert counts == [{"all_reduce": 1, "alltoall": 1}, {"all_reduce": 16, "alltoall": 16}]
+
+
+def test_what_is_announced_and_not_sent_is_not_counted():
+    run_distributed(check_claims, 2)
 
 
 def sum_of_ranks() -> tuple[int, list[int], int, int]:

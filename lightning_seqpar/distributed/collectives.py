@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.distributed.counters import stands_for
+from lightning_seqpar.distributed.counters import ExchangeRole, announce_exchange
 
 
 def shard_length(length: int, size: int) -> int:
@@ -52,7 +52,7 @@ def _exchanges(x: Tensor, group: ProcessGroup) -> bool:
 class _Exchange:
     """A tensor for each rank of the group under way, and one from each; all of one shape, and of no graph."""
 
-    def __init__(self, given: Sequence[Tensor], group: ProcessGroup, async_op: bool) -> None:
+    def __init__(self, given: Sequence[Tensor], group: ProcessGroup, async_op: bool, role: ExchangeRole) -> None:
         self._rank = group.rank()
         self._own, *others = given[self._rank], *given[: self._rank], *given[self._rank + 1 :]
         if async_op and self._own.nbytes < self._own.untyped_storage().nbytes():
@@ -63,6 +63,7 @@ class _Exchange:
         sent = others[0].reshape(-1) if len(others) == 1 else torch.cat([one.reshape(-1) for one in others])
         self._sent = sent.contiguous()  # kept until it has gone
         self._out = self._own.new_empty(len(others) * count)
+        announce_exchange(role)
         # The group's own call: torch.distributed's wrapper of it costs host time.
         self._work = group.alltoall_base(self._out, self._sent, splits, splits, dist.AllToAllOptions())
 
@@ -105,12 +106,12 @@ class PendingAllReduce:
             self._out = x.detach().clone(memory_format=torch.contiguous_format)
             self._work = dist.all_reduce(self._out, group=group, async_op=async_op)
             return
-        stands_for("all_reduce", x.nbytes, 1 if self._at_once else 2)
         if self._at_once:
-            self._exchange = _Exchange([x.detach()] * size, group, async_op)
+            self._exchange = _Exchange([x.detach()] * size, group, async_op, ExchangeRole.ALL_REDUCE)
         else:
             flat = x.detach().reshape(-1)
-            self._exchange = _Exchange(_pad(flat, 0, shard_length(len(flat), size) * size).chunk(size), group, async_op)
+            chunks = _pad(flat, 0, shard_length(len(flat), size) * size).chunk(size)
+            self._exchange = _Exchange(chunks, group, async_op, ExchangeRole.ALL_REDUCE_SCATTER)
 
     def wait(self) -> Tensor:
         """The sum."""
@@ -121,7 +122,8 @@ class PendingAllReduce:
         summed = self._exchange.sum()
         if self._at_once:
             return summed
-        whole = torch.cat(_Exchange([summed] * self._group.size(), self._group, async_op=False).wait())
+        copies = [summed] * self._group.size()
+        whole = torch.cat(_Exchange(copies, self._group, async_op=False, role=ExchangeRole.ALL_REDUCE_GATHER).wait())
         return whole[: self._shape.numel()].view(self._shape)
 
 
@@ -133,8 +135,7 @@ class PendingGather:
         self._dim, self._length = dim % x.ndim, length
         self._in_parts = _exchanges(x, group)
         if self._in_parts:
-            stands_for("all_gather", x.nbytes)
-            self._exchange = _Exchange([x.detach()] * self._size, group, async_op)
+            self._exchange = _Exchange([x.detach()] * self._size, group, async_op, ExchangeRole.ALL_GATHER)
             return
         self._out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         # Kept until the collective is done: the backend reads it meanwhile.
@@ -169,8 +170,7 @@ class PendingReduceScatter:
         x = _pad(x.detach(), dim, chunk * size)
         self._in_parts = _exchanges(x, group)
         if self._in_parts:
-            stands_for("reduce_scatter", x.nbytes)
-            self._exchange = _Exchange(x.chunk(size, dim), group, async_op)
+            self._exchange = _Exchange(x.chunk(size, dim), group, async_op, ExchangeRole.REDUCE_SCATTER)
             return
         stacked = x.unflatten(dim, (size, chunk)).movedim(dim, 0).contiguous()
         self._shape = stacked.shape[1:]

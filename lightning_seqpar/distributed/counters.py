@@ -1,9 +1,14 @@
-"""What a step keeps and what it sends: saved bytes and collectives, measured rather than estimated."""
+"""Counters of what a step keeps for its backward and of what it sends.
+
+:class:`SavedBytes` counts what autograd keeps, :class:`Traffic` the collectives of a rank and their bytes, and
+:class:`StepMeter` is a Lightning callback that reads both for one training batch. They measure; nothing is estimated.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from enum import Enum
 from types import TracebackType
 from typing import Any
 
@@ -25,17 +30,21 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it, where it is one of torch's distributed tensors."""
+    """The tensor of this rank where ``tensor`` is a ``DTensor``; otherwise ``tensor`` itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 class SavedBytes:
-    """Counts the bytes that autograd keeps for the backward, each storage once, parameters not at all.
+    """Counts the bytes that autograd keeps for the backward on this rank.
 
-    Use as a context manager around the forward; :attr:`total` is in bytes, on this rank.
+    Use it as a context manager around the forward and read :attr:`total`. A storage that several operations keep, or
+    that several tensors share, counts once.
+
+    Args:
+        exclude: tensors whose storages are not counted, such as a model's parameters, which stay in any case.
     """
 
-    is_transparent = True  # it changes nothing of what is kept
+    is_transparent = True  # what is kept is kept as it would be without
 
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
         # By the storage's own address: on the meta device no storage has a memory's.
@@ -44,7 +53,7 @@ class SavedBytes:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Count a tensor as kept."""
+        """Count the storage of a tensor that autograd keeps; returns the tensor, as autograd's pack hook must."""
         storage = _local(tensor).untyped_storage()
         if storage_id(storage) not in self._excluded:
             # The storage is held so that its address can't be given out twice.
@@ -53,7 +62,7 @@ class SavedBytes:
 
     @property
     def total(self) -> int:
-        """Bytes kept so far."""
+        """Bytes of all storages that were kept so far."""
         return sum(storage.nbytes() for storage in self._storages.values())
 
     def __enter__(self) -> SavedBytes:
@@ -66,71 +75,145 @@ class SavedBytes:
         self._hooks.__exit__(kind, error, trace)
 
 
-class Traffic(TorchDispatchMode):
-    """Counts this rank's collectives and the bytes of the tensors it gives to them.
+class ExchangeRole(Enum):
+    """Which collective an exchange (all-to-all) of a backend is made for; :class:`Traffic` counts it under that name.
 
-    A collective that is made of another (see :mod:`lightning_seqpar.distributed.collectives`) counts as what it stands for.
+    A role says nothing of sizes: what was given to the collective follows from what the exchange sent.
 
     Attributes:
-        calls: number of calls by operation, such as ``{"all_gather": 4}``.
-        bytes: bytes of the inputs by operation.
+        collective: the collective that the exchange counts as; None where it is the rest of one that was counted.
+        divides: whether each rank gets a chunk of its own, rather than all the same tensor.
+    """
+
+    ALL_GATHER = "all_gather", False
+    REDUCE_SCATTER = "reduce_scatter", True
+    ALL_REDUCE = "all_reduce", False
+    ALL_REDUCE_SCATTER = "all_reduce", True
+    """The first of two exchanges that make an all-reduce."""
+    ALL_REDUCE_GATHER = None, False
+    """The second of them, in which the ranks give each other the chunks that they summed."""
+
+    def __init__(self, collective: str | None, divides: bool) -> None:
+        self.collective, self.divides = collective, divides
+
+
+class Traffic(TorchDispatchMode):
+    """Counts this rank's collectives, and the bytes of the tensors that it gives to them, as the backend gets them.
+
+    Everything is counted where torch dispatches an operation to the process group; no collective states its own bytes.
+    Where a backend makes a collective of exchanges (see :mod:`lightning_seqpar.distributed.gloo`), ``calls`` and
+    ``bytes`` have it under the collective's name, with the bytes that a backend's own collective would have been given:
+    an exchange over ``n`` ranks that sent ``m`` bytes to each of ``n - 1`` others is an all-gather of ``m`` or a
+    reduce-scatter of ``n * m`` bytes. So a step counts alike over every backend. An exchange that announces no role,
+    or that does not give every other rank as much, counts as ``alltoall``.
+
+    Attributes:
+        calls: number of collectives by name, such as ``{"all_gather": 4}``.
+        bytes: bytes of the tensors given to them by name; those of a sum in two exchanges include its padding.
+        backend_calls: number of operations that the process groups really got by torch's name of them, such as
+            ``{"alltoall_base": 4}``.
+        backend_bytes: bytes of the tensors that they were really given to send by the same names.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
-        self._parts = 0
+        self.backend_calls: Counter[str] = Counter()
+        self.backend_bytes: Counter[str] = Counter()
+        self._role: ExchangeRole | None = None
 
-    def stands_for(self, name: str, count: int, parts: int) -> None:
-        """The next ``parts`` exchanges are one collective of ``count`` bytes."""
-        self.calls[name] += 1
-        self.bytes[name] += count
-        self._parts += parts
+    def announce(self, role: ExchangeRole) -> None:
+        """The next operation of a process group is an exchange in this role; any other operation ends the announcement."""
+        self._role = role
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace == "c10d":
-            name = func.name().split("::")[-1].strip("_").replace("_base", "").replace("_coalesced", "")
-            name = name.removesuffix("_").replace("allgather", "all_gather").replace("allreduce", "all_reduce")
-            if name.startswith("alltoall") and self._parts:
-                self._parts -= 1
-            elif name.startswith(("all_gather", "all_reduce", "reduce_scatter", "alltoall", "broadcast")):
-                # (output, input, ...) where they differ, (tensors, ...) where they are one.
-                given = args[1] if name.startswith(("all_gather", "reduce_scatter", "alltoall")) else args[0]
-                self.calls[name] += 1
-                self.bytes[name] += sum(tensor.nbytes for tensor in _tensors(given))
+            role, self._role = self._role, None
+            self._count(func, args, role)
         elif func.namespace == "_c10d_functional" and "wait" not in func.name() and "wrap" not in func.name():
             # As torch's DTensor calls them.
-            name = func.name().split("::")[-1].removesuffix("_into_tensor").removesuffix("_tensor")
-            self.calls[name] += 1
-            self.bytes[name] += sum(tensor.nbytes for tensor in _tensors(args[0]))
+            operation, given = func.name().split("::")[-1], _nbytes(args[0])
+            name = operation.removesuffix("_into_tensor").removesuffix("_tensor")
+            self._add(self.calls, self.bytes, name, given)
+            self._add(self.backend_calls, self.backend_bytes, operation, given)
         return func(*args, **(kwargs or {}))
+
+    def _count(self, func: Any, args: tuple[Any, ...], role: ExchangeRole | None) -> None:
+        """Count an operation of a process group: what it is given as it stands, and the collective that it makes."""
+        operation = func.name().split("::")[-1].strip("_")
+        # (output, input, ...) where they differ, (tensors, ...) where they are one.
+        given = _nbytes(args[func._schema.arguments[0].name.startswith("output")])
+        self._add(self.backend_calls, self.backend_bytes, operation, 0 if operation in _GIVES_NOTHING else given)
+        if operation == "alltoall_base" and role is not None and (sent := _sent_to_each(given, args[4])) is not None:
+            if role.collective is not None:
+                chunks = len(args[4]) if role.divides else 1  # every rank's, this rank's own among them
+                self._add(self.calls, self.bytes, role.collective, sent * chunks)
+            return
+        name = operation.replace("_base", "").replace("_coalesced", "").removesuffix("_")
+        name = name.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+        if name.startswith(("all_gather", "all_reduce", "reduce_scatter", "alltoall", "broadcast")):
+            self._add(self.calls, self.bytes, name, given)
+
+    @staticmethod
+    def _add(calls: Counter[str], sizes: Counter[str], name: str, given: int) -> None:
+        calls[name] += 1
+        sizes[name] += given
 
     @property
     def total_calls(self) -> int:
-        """All calls."""
+        """Number of collectives of all names."""
         return sum(self.calls.values())
 
     @property
     def total_bytes(self) -> int:
-        """All bytes."""
+        """Bytes given to collectives of all names."""
         return sum(self.bytes.values())
 
 
-def stands_for(name: str, count: int, parts: int = 1) -> None:
-    """Tell whoever counts that the next ``parts`` exchanges of this thread are one collective of ``count`` bytes."""
+_GIVES_NOTHING = ("barrier", "monitored_barrier", "recv", "recv_any_source", "check_for_nan")
+"""Operations of process groups whose tensors are not sent."""
+
+
+def _nbytes(value: Any) -> int:
+    return sum(tensor.nbytes for tensor in _tensors(value))
+
+
+def _sent_to_each(given: int, splits: Sequence[int]) -> int | None:
+    """Bytes that an exchange of ``given`` bytes sends to each other rank.
+
+    Args:
+        given: bytes of the tensor that is sent in pieces.
+        splits: positions of it that each rank gets.
+
+    Returns:
+        None where it is no exchange of equal pieces, in which every rank but the sender gets as much.
+    """
+    if len(splits) < 2:
+        return None
+    *others, own = sorted(splits, reverse=True)
+    return given // len(others) if own == 0 and others[0] == others[-1] else None
+
+
+def announce_exchange(role: ExchangeRole) -> None:
+    """Let every active :class:`Traffic` of this thread know which collective the exchange that follows is made for."""
     for mode in dispatch_modes():
         if isinstance(mode, Traffic):
-            mode.stands_for(name, count, parts)
+            mode.announce(role)
 
 
 class StepMeter(Callback):
-    """Measures one training batch: bytes kept for the backward, collectives and bytes sent, on each rank.
+    """Measures one training batch on each rank: bytes kept for the backward, and collectives.
 
     Args:
         batch: which batch (0-based); the default is one at which no run-time check is due.
+
+    Attributes:
+        saved_bytes: bytes that autograd kept for the backward, as :class:`SavedBytes` counts them.
+        calls: number of collectives by name, and ``bytes`` given to them, as :class:`Traffic` counts them.
+        backend_calls: number of operations of process groups, and ``backend_bytes`` given to them, likewise.
     """
 
     def __init__(self, batch: int = 16) -> None:
@@ -140,9 +223,11 @@ class StepMeter(Callback):
         self.saved_bytes = 0
         self.calls: dict[str, int] = {}
         self.bytes: dict[str, int] = {}
+        self.backend_calls: dict[str, int] = {}
+        self.backend_bytes: dict[str, int] = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start to count."""
+        """Start to count, in front of the batch that is measured."""
         if batch_idx == self._batch:
             self._traffic = Traffic()
             self._traffic.__enter__()  # type: ignore[no-untyped-call]
@@ -150,7 +235,7 @@ class StepMeter(Callback):
             self._saved.__enter__()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """The forward is over: what is kept now is kept for the backward."""
+        """Stop counting kept bytes: the forward is over, and what is kept now is kept for the backward."""
         if self._saved is not None:
             self._saved.__exit__(None, None, None)
             self.saved_bytes, self._saved = self._saved.total, None
@@ -158,7 +243,9 @@ class StepMeter(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The step is over."""
+        """Take over the counts: the step is over."""
         if self._traffic is not None:
             self._traffic.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self.calls, self.bytes, self._traffic = dict(self._traffic.calls), dict(self._traffic.bytes), None
+            traffic, self._traffic = self._traffic, None
+            self.calls, self.bytes = dict(traffic.calls), dict(traffic.bytes)
+            self.backend_calls, self.backend_bytes = dict(traffic.backend_calls), dict(traffic.backend_bytes)
