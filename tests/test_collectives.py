@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.distributed import collectives as C
-from lightning_seqpar.distributed.collectives import PendingAllReduce, PendingGather, PendingReduceScatter
+from lightning_seqpar.distributed.async_ops import PendingAllReduce, PendingGather, PendingReduceScatter
 from lightning_seqpar.distributed.counters import ExchangeRole, Traffic, announce_exchange
 from lightning_seqpar.testing import RankFailedError, run_distributed
 

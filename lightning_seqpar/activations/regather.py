@@ -7,8 +7,8 @@ from torch.distributed import ProcessGroup
 
 from lightning_seqpar.activations.norm_recompute import NormCall, norm_of
 from lightning_seqpar.activations.policy import keeper
+from lightning_seqpar.distributed.async_ops import PendingGather
 from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
-from lightning_seqpar.distributed.collectives import PendingGather
 
 
 def remembered(x: Tensor) -> tuple[Tensor, NormCall | None]:

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from lightning_seqpar.distributed.async_ops import PendingAllReduce, PendingGather, PendingReduceScatter
 from lightning_seqpar.distributed.autograd import (
     current_backward,
     has_node_hooks,
@@ -30,9 +31,6 @@ from lightning_seqpar.distributed.autograd import (
     will_run,
 )
 from lightning_seqpar.distributed.collectives import (
-    PendingAllReduce,
-    PendingGather,
-    PendingReduceScatter,
     all_gather,
     gather_from_sequence_parallel_region,
     passes_none,

@@ -7,204 +7,37 @@ these functions, so that gradients of gradients are right too.
 A sequence dim that does not divide by the group is padded where it is scattered and trimmed where it is
 gathered: a shard holds ``ceil(s / tp)`` positions on every rank.
 
-Over gloo an exchange of parts (all-to-all) takes a half to a third of the time of its gather, reduce-scatter and
-all-reduce, at every size, so there they are made of it; a sum is then made by each rank, in the order of the ranks.
+The collectives that the pairs are made of are those of :mod:`~lightning_seqpar.distributed.async_ops`; they can be
+imported from here too.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.distributed.counters import ExchangeRole, announce_exchange
+from lightning_seqpar.distributed.async_ops import all_gather, all_reduce, reduce_scatter, split
+from lightning_seqpar.distributed.padding import shard_length
 
-
-def shard_length(length: int, size: int) -> int:
-    """Positions in one shard of a sequence of ``length`` positions over ``size`` ranks, padding included."""
-    return -(-length // size)
-
-
-def _pad(x: Tensor, dim: int, length: int) -> Tensor:
-    """``x`` with zeros behind it along ``dim``, up to ``length``."""
-    missing = length - x.shape[dim]
-    if missing == 0:
-        return x
-    shape = list(x.shape)
-    shape[dim] = missing
-    return torch.cat([x, x.new_zeros(shape)], dim)
-
-
-_AT_ONCE = 2**18
-"""Bytes up to which every rank gets every other's whole tensor to sum it, in one exchange instead of two."""
-
-
-def _exchanges(x: Tensor, group: ProcessGroup) -> bool:
-    """Whether collectives of this tensor are made of exchanges."""
-    return x.is_cpu and not x.is_complex() and group._get_backend(x.device).name() == "gloo"
-
-
-class _Exchange:
-    """A tensor for each rank of the group under way, and one from each; all of one shape, and of no graph."""
-
-    def __init__(self, given: Sequence[Tensor], group: ProcessGroup, async_op: bool, role: ExchangeRole) -> None:
-        self._rank = group.rank()
-        self._own, *others = given[self._rank], *given[: self._rank], *given[self._rank + 1 :]
-        if async_op and self._own.nbytes < self._own.untyped_storage().nbytes():
-            self._own = self._own.clone()  # what it is a part of may go meanwhile
-        count, self._count = self._own.numel(), len(others)
-        splits = [count] * len(given)
-        splits[self._rank] = 0  # its own stays where it is
-        sent = others[0].reshape(-1) if len(others) == 1 else torch.cat([one.reshape(-1) for one in others])
-        self._sent = sent.contiguous()  # kept until it has gone
-        self._out = self._own.new_empty(len(others) * count)
-        announce_exchange(role)
-        # The group's own call: torch.distributed's wrapper of it costs host time.
-        self._work = group.alltoall_base(self._out, self._sent, splits, splits, dist.AllToAllOptions())
-
-    def wait(self) -> list[Tensor]:
-        """What came, by rank."""
-        self._work.wait()
-        del self._sent
-        shape = self._own.shape
-        parts = [self._out.view(shape)] if self._count == 1 else [*self._out.view(self._count, *shape)]
-        parts.insert(self._rank, self._own)
-        return parts
-
-    def sum(self) -> Tensor:
-        """The sum of what came and its own, the same bits on all ranks; more than two 16-bit parts are added in float32."""
-        first, second, *others = self.wait()
-        if not others:
-            return (first if self._rank else second).add_(self._own)  # what came
-        kind = torch.promote_types(first.dtype, torch.float32) if first.is_floating_point() else first.dtype
-        total = first.to(kind) + second
-        for part in others:
-            total += part
-        return total.to(first.dtype).contiguous()
-
-
-def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of ``x`` over the group, in a new tensor. Not differentiable.
-
-    Where it is made of exchanges, ranks sum the same parts in the same order: their results are equal to the last bit.
-    """
-    return PendingAllReduce(x, group, async_op=False).wait()
-
-
-class PendingAllReduce:
-    """A sum over the group under way; :meth:`wait` returns it, in a new tensor."""
-
-    def __init__(self, x: Tensor, group: ProcessGroup, async_op: bool) -> None:
-        self._group, self._shape, size = group, x.shape, group.size()
-        self._in_parts, self._at_once = _exchanges(x, group), size == 2 or x.nbytes <= _AT_ONCE
-        if not self._in_parts:
-            self._out = x.detach().clone(memory_format=torch.contiguous_format)
-            self._work = dist.all_reduce(self._out, group=group, async_op=async_op)
-            return
-        if self._at_once:
-            self._exchange = _Exchange([x.detach()] * size, group, async_op, ExchangeRole.ALL_REDUCE)
-        else:
-            flat = x.detach().reshape(-1)
-            chunks = _pad(flat, 0, shard_length(len(flat), size) * size).chunk(size)
-            self._exchange = _Exchange(chunks, group, async_op, ExchangeRole.ALL_REDUCE_SCATTER)
-
-    def wait(self) -> Tensor:
-        """The sum."""
-        if not self._in_parts:
-            if self._work is not None:
-                self._work.wait()
-            return self._out
-        summed = self._exchange.sum()
-        if self._at_once:
-            return summed
-        copies = [summed] * self._group.size()
-        whole = torch.cat(_Exchange(copies, self._group, async_op=False, role=ExchangeRole.ALL_REDUCE_GATHER).wait())
-        return whole[: self._shape.numel()].view(self._shape)
-
-
-class PendingGather:
-    """An all-gather along ``dim`` under way; :meth:`wait` returns the whole tensor."""
-
-    def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None, async_op: bool) -> None:
-        self._size, self._shape = group.size(), x.shape
-        self._dim, self._length = dim % x.ndim, length
-        self._in_parts = _exchanges(x, group)
-        if self._in_parts:
-            self._exchange = _Exchange([x.detach()] * self._size, group, async_op, ExchangeRole.ALL_GATHER)
-            return
-        self._out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
-        # Kept until the collective is done: the backend reads it meanwhile.
-        self._input = x.detach().contiguous()
-        self._work = dist.all_gather_single(self._out, self._input, group=group, async_op=async_op)
-
-    def wait(self) -> Tensor:
-        """The gathered tensor, trimmed to the true length."""
-        dim = self._dim
-        if self._in_parts:
-            out = torch.cat(self._exchange.wait(), dim)
-            if self._length == out.shape[dim]:
-                return out
-        else:
-            if self._work is not None:
-                self._work.wait()
-            out = self._out
-            if dim:
-                # The collective stacks ranks along dim 0; the sequence may lie elsewhere.
-                out = out.view(self._size, *self._shape).movedim(0, dim).flatten(dim, dim + 1)
-        if self._length is not None and self._length != out.shape[dim]:
-            out = out.narrow(dim, 0, self._length)
-        return out.contiguous()
-
-
-class PendingReduceScatter:
-    """A reduce-scatter along ``dim`` under way; :meth:`wait` returns this rank's shard of the sum."""
-
-    def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:
-        size, dim = group.size(), dim % x.ndim
-        chunk = shard_length(x.shape[dim], size)
-        x = _pad(x.detach(), dim, chunk * size)
-        self._in_parts = _exchanges(x, group)
-        if self._in_parts:
-            self._exchange = _Exchange(x.chunk(size, dim), group, async_op, ExchangeRole.REDUCE_SCATTER)
-            return
-        stacked = x.unflatten(dim, (size, chunk)).movedim(dim, 0).contiguous()
-        self._shape = stacked.shape[1:]
-        self._input = stacked.flatten(0, 1)
-        self._out = x.new_empty(self._input.shape[0] // size, *self._input.shape[1:])
-        self._work = dist.reduce_scatter_single(self._out, self._input, group=group, async_op=async_op)
-
-    def wait(self) -> Tensor:
-        """This rank's shard."""
-        if self._in_parts:
-            return self._exchange.sum()
-        if self._work is not None:
-            self._work.wait()
-        return self._out.view(self._shape)
-
-
-def all_gather(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
-    """All shards along ``dim``, trimmed to ``length``, in a new tensor. Not differentiable."""
-    return PendingGather(x, dim, group, length, async_op=False).wait()
-
-
-def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's shard along ``dim`` of the sum over the group, zero-padded. Not differentiable."""
-    return PendingReduceScatter(x, dim, group, async_op=False).wait()
-
-
-def split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's shard of a whole tensor along ``dim``, zero-padded. Not differentiable."""
-    size = group.size()
-    chunk = shard_length(x.shape[dim], size)
-    start = min(group.rank() * chunk, x.shape[dim])
-    stop = min(start + chunk, x.shape[dim])
-    piece = x.detach().narrow(dim, start, stop - start)
-    return _pad(piece, dim, chunk).clone(memory_format=torch.contiguous_format)
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "copy_to_tensor_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_replicated_from_sequence_parallel_region",
+    "passes_none",
+    "reduce_from_tensor_parallel_region",
+    "reduce_scatter",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "shard_length",
+    "split",
+]
 
 
 def _fill_padding(piece: Tensor, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:

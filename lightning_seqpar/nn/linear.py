@@ -26,7 +26,8 @@ from lightning_seqpar.activations.wgrad_overlap import (
     once,
     rows_of,
 )
-from lightning_seqpar.distributed.collectives import PendingGather, PendingReduceScatter, passes_none
+from lightning_seqpar.distributed.async_ops import PendingGather, PendingReduceScatter
+from lightning_seqpar.distributed.collectives import passes_none
 from lightning_seqpar.layout.linear_kind import LinearKind, features
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.region.sequence_region import SequenceRegion

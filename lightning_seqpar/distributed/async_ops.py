@@ -1,0 +1,143 @@
+"""Collectives that a caller may start, compute under, and wait for; and the same as plain functions.
+
+None of them is differentiable: :mod:`~lightning_seqpar.distributed.collectives` makes the autograd pairs of them. Each
+``Pending`` class starts its collective when it is made and hands out the result, a new tensor, in ``wait``. Where the
+backend does better with something else than its own collective, that stands in a module of the backend's own
+(:mod:`~lightning_seqpar.distributed.gloo`), and the class passes on to it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_seqpar.distributed.gloo import (
+    ExchangedAllReduce,
+    ExchangedGather,
+    ExchangedReduceScatter,
+    uses_exchanges,
+)
+from lightning_seqpar.distributed.padding import pad, shard_length
+
+
+class PendingAllReduce:
+    """A sum over the group under way; :meth:`wait` returns it, in a new tensor.
+
+    Args:
+        x: the tensor to sum, of any shape.
+        group: the ranks that sum.
+        async_op: whether the caller goes on computing before it waits.
+    """
+
+    def __init__(self, x: Tensor, group: ProcessGroup, async_op: bool) -> None:
+        self._exchanged = ExchangedAllReduce(x, group, async_op) if uses_exchanges(x, group) else None
+        if self._exchanged is None:
+            self._out = x.detach().clone(memory_format=torch.contiguous_format)
+            self._work = dist.all_reduce(self._out, group=group, async_op=async_op)
+
+    def wait(self) -> Tensor:
+        """Wait for the sum and return it."""
+        if self._exchanged is not None:
+            return self._exchanged.wait()
+        if self._work is not None:
+            self._work.wait()
+        return self._out
+
+
+class PendingGather:
+    """An all-gather along ``dim`` under way; :meth:`wait` returns the gathered tensor.
+
+    Args:
+        x: this rank's shard, ``[b, ceil(s/tp), h]`` for ``dim=1``; all ranks' have one shape.
+        dim: the dim along which shards follow each other.
+        group: the ranks that gather.
+        length: the true length ``s`` of ``dim``, to which the result is trimmed; None for all that was gathered.
+        async_op: whether the caller goes on computing before it waits.
+    """
+
+    def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None, async_op: bool) -> None:
+        self._dim, self._length = dim % x.ndim, length
+        self._exchanged = ExchangedGather(x, self._dim, group, async_op) if uses_exchanges(x, group) else None
+        if self._exchanged is None:
+            self._size, self._shape = group.size(), x.shape
+            self._out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
+            # Kept until the collective is done: the backend reads it meanwhile.
+            self._input = x.detach().contiguous()
+            self._work = dist.all_gather_single(self._out, self._input, group=group, async_op=async_op)
+
+    def wait(self) -> Tensor:
+        """Wait for the shards and return them as one tensor, trimmed to the true length: ``[b, s, h]``."""
+        dim = self._dim
+        if self._exchanged is not None:
+            out = self._exchanged.wait()
+        else:
+            if self._work is not None:
+                self._work.wait()
+            out = self._out
+            if dim:
+                # The collective stacks ranks along dim 0; the sequence may lie elsewhere.
+                out = out.view(self._size, *self._shape).movedim(0, dim).flatten(dim, dim + 1)
+        if self._length is not None and self._length != out.shape[dim]:
+            out = out.narrow(dim, 0, self._length)
+        return out.contiguous()
+
+
+class PendingReduceScatter:
+    """A reduce-scatter along ``dim`` under way; :meth:`wait` returns this rank's shard of the sum.
+
+    Args:
+        x: this rank's addend, ``[b, s, h]`` for ``dim=1``; zeros are added behind ``s`` until it divides by the group.
+        dim: the dim along which the sum is divided.
+        group: the ranks that sum.
+        async_op: whether the caller goes on computing before it waits.
+    """
+
+    def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:
+        size, dim = group.size(), dim % x.ndim
+        chunk = shard_length(x.shape[dim], size)
+        x = pad(x.detach(), dim, chunk * size)
+        self._exchanged = ExchangedReduceScatter(x, dim, group, async_op) if uses_exchanges(x, group) else None
+        if self._exchanged is None:
+            stacked = x.unflatten(dim, (size, chunk)).movedim(dim, 0).contiguous()
+            self._shape = stacked.shape[1:]
+            self._input = stacked.flatten(0, 1)
+            self._out = x.new_empty(self._input.shape[0] // size, *self._input.shape[1:])
+            self._work = dist.reduce_scatter_single(self._out, self._input, group=group, async_op=async_op)
+
+    def wait(self) -> Tensor:
+        """Wait for the sum and return this rank's shard of it, ``[b, ceil(s/tp), h]``."""
+        if self._exchanged is not None:
+            return self._exchanged.wait()
+        if self._work is not None:
+            self._work.wait()
+        return self._out.view(self._shape)
+
+
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of ``x`` over the group, in a new tensor. Not differentiable.
+
+    Where it is made of exchanges, ranks sum the same parts in the same order: their results are equal to the last bit.
+    """
+    return PendingAllReduce(x, group, async_op=False).wait()
+
+
+def all_gather(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
+    """All shards along ``dim``, trimmed to ``length``, in a new tensor. Not differentiable."""
+    return PendingGather(x, dim, group, length, async_op=False).wait()
+
+
+def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's shard along ``dim`` of the sum over the group, zero-padded. Not differentiable."""
+    return PendingReduceScatter(x, dim, group, async_op=False).wait()
+
+
+def split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's shard of a whole tensor along ``dim``, zero-padded. Nothing is sent. Not differentiable."""
+    size = group.size()
+    chunk = shard_length(x.shape[dim], size)
+    start = min(group.rank() * chunk, x.shape[dim])
+    stop = min(start + chunk, x.shape[dim])
+    piece = x.detach().narrow(dim, start, stop - start)
+    return pad(piece, dim, chunk).clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,146 @@
+"""What is special to the gloo backend: collectives that are made of exchanges.
+
+An exchange (all-to-all) gives each rank of a group a tensor and receives one from each. Over gloo it takes a half to a
+third of the time of gloo's own gather, reduce-scatter and all-reduce, at every size. So there an all-gather is an
+exchange in which every rank gives its shard to all, a reduce-scatter one in which it gives each rank that rank's chunk,
+and an all-reduce the one after the other. A sum is then made by each rank itself, in the order of the ranks.
+
+:mod:`~lightning_seqpar.distributed.async_ops` asks :func:`uses_exchanges` and then starts one of the classes of this
+module; nothing else knows of exchanges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_seqpar.distributed.counters import ExchangeRole, announce_exchange
+from lightning_seqpar.distributed.padding import pad, shard_length
+
+_AT_ONCE = 2**18
+"""Bytes up to which every rank gets every other's full tensor to sum it, in one exchange instead of two."""
+
+
+def uses_exchanges(x: Tensor, group: ProcessGroup) -> bool:
+    """Whether collectives of this tensor over this group are made of exchanges."""
+    return x.is_cpu and not x.is_complex() and group._get_backend(x.device).name() == "gloo"
+
+
+class _Exchange:
+    """An exchange under way: a tensor for each rank of the group, and one from each, all of one shape.
+
+    Args:
+        given: the tensor for each rank, by rank; the one for this rank is not sent. None of them requires a gradient.
+        group: the ranks that take part, at least two.
+        async_op: whether the caller goes on computing before it waits, and may free the memory of ``given`` meanwhile.
+        role: which collective the exchange is made for, to count it under that name.
+    """
+
+    def __init__(self, given: Sequence[Tensor], group: ProcessGroup, async_op: bool, role: ExchangeRole) -> None:
+        self._rank = group.rank()
+        self._own, *others = given[self._rank], *given[: self._rank], *given[self._rank + 1 :]
+        if async_op and self._own.nbytes < self._own.untyped_storage().nbytes():
+            self._own = self._own.clone()  # what it is a part of may go meanwhile
+        count, self._count = self._own.numel(), len(others)
+        splits = [count] * len(given)
+        splits[self._rank] = 0  # its own stays where it is
+        sent = others[0].reshape(-1) if len(others) == 1 else torch.cat([one.reshape(-1) for one in others])
+        self._sent = sent.contiguous()  # kept until it has gone
+        self._out = self._own.new_empty(len(others) * count)
+        announce_exchange(role)
+        # The group's own call: torch.distributed's wrapper of it costs host time.
+        self._work = group.alltoall_base(self._out, self._sent, splits, splits, dist.AllToAllOptions())
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the exchange; returns the tensor from each rank, by rank, this rank's own among them."""
+        self._work.wait()
+        del self._sent
+        shape = self._own.shape
+        parts = [self._out.view(shape)] if self._count == 1 else [*self._out.view(self._count, *shape)]
+        parts.insert(self._rank, self._own)
+        return parts
+
+    def sum(self) -> Tensor:
+        """Wait for the exchange; returns the sum of the tensors of all ranks, added in the order of the ranks.
+
+        It has the same bits on every rank that sums the same tensors. More than two 16-bit tensors are added in float32.
+        """
+        first, second, *others = self.wait()
+        if not others:
+            return (first if self._rank else second).add_(self._own)  # what came
+        kind = torch.promote_types(first.dtype, torch.float32) if first.is_floating_point() else first.dtype
+        total = first.to(kind) + second
+        for part in others:
+            total += part
+        return total.to(first.dtype).contiguous()
+
+
+class ExchangedAllReduce:
+    """An all-reduce under way: one exchange of full tensors, or for large ones a reduce-scatter and an all-gather.
+
+    Args:
+        x: the tensor to sum, of any shape.
+        group: the ranks that sum.
+        async_op: whether the caller goes on computing before it waits.
+    """
+
+    def __init__(self, x: Tensor, group: ProcessGroup, async_op: bool) -> None:
+        self._group, self._shape, size = group, x.shape, group.size()
+        self._at_once = size == 2 or x.nbytes <= _AT_ONCE
+        if self._at_once:
+            self._exchange = _Exchange([x.detach()] * size, group, async_op, ExchangeRole.ALL_REDUCE)
+        else:
+            flat = x.detach().reshape(-1)
+            chunks = pad(flat, 0, shard_length(len(flat), size) * size).chunk(size)
+            self._exchange = _Exchange(chunks, group, async_op, ExchangeRole.ALL_REDUCE_SCATTER)
+
+    def wait(self) -> Tensor:
+        """Wait for the sum and return it, in a new tensor; the second exchange of two is made here."""
+        summed = self._exchange.sum()
+        if self._at_once:
+            return summed
+        copies = [summed] * self._group.size()
+        gathering = _Exchange(copies, self._group, async_op=False, role=ExchangeRole.ALL_REDUCE_GATHER)
+        return torch.cat(gathering.wait())[: self._shape.numel()].view(self._shape)
+
+
+class ExchangedGather:
+    """An all-gather along ``dim`` under way.
+
+    Args:
+        x: this rank's shard, such as ``[b, s/tp, h]`` for ``dim=1``; all ranks' have one shape.
+        dim: the dim along which shards follow each other, not negative.
+        group: the ranks that gather.
+        async_op: whether the caller goes on computing before it waits.
+    """
+
+    def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:
+        self._dim = dim
+        self._exchange = _Exchange([x.detach()] * group.size(), group, async_op, ExchangeRole.ALL_GATHER)
+
+    def wait(self) -> Tensor:
+        """Wait for the shards and return them as one new tensor, padding included."""
+        return torch.cat(self._exchange.wait(), self._dim)
+
+
+class ExchangedReduceScatter:
+    """A reduce-scatter along ``dim`` under way.
+
+    Args:
+        x: this rank's addend, ``[b, s, h]`` for ``dim=1``, padded so that ``dim`` divides by the group. It requires no
+            gradient.
+        dim: the dim along which the sum is divided.
+        group: the ranks that sum.
+        async_op: whether the caller goes on computing before it waits.
+    """
+
+    def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:
+        self._exchange = _Exchange(x.chunk(group.size(), dim), group, async_op, ExchangeRole.REDUCE_SCATTER)
+
+    def wait(self) -> Tensor:
+        """Wait for the other ranks' chunks and return this rank's shard of the sum, ``[b, s/tp, h]``."""
+        return self._exchange.sum()
