@@ -1,4 +1,8 @@
-"""Ranks must have been told the same: configs, versions, plans and models are compared before anything depends on them."""
+"""Ranks compare what they were started with: configuration, versions, plan, model and optimizer.
+
+Ranks that were given different ones would hang in a collective or train wrong numbers. So each of them describes its own as
+texts (the functions ``told_...``), and :func:`check_agreement` compares the texts before anything depends on them.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,22 @@ from torch.optim import Optimizer
 from lightning_seqpar.config import ParallelConfig
 
 _SHOWN = 4
-"""Ranks and things that a message names one by one."""
+"""How many ranks, and how many differing entries, an error names one by one."""
 
 
 def check_agreement(told: Mapping[str, Any], group: ProcessGroup, device: torch.device) -> None:
-    """Compare what the ranks of ``group`` were told; collective.
+    """Compare descriptions over the ranks of ``group``. Collective.
 
-    One reduction of two numbers where they agree, at any number of ranks; texts are exchanged only to say who differs.
+    Where they agree, this is one reduction of two numbers, however many ranks there are. Only where they differ do the
+    ranks exchange the texts, to say which of them differ in what.
+
+    Args:
+        told: what this rank was started with, by name; values that are not texts are compared as JSON.
+        group: the ranks that are compared.
+        device: where the group's backend takes tensors.
 
     Raises:
-        ValueError: on every rank, naming each thing that differs and who says what.
+        ValueError: on every rank alike, naming the entries that differ and which ranks have which value.
     """
     texts = {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in told.items()}
     digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
@@ -49,7 +59,13 @@ def check_agreement(told: Mapping[str, Any], group: ProcessGroup, device: torch.
 
 
 def _who_says_what(name: str, values: list[str | None], ranks: list[int]) -> str:
-    """``tp is 2 on ranks 0, 1, 2 and 4 on rank 3``, the commonest first."""
+    """Say which ranks have which value of an entry: ``tp is 2 on ranks 0, 1, 2 and 4 on rank 3``.
+
+    Args:
+        name: the entry.
+        values: its value on each rank of the group; None where the rank has no such entry.
+        ranks: their ranks in the world.
+    """
     parts = []
     for value, count in Counter(values).most_common(_SHOWN):
         where = [str(rank) for rank, own in zip(ranks, values, strict=True) if own == value]
@@ -60,13 +76,19 @@ def _who_says_what(name: str, values: list[str | None], ranks: list[int]) -> str
 
 
 def _short(text: str) -> str:
+    """A digest of a long text, of which an error shows only the beginning."""
     return f"digest {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def told_at_start(config: ParallelConfig, version: str) -> dict[str, Any]:
-    """The configuration, field by field, and the versions that must be the same everywhere.
+    """Describe a rank at its start: the configuration, field by field, and the versions of the libraries.
 
-    The path of a plan may differ from node to node; what stands in it is compared later.
+    Of a plan that is a file only that fact is compared: its path may differ from node to node, and its content is compared
+    once it has been read.
+
+    Args:
+        config: this rank's configuration.
+        version: the version of this package.
     """
     told = {**config.model_dump(mode="json"), "timeout": f"{config.timeout.total_seconds()} s"}
     if isinstance(config.plan, str) and config.plan.endswith((".yaml", ".yml")):
@@ -78,10 +100,12 @@ def told_at_start(config: ParallelConfig, version: str) -> dict[str, Any]:
 
 
 def told_of_model(model: nn.Module) -> dict[str, str]:
-    """The modules with their settings, the parameters and buffers with shapes and dtypes, and which of them train.
+    """Describe a model: its modules, parameters and buffers, by name.
 
-    Of a module: its class, what its ``repr`` shows, and its numbers and switches (a head count, an epsilon), except those
-    that speak of the process. The outermost module is the user's own place for such things and is left out.
+    A parameter or buffer is described by its shape and dtype, and by whether it is frozen. A module is described by its
+    class, by what its ``repr`` shows, and by its attributes that are numbers or switches (a head count, an epsilon). Left
+    out are attributes that may rightly differ between ranks (a rank, a device, training or not), and those of the outermost
+    module, where users keep state of their own.
     """
     told = {
         f"parameter {name}": f"{list(one.shape)} {one.dtype}{'' if one.requires_grad else ' frozen'}"
@@ -95,6 +119,7 @@ def told_of_model(model: nn.Module) -> dict[str, str]:
 
 
 def _settings(module: nn.Module) -> str:
+    """The numbers and switches among a module's own attributes, as a text."""
     shown = [
         f"{name}={value}"
         for name, value in sorted(vars(module).items())
@@ -106,7 +131,7 @@ def _settings(module: nn.Module) -> str:
 
 
 def told_of_optimizer(optimizer: Optimizer) -> list[Any]:
-    """Class, and of every group of parameters the numbers, switches and sizes."""
+    """Describe an optimizer: its class, then of each parameter group the settings and the number of parameters."""
     groups = [
         {
             name: float(value) if isinstance(value, Tensor) else value

@@ -1,4 +1,10 @@
-"""Random streams: one shared within a replica, one for each tensor-parallel rank, and a watch on who draws where."""
+"""Random streams under tensor and sequence parallelism.
+
+A whole activation, which every tensor-parallel rank holds alike, must be dropped out alike on all of them; shards and
+local heads must be dropped out independently. So a process has two streams, one that is replicated over the
+tensor-parallel ranks and one of its own, and :class:`RankStreams` switches between them. Beside it stand functions that
+read, set, share and keep the state of the generators, and :class:`DrawWatch`, which shows every draw to a check.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,10 @@ from lightning_seqpar.distributed.autograd import generator_id, in_backward, uns
 
 
 def get_streams(device: torch.device) -> list[Any]:
-    """The random state of this process: python, numpy, torch, the device."""
+    """The states of this process's generators: Python's, numpy's, torch's on the CPU, and the device's.
+
+    The last is None on a CPU.
+    """
     state: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state(), None]
     if device.type == "cuda":
         state[3] = torch.cuda.get_rng_state(device)
@@ -27,7 +36,7 @@ def get_streams(device: torch.device) -> list[Any]:
 
 
 def set_streams(state: list[Any], device: torch.device) -> None:
-    """Take over what :func:`get_streams` gave."""
+    """Set the states of the generators to what :func:`get_streams` returned."""
     random.setstate(state[0])
     np.random.set_state(state[1])
     torch.set_rng_state(state[2])
@@ -36,7 +45,10 @@ def set_streams(state: list[Any], device: torch.device) -> None:
 
 
 def pack_streams(device: torch.device) -> dict[str, Any]:
-    """The random state of this process in plain numbers and tensors, as a checkpoint that is not trusted may hold them."""
+    """The states of :func:`get_streams` as plain numbers and tensors.
+
+    A checkpoint may hold them and still be loaded with ``weights_only=True``, that is, without being trusted.
+    """
     python, arrays, cpu, own = get_streams(device)
     name, keys, *rest = arrays
     return {
@@ -48,7 +60,10 @@ def pack_streams(device: torch.device) -> dict[str, Any]:
 
 
 def unpack_streams(packed: Mapping[str, Any], device: torch.device) -> None:
-    """Take over what :func:`pack_streams` gave; a device's own stream where it was saved on one of its kind."""
+    """Set the states of the generators to what :func:`pack_streams` returned.
+
+    The device's generator keeps its state if the states were saved on a CPU; on a CPU a device's saved state is ignored.
+    """
     version, state, gauss = packed["python"]
     name, keys, *rest = packed["numpy"]
     own = packed["device"] if packed["device"] is not None or device.type == "cpu" else get_streams(device)[3]
@@ -57,9 +72,10 @@ def unpack_streams(packed: Mapping[str, Any], device: torch.device) -> None:
 
 
 def share_streams(group: ProcessGroup, source: int, device: torch.device) -> None:
-    """Give every rank of ``group`` the random state of world rank ``source``: python, numpy, torch, the device.
+    """Give every rank of ``group`` the states of the generators of world rank ``source``. Collective.
 
-    What a replica draws on whole activations (noise, a shuffle) is then the same on all of its ranks, seeded or not.
+    What the ranks of a replica then draw on whole activations (noise, a shuffle) is the same on all of them, whether or
+    not the user seeded the generators.
     """
     state = get_streams(device)
     dist.broadcast_object_list(state, src=source, group=group)
@@ -67,55 +83,66 @@ def share_streams(group: ProcessGroup, source: int, device: torch.device) -> Non
 
 
 class RankStreams:
-    """Two random streams in one process: the replicated one, and one of this tensor-parallel rank's own.
+    """Switches torch's generators between the replicated stream and this tensor-parallel rank's own stream.
 
-    Whole activations must be dropped out alike on every rank, shards and local heads each for themselves. The own stream
-    is no second state to keep: it is seeded from the replicated one where it begins, so that ``seed_everything`` alone
-    decides both, and a resumed run goes on as it would have. Where nothing was drawn from it, the replicated stream is left
-    as one process would have it.
+    Draws on whole activations (``[b, s, h]``, alike on every rank) must come from the replicated stream; draws on shards
+    (``[b, s/tp, h]``) and on local heads from the rank's own. Between :meth:`begin` and :meth:`end` draws are the rank's
+    own; between :meth:`pause` and :meth:`resume` they are replicated again.
 
-    A recompute draws what the forward drew. Activation checkpointing gives back the state of the generators at its start,
-    wherever that was, and may run a part of what lay between two switches: so a switch in a backward does not count what
-    began and ended, but does what the forward did at this state.
+    The own stream is not kept from one use to the next: each :meth:`begin` seeds it from the replicated stream's state and
+    the rank. So ``seed_everything`` alone decides both streams, and a run that is resumed from a checkpoint draws what it
+    would have drawn. Where nothing was drawn from the own stream, :meth:`end` leaves the replicated one exactly where it
+    was, as in a run on one process; otherwise one draw further, so that the next :meth:`begin` seeds anew.
+
+    A recompute (activation checkpointing) must draw what the forward drew. It restores the state that the generators had
+    where the checkpointed part began and may then run any part of the forward, with or without the switches around it. So
+    within a backward a switch does not rely on a count of what began and ended: it looks up what the forward's switch did
+    at the present state of the generators, and does the same. Where the forward did nothing there, it does nothing.
 
     Args:
         rank: the tensor-parallel rank.
 
     Attributes:
-        drawn: in this step, how far each stretch of the own stream went, and whether anything was drawn between two of them.
+        drawn: for each time that the own stream was used in this step, the position that it reached, and ``b"between"``
+            where the replicated stream moved between two of them. Steps that drew alike have equal lists.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.drawn: list[bytes] = []
-        self._behind: list[_State] = []  # the replicated stream behind the last stretch
+        self._behind: list[_State] = []  # the replicated stream after the last end()
         self._replicated: list[_State] = []
         self._own: list[_State] = []
         self._started: list[_State] = []
         self._depth = 0
         self._paused = False
-        self._done: dict[tuple[Any, int], list[_State] | None] = {}  # what a switch led to; none where it did twice
+        self._done: dict[tuple[Any, int], list[_State] | None] = {}  # the state that a switch led to; None if ambiguous
         self._again = _Again()
 
     @property
     def on(self) -> bool:
-        """Whether the rank's own stream is begun (paused or not)."""
+        """Whether :meth:`begin` was called and not yet ended, paused or not."""
         return (self._again.depth if in_backward() else self._depth) > 0
 
     @property
     def own(self) -> bool:
-        """Whether draws come from the rank's own stream now."""
+        """Whether a draw would come from the rank's own stream now."""
         return self._again.own if in_backward() else self._depth > 0 and not self._paused
 
     def forget(self) -> None:
-        """A new step: nothing is begun, no recompute is to come."""
+        """Start a new step: end what is begun, and drop what was noted for recomputes, since none is to come."""
         while self._depth:
             self._end()
         self._done, self._again = {}, _Again()
         self.drawn, self._behind = [], []
 
     def begin(self, *, nests: bool = True) -> None:
-        """From here on draws are this rank's own; calls nest, or do nothing where one is begun."""
+        """From here on, draws come from this rank's own stream.
+
+        Args:
+            nests: where the own stream is begun already, whether this call needs an :meth:`end` of its own. Without, it
+                does nothing there.
+        """
         if in_backward():
             if self._repeat("begin"):
                 self._again.depth, self._again.own = 1, True
@@ -134,7 +161,10 @@ class RankStreams:
         self._note("begin", self._replicated, self._started)
 
     def end(self) -> None:
-        """Draws are replicated again, as they were, or one draw further if the own stream was used."""
+        """From here on, draws are replicated again, unless an outer :meth:`begin` is still open.
+
+        The replicated stream goes on where it was, or one draw further if the own stream was used.
+        """
         if not in_backward():
             self._end()
             return
@@ -159,7 +189,10 @@ class RankStreams:
         self._note("end", before, self._behind)
 
     def pause(self) -> None:
-        """A whole activation: draws are replicated until :meth:`resume`."""
+        """From here on, and until :meth:`resume`, draws are replicated: a whole activation is computed.
+
+        Does nothing where the own stream is not begun, or paused already.
+        """
         if in_backward():
             self._again.own &= not self._repeat("pause")
             return
@@ -169,13 +202,15 @@ class RankStreams:
         _restore(self._replicated)
 
     def resume(self, where: Any = None) -> None:
-        """The activation is dealt out: draws are the rank's own again.
+        """End a :meth:`pause`: the whole activation was dealt out to the ranks, and draws are the rank's own again.
 
         Args:
-            where: tells calls of different places apart.
+            where: an object that tells the places in the model apart that call this. Two places may resume at the same
+                state of the generators and must not be taken for one another in a recompute.
 
         Raises:
-            ValueError: in a recompute, where the forward did two things at this state.
+            ValueError: in a recompute, if the forward resumed twice at this state of the generators with different
+                results, so that it is not known which of the two is run again.
         """
         if in_backward():
             self._again.own |= self._repeat(("resume", where))
@@ -183,7 +218,11 @@ class RankStreams:
             self._resume(where, _states())
 
     def _resume(self, where: Any, now: list[_State]) -> list[_State]:
-        """Go on from here, ``now``; returns where the own stream stands."""
+        """End a pause, if there is one, with the generators at ``now``; returns the state of the own stream.
+
+        If replicated numbers were drawn in the pause, the own stream moves on by one draw, so that no two pauses begin at
+        the same state.
+        """
         if not self._paused:
             return now
         _restore(self._own)
@@ -201,12 +240,23 @@ class RankStreams:
         return own
 
     def _note(self, what: Any, before: list[_State], after: list[_State]) -> None:
+        """Note for a recompute that the switch ``what`` led from the state ``before`` to ``after``.
+
+        A switch that led to two different states from the same one is noted as ambiguous.
+        """
         key = (what, _key(before))
         known = self._done.get(key, after)
         self._done[key] = after if known is after or (known is not None and not _differ(known, after)) else None
 
     def _repeat(self, what: Any) -> bool:
-        """Do what the forward did at this state, if it did."""
+        """Repeat in a recompute what the switch ``what`` of the forward did at the present state of the generators.
+
+        Returns:
+            Whether the forward made that switch at this state; if not, nothing was changed.
+
+        Raises:
+            ValueError: if the forward made it twice at this state, with different results.
+        """
         key = (what, _key(_states()))
         if key not in self._done:
             return False
@@ -222,11 +272,12 @@ class RankStreams:
 
 
 class _Again:
-    """What the recompute under way did.
+    """Where the switches of the recompute under way stand.
 
     Attributes:
-        depth: begun and not ended in it, as far as is known.
-        own: whether its last switch led to the rank's own stream.
+        depth: how many times the own stream was begun in it and not ended. A recompute that starts within a begun stream
+            did not see that begin, so this may be too low.
+        own: whether the last switch led to the rank's own stream.
     """
 
     def __init__(self) -> None:
@@ -234,14 +285,22 @@ class _Again:
 
 
 class _State(NamedTuple):
-    """Of a generator, as it is set and as it is compared."""
+    """The state of one generator.
+
+    Attributes:
+        tensor: as the generator takes it.
+        bits: the same as bytes, to compare states.
+    """
 
     tensor: Tensor
     bits: bytes
 
     @property
     def position(self) -> bytes:
-        """Where it stands in its sequence: behind the seed in torch's states, on a CPU in front of the numbers."""
+        """How far the generator has gone in its sequence.
+
+        In torch's states these bytes follow the seed; on a CPU the numbers of the Mersenne twister come after them.
+        """
         return self.bits[8:24]
 
 
@@ -254,7 +313,7 @@ def _key(states: list[_State]) -> int:
 
 
 class OneStream(RankStreams):
-    """For a step that computes no numbers: whose stream a draw comes from does not matter."""
+    """A :class:`RankStreams` that never switches, for a step on the meta device, whose draws give no numbers."""
 
     def begin(self, *, nests: bool = True) -> None:
         """Nothing is switched."""
@@ -287,14 +346,15 @@ def _restore(states: list[_State]) -> None:
 
 
 def _reseed(states: list[_State], rank: int) -> None:
-    """Seed each generator from its own state and the rank."""
+    """Seed each generator from its state and the tensor-parallel rank."""
     for generator, state in zip(_generators(), states, strict=True):
         digest = hashlib.blake2b(state.bits, digest_size=8, salt=rank.to_bytes(4, "little"))
         generator.manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
 
 
 def _advance(used: list[bool]) -> None:
-    with unseen():  # no draw of the model's
+    """Draw one number from each generator for which ``used`` is set."""
+    with unseen():  # not a draw of the model, so no check may see it
         for generator, moved in zip(_generators(), used, strict=False):
             if moved:
                 torch.rand(1, dtype=torch.float32, generator=generator, device=generator.device)
@@ -324,14 +384,14 @@ DRAWS = (
     "_standard_gamma",
     "_sample_dirichlet",
 )
-"""Operations that draw random numbers."""
+"""Names of torch's operations that draw random numbers."""
 
 
 class DrawWatch(TorchDispatchMode):
-    """Shows every random draw of a forward to ``check``.
+    """A dispatch mode that shows every random draw of a forward to ``check``.
 
     Args:
-        check: is given what was drawn; raises if it can't be right.
+        check: called with each draw after it was made; raises if ranks must not draw so at that place.
     """
 
     def __init__(self, check: Callable[[Drawn], None]) -> None:
@@ -348,12 +408,13 @@ class DrawWatch(TorchDispatchMode):
 
 
 class Drawn(NamedTuple):
-    """Random numbers.
+    """One random draw.
 
     Attributes:
-        name: of the operation.
-        shape: of what it drew.
-        seeded: whether a generator of the user's own gave them, which is no rank's: all ranks draw alike.
+        name: the operation, such as ``native_dropout``.
+        shape: the shape of the tensor that it filled.
+        seeded: whether it drew from a generator that the user passed, rather than one of torch's own. Such a generator is
+            not switched between the streams, so all ranks draw alike from it.
     """
 
     name: str
@@ -362,7 +423,14 @@ class Drawn(NamedTuple):
 
 
 def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Drawn | None:
-    """What an operation drew; none if it draws nothing."""
+    """The draw that an operation made; None if it draws nothing.
+
+    Args:
+        func: the operation, as a dispatch mode is given it.
+        out: its result.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+    """
     name = func.name().split("::")[-1].split(".")[0].rstrip("_")
     if name not in DRAWS:
         return None
@@ -373,7 +441,10 @@ def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def seed_streams() -> None:
-    """The same beginning for every run that is compared; inside :func:`kept_streams`."""
+    """Seed the generators with a fixed number, so that runs that are compared draw alike.
+
+    Call it inside :func:`kept_streams`, so that the user's streams come back.
+    """
     random.seed(7)
     np.random.seed(7)
     torch.manual_seed(7)
@@ -381,7 +452,7 @@ def seed_streams() -> None:
 
 @contextmanager
 def kept_streams(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn inside, the random streams come back as they were."""
+    """A context after which the generators of this process have the states that they had before it."""
     before = get_streams(device)
     try:
         yield
