@@ -1633,6 +1633,20 @@ MUTANTS = [
         "    path.touch()\n    store = torch.zeros(max(at, 1), dtype=torch.uint8)\n",
         "tests/test_huggingface.py -k held",
     ),
+    Mutant(
+        "a property that a plan set not taken back",
+        "unshard",
+        "    for restore in record.restore:\n        restore()\n",
+        "",
+        "tests/test_parallelize.py -k property",
+    ),
+    Mutant(
+        "attributes that a plan changed not taken back",
+        "ModuleChange.undo",
+        "        own.update(self.replaced)\n",
+        "",
+        "tests/test_parallelize.py",
+    ),
 ]
 
 

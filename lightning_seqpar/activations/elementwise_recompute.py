@@ -1,4 +1,4 @@
-"""The element-wise stretch between column linears and their row linear, computed again in the backward.
+"""The element-wise span between column linears and their row linear, computed again in the backward.
 
 What an activation function, a gate or a bias keeps there, and the row's own input, all come from what the columns made:
 that alone is kept. The graph stays as the user's code built it; only the values that its nodes saved are made anew,
@@ -63,21 +63,21 @@ class _Step(NamedTuple):
 
 
 class _Packed:
-    """What a graph node keeps in place of a tensor: the tensor, or where in the stretch it comes from."""
+    """What a graph node keeps in place of a tensor: the tensor, or where in the span it comes from."""
 
-    __slots__ = ("_offset", "_shape", "_slot", "_stretch", "_stride", "_version", "tensor")
+    __slots__ = ("_offset", "_shape", "_slot", "_span", "_stride", "_version", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
         self._version = tensor._version
-        self._slot, self._stretch = -1, cast(ElementwiseRecompute | None, None)
+        self._slot, self._span = -1, cast(ElementwiseRecompute | None, None)
 
-    def drop(self, stretch: ElementwiseRecompute, slot: int) -> None:
+    def drop(self, span: ElementwiseRecompute, slot: int) -> None:
         """The tensor lies on the memory of a value that can be made again."""
         tensor, self.tensor = self.tensor, None
         assert tensor is not None
         self._shape, self._stride, self._offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        self._stretch, self._slot = stretch, slot
+        self._span, self._slot = span, slot
 
     def unpack(self) -> Tensor:
         """The tensor."""
@@ -88,8 +88,8 @@ class _Packed:
                     "operation, and the backward needs it as it was; write the change as a new tensor"
                 )
             return self.tensor
-        assert self._stretch is not None
-        made = self._stretch.value(self._slot, self)
+        assert self._span is not None
+        made = self._span.value(self._slot, self)
         return made.as_strided(self._shape, self._stride, self._offset)
 
 
@@ -111,7 +111,7 @@ class ElementwiseRecompute(TorchFunctionMode):
         self._sources: list[int] = []
         self._homes: dict[int, int] = {}  # storages of made values → slot
         self._given: set[int] = set()  # storages of sources
-        self._packed: list[_Packed] = []  # until close: they hold the stretch
+        self._packed: list[_Packed] = []  # until close: they hold the span
         self._dropped: frozenset[int] = frozenset()
         self._spoiled = False
         self._records = self._keeps = self._has_mode = self._has_hooks = True
@@ -120,7 +120,7 @@ class ElementwiseRecompute(TorchFunctionMode):
 
     @staticmethod
     def open() -> ElementwiseRecompute | None:
-        """A stretch that records from now on; none where another's hooks decide what is kept (activation checkpointing)."""
+        """A span that records from now on; none where another's hooks decide what is kept (activation checkpointing)."""
         if function_mode() is not None:
             return None  # what it does to a function it would not do again
         top = saved_tensor_hooks()
@@ -137,7 +137,7 @@ class ElementwiseRecompute(TorchFunctionMode):
         self._add_source(out)
 
     def pause(self) -> None:
-        """The row begins: what it calls is no part of the stretch, what it keeps is."""
+        """The row begins: what it calls is no part of the span, what it keeps is."""
         self._records = False
         self._pop_mode()
 
@@ -342,7 +342,7 @@ class ElementwiseRecompute(TorchFunctionMode):
 
 
 class ElementwiseSpans:
-    """The stretches of one region's calls.
+    """The spans of one region's calls.
 
     Args:
         worth: whether activations of so many bytes on a rank are worth making again.
@@ -350,7 +350,7 @@ class ElementwiseSpans:
 
     def __init__(self, worth: Callable[[int], bool]) -> None:
         self._worth = worth
-        self._stretch: ElementwiseRecompute | None = None
+        self._span: ElementwiseRecompute | None = None
         self._columns: list[Any] = []
         self._left_open: list[ElementwiseRecompute] = []
 
@@ -358,21 +358,21 @@ class ElementwiseSpans:
         """What a column linear made: what is computed from it up to the row can be computed again."""
         if not column.recomputes_elementwise or not out.requires_grad or not torch.is_grad_enabled():
             return
-        if self._stretch is None:
+        if self._span is None:
             if not self._worth(out.nbytes):
                 return
-            self._stretch, self._columns = ElementwiseRecompute.open(), []
-        if self._stretch is not None:
-            self._stretch.add(out)
+            self._span, self._columns = ElementwiseRecompute.open(), []
+        if self._span is not None:
+            self._span.add(out)
             self._columns.append(column)
 
     @contextmanager
     def row(self) -> Iterator[None]:
         """Around the product of a row linear, which keeps its input."""
-        if self._stretch is None:
+        if self._span is None:
             yield
             return
-        self._stretch.pause()
+        self._span.pause()
         done = False
         try:
             yield
@@ -381,23 +381,22 @@ class ElementwiseSpans:
             self._end(done=done)
 
     def drop(self) -> None:
-        """A block ended: no row came, or what lay over a stretch has gone."""
-        if self._stretch is not None:
-            self._stretch.pause()
+        """A block ended: no row came, or what lay over a span has gone."""
+        if self._span is not None:
+            self._span.pause()
             self._end(done=False)
         self._left_open = [one for one in reversed(self._left_open) if not one.release()][::-1]
 
     def _end(self, *, done: bool) -> None:
-        stretch, self._stretch = self._stretch, None
-        assert stretch is not None
-        gained = stretch.close(done=done)
+        span, self._span = self._span, None
+        assert span is not None
+        gained = span.close(done=done)
         for column in self._columns:
-            column.recomputes_elementwise = (
-                column.recomputes_elementwise and gained
-            )  # none again where nothing is to be gained
+            # Where nothing was gained once, nothing is recorded again.
+            column.recomputes_elementwise = column.recomputes_elementwise and gained
         self._columns = []
-        if not stretch.release():
-            self._left_open.append(stretch)
+        if not span.release():
+            self._left_open.append(span)
 
 
 def _is_constant(value: Any) -> bool:

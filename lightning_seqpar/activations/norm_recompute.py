@@ -190,7 +190,7 @@ def saved_by(ctx: Any, call: NormCall | None) -> tuple[Tensor, ...]:
 
 
 def norm_of(x: Tensor) -> NormCall | None:
-    """The call of a lean norm that made ``x``; none if something else did, or changed it since."""
+    """The call of a norm of this form that made ``x``; none if something else did, or changed it since."""
     node: Any = x.grad_fn
     call: NormCall | None = getattr(node, "call", None) if is_node_of(node, _Norm) else None
     return call if call is not None and x._version == call.version else None
@@ -299,7 +299,7 @@ def _forward_dropout(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     x = args[0] if len(args) == 1 and not kwargs else None
     if x is None or not self.training or self.inplace or not drops(x, self.p):
         return _plain(self, *args, **kwargs)  # type: ignore[no-any-return]
-    if has_torch_function_unary(x):  # an open stretch does the same, and takes note
+    if has_torch_function_unary(x):  # a span that is being recorded does the same, and takes note
         return _plain(self, x)  # type: ignore[no-any-return]
     return dropout(x, self.p)[0]
 
@@ -321,7 +321,7 @@ def _always(count: int) -> bool:
 
 
 def make_recomputing(module: nn.Module, saves: Callable[[int], bool] = _always) -> None:
-    """Turn a norm (see :func:`is_norm`) or an ``nn.Dropout`` into its lean form, in place.
+    """Turn a norm (see :func:`is_norm`) or an ``nn.Dropout`` into the form that keeps less, in place.
 
     Args:
         saves: whether an activation of so many bytes is worth making again.

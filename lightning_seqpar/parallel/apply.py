@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -69,6 +70,7 @@ class ShardedModel:
         regions: the sequence regions, one per stack of blocks.
         doubtful: partial parameters whose class the module tree alone does not prove; checked when training runs.
         changes: what became of its modules, to take it back.
+        restore: gives properties of modules their values back: what they store elsewhere no comparison of the module shows.
         choices: ``(module, style, who decided)`` for each planned module, in order.
         buffers: layouts of the buffers that are cut.
         on_shards: parameters whose gradient is partial because they are read inside a sequence region.
@@ -91,6 +93,7 @@ class ShardedModel:
     on_shards: frozenset[str] = frozenset()
     versions: dict[str, int] = field(default_factory=dict)
     changes: list[ModuleChange] = field(default_factory=list)
+    restore: list[Callable[[], None]] = field(default_factory=list)
 
     def note_versions(self) -> None:
         """The shards are as they should be now."""
@@ -216,6 +219,7 @@ class _Swap(ResolvedPlan):
         before = [ModuleSnapshot(module) for module in dict.fromkeys(self.modules.values())]
         for name, match in self.linear.items():
             self._swap(name, match.rule)
+        restore = [setter for match in self.sets for setter in self._property_setters(match)]
         for match in self.sets:
             self._set(match)
         self._swap_vocabs()
@@ -240,7 +244,7 @@ class _Swap(ResolvedPlan):
         record.hooks += [module.register_state_dict_pre_hook(_guard(record)) for module in self._holders(record)]
         for name in dict.fromkeys(name.rpartition(".")[0] for name, item in layouts.items() if item.is_sharded):
             self.modules[name].__dict__[_PART] = name
-        record.changes = changes_since(before)
+        record.changes, record.restore = changes_since(before), restore
         self.model.__dict__[_RECORD] = record
         return record
 
@@ -308,6 +312,15 @@ class _Swap(ResolvedPlan):
                 VocabParallelHead.adopt(
                     module, shard, self.groups["tp"], self.rank, cut=first, loss_chunk=self.loss_chunk
                 )
+
+    def _property_setters(self, match: Match) -> Iterator[Callable[[], None]]:
+        """For each property that a ``set`` rule writes to: what gives it the value that it has now."""
+        rule, module = match.rule, self.modules[match.name]
+        assert isinstance(rule, SetRule)
+        for attribute in dict.fromkeys((*rule.divide, *rule.values, *rule.ratio)):
+            first = attribute.partition(".")[0]
+            if isinstance(getattr(type(module), first, None), property):
+                yield functools.partial(setattr, module, first, getattr(module, first))
 
     def _set(self, match: Match) -> None:
         rule, module = match.rule, self.modules[match.name]
@@ -580,5 +593,7 @@ def unshard(model: nn.Module) -> nn.Module:
         hook.remove()
     for change in record.changes:
         change.undo()
+    for restore in record.restore:
+        restore()
     del model.__dict__[_RECORD]
     return model

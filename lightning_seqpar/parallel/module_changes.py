@@ -1,7 +1,8 @@
 """What applying a plan changed of modules, recorded by comparing them before and after, so that it can be taken back.
 
 No style lists what it changes: a module's class and its own attributes are compared as a whole. Parameters and buffers are
-cut in place and made whole again from their layouts; hooks are removed by their handles.
+cut in place and made whole again from their layouts; hooks are removed by their handles. A property that stores its value
+outside the module is the one thing that this can't see: ``apply`` notes the values of those that a plan sets.
 """
 
 from __future__ import annotations

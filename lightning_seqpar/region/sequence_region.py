@@ -96,7 +96,7 @@ class SequenceRegion:
         self.loss_leaks = LossLeakCheck()
         self.blocks: tuple[str, ...] = ()  # their names
         self._in_block = 0
-        self.elementwise_spans = ElementwiseSpans(self._remakes)
+        self.elementwise_spans = ElementwiseSpans(self.policy.remakes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.policy.regather)
@@ -385,9 +385,6 @@ class SequenceRegion:
             self._frame.gathered.append(GatheredActivation(weakref.ref(whole), whole._version, handle, window))
         self._note(whole)
         return whole
-
-    def _remakes(self, count: int) -> bool:
-        return self.policy.remakes(count)
 
     def _fold(self, x: Tensor, positions: int, of: Frame | InputRecord | None = None) -> Tensor | None:
         """Tokens that were flattened, ``[b·s, h]`` → ``[b, s, h]`` (or ``[s, b, h]``); none if they were not."""
