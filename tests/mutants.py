@@ -1636,7 +1636,7 @@ MUTANTS = [
     Mutant(
         "a property that a plan set not taken back",
         "unshard",
-        "    for restore in record.restore:\n        restore()\n",
+        "    for restore in reversed(record.restore):  # what was changed last is taken back first\n        restore()\n",
         "",
         "tests/test_parallelize.py -k property",
     ),

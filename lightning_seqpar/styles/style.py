@@ -186,6 +186,9 @@ class PlannedModel:
         sp: whether activations between blocks are shards along the sequence, where a blocks rule does not say otherwise.
         loss_chunk: tokens of which a head that is sharded by vocabulary makes logits at once.
 
+    Raises:
+        ValueError: for rules that name no blocks, or say what can't be of stacks and where they end.
+
     Attributes:
         matches: the rules that are not undone by a later ``whole``, in the plan's order.
         decided: of these the rules that hold, style by style in the order of the registry.
@@ -222,6 +225,11 @@ class PlannedModel:
         self._implied: list[Match] = []
         self._kinds: dict[str, LinearKind | None] = {}
         self._decide()
+        if not self.named("blocks"):
+            raise ValueError(
+                "the plan has no 'blocks' rule: name the repeated blocks, for example "
+                "{pattern: 'model.layers.*', style: blocks}"
+            )
         for match in self.decided:
             match.rule.place(match.name, self)
 
