@@ -877,7 +877,7 @@ MUTANTS = [
     ),
     Mutant(
         "a whole gradient summed again by ranks that add nothing",
-        "GradSync._given",
+        "GradSync._own_term",
         "return kept if partial.fired else kept / self._share(partial, kept)",
         "return kept",
         "tests/test_grad_sync.py",

@@ -17,11 +17,18 @@ def global_grad_norm(
 ) -> Tensor:
     """The norm of the whole model's gradient: shards from every tp rank, whole parameters once.
 
-    The gradients must be synced. Equal on all ranks; collective over tp. Returns a 0-dim tensor.
+    Args:
+        parameters: those whose gradients count; one without a gradient counts nothing.
+        layout: where each of them lies.
+        groups: the process groups.
+        norm_type: 2, another positive number, or infinity.
+
+    Returns:
+        The norm as a 0-dim tensor, equal on all ranks of tp. The gradients must be synced before; collective over tp.
     """
     sharded: list[Tensor] = []
     whole: list[Tensor] = []
-    device = groups_device = None
+    device = torch.device("cpu")
     for parameter in parameters:
         device = parameter.device
         if parameter.grad is None:
@@ -34,13 +41,13 @@ def global_grad_norm(
             sharded.append(parameter.grad.index_select(found.shard.dim, first))
         else:
             sharded.append(parameter.grad)
-    groups_device = device if device is not None else torch.device("cpu")
 
     def power(grads: list[Tensor]) -> Tensor:
+        """``Σ |g|^p`` of some gradients (the largest ``|g|`` for the infinite norm), in float32 at least."""
         # Of shared heads a rank may hold none first, and nothing has no largest element.
         grads = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
         if not grads:
-            return torch.zeros((), device=groups_device, dtype=torch.float32)
+            return torch.zeros((), device=device, dtype=torch.float32)
         norms = torch.stack(
             [n.to(torch.promote_types(n.dtype, torch.float32)) for n in torch._foreach_norm(grads, norm_type)]
         )

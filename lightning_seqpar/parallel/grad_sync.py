@@ -1,8 +1,8 @@
-"""Keeps partial gradients in sync, and knows the true global norm.
+"""Keeps partial gradients in sync.
 
-Norms and row biases see a part of the sequence on each rank, so each rank holds a part of their gradient. The parts
-are summed once per optimizer step, after accumulation and after the data-parallel reduction: a sum of what was
-summed before would count it tp times (GPT-NeoX #1257 tells the story of hooks that never fired).
+Norms and row biases see a part of the sequence on each rank, so each rank holds one term of a sum that is their gradient. The
+terms are summed once per optimizer step, after accumulation and after the data-parallel reduction: a sum of what was summed
+before would count it tp times (GPT-NeoX #1257 tells the story of hooks that never fired).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.distributed.autograd import tensor_hooks
 from lightning_seqpar.distributed.collectives import all_reduce
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
+from lightning_seqpar.parallel.grad_checks import spread, tolerance
 from lightning_seqpar.parallel.loss_consistency import LossWatch
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
@@ -29,11 +30,11 @@ class _Partial:
     """One parameter whose gradient comes in parts.
 
     Attributes:
-        fired: a part has arrived since the last sync.
-        synced: the gradient tensor that the last sync left behind, whole.
+        fired: whether a gradient has arrived since the last sync, so that ``.grad`` holds this rank's term of the sum.
+        synced: the gradient tensor that the last sync left behind, which is whole.
         hook: the gradient hook; none while the parameter is frozen.
-        version: the parameter's version when its first part arrived: nobody may change it before the sum.
-        given: while it is summed, this rank's part.
+        version: the parameter's version when the first gradient arrived: nobody may change it before the sum.
+        own_term: while the sum is being made, this rank's term, in the memory that takes the sum.
     """
 
     layout: ParamLayout
@@ -42,7 +43,7 @@ class _Partial:
     synced: Tensor | None = None
     hook: RemovableHandle | None = None
     version: int = -1
-    given: Tensor | None = None
+    own_term: Tensor | None = None
 
 
 class GradSync:
@@ -82,10 +83,7 @@ class GradSync:
             parameter, name = partial.parameter, partial.layout.name
             if partial.hook is None and parameter.requires_grad:
                 partial.hook = parameter.register_hook(self._arrival(partial))
-            hooks = [
-                *tensor_hooks(parameter),
-            ]
-            if len(hooks) > (partial.hook is not None):
+            if len(tensor_hooks(parameter)) > (partial.hook is not None):
                 raise ValueError(
                     f"{name}: it has a gradient hook of yours, which would see this rank's part of the gradient "
                     f"({partial.layout.reason}); change gradients in on_before_optimizer_step, where they are whole"
@@ -158,45 +156,47 @@ class GradSync:
         due = [partial for partial in self._partials if id(partial.parameter) in due_ids]
         if not due:
             return
-        bits = self._bits(due)
-        rest = self._buckets(due)
-        if not check and self._groups.size("dp") == 1 and (first := self._riding(rest)):
-            # The agreement rides along: what nobody has goes as zeros.
-            told = self._sum_bucket(("tp",), first, bits)
-            fired = self._read(due, told)
+        flags = self._arrival_flags(due)
+        buckets = self._buckets(due)
+        if not check and self._groups.size("dp") == 1 and (first := self._bucket_with_flags(buckets)):
+            # The agreement on what fired rides along with this sum: what no rank has goes as zeros.
+            counts = self._sum_bucket(("tp",), first, flags)
+            fired = self._fired_anywhere(due, counts)
         else:
-            # Over dp it takes a way of its own.
-            first, fired = [], self._agree(due, bits)
+            # Over dp the agreement is a reduction of its own.
+            first, fired = [], self._agree(due, flags)
         pending = [partial for partial, any_fired in zip(due, fired, strict=True) if any_fired]
         if check:
             self._check_doubtful([p for p in pending if p.layout.name in self._doubtful])
         left = set(pending) - set(first)
-        for axes, members in rest:
+        for axes, members in buckets:
             self._sum_bucket(axes, [partial for partial in members if partial in left])
         for partial in pending:
-            assert partial.given is not None
-            partial.parameter.grad = partial.synced = partial.given
+            assert partial.own_term is not None
+            partial.parameter.grad = partial.synced = partial.own_term
             partial.fired = False
         for partial in due:
-            partial.given = None
+            partial.own_term = None
 
-    def _sum_bucket(self, axes: tuple[str, ...], members: Sequence[_Partial], bits: Sequence[bool] = ()) -> list[float]:
-        """Sum this rank's parts of some gradients, of one type."""
+    def _sum_bucket(
+        self, axes: tuple[str, ...], members: Sequence[_Partial], flags: Sequence[bool] = ()
+    ) -> list[float]:
+        """Sum the terms of some gradients of one type over ``axes``; returns how many ranks had each of the flags."""
         for partial in members:
-            partial.given = self._given(partial)
-        grads = [(p, p.given) for p in members if p.given is not None]
+            partial.own_term = self._own_term(partial)
+        grads = [(p, p.own_term) for p in members if p.own_term is not None]
         shared = [_SharedPart(p, self._groups.rank("tp"), grad) for p, grad in grads if p.layout.shard is not None]
         whole = [grad for p, grad in grads if p.layout.shard is None]
         group = self._groups[axes if len(axes) > 1 else axes[0]]
         losses = self.losses if axes == ("tp",) else None
-        told = _sum_coalesced([*whole, *(part.sent for part in shared)], group, losses, bits)
+        counts = _sum_coalesced([*whole, *(part.sent for part in shared)], group, losses, flags)
         for part in shared:
             part.take()
-        return told
+        return counts
 
     @staticmethod
-    def _riding(buckets: Sequence[tuple[tuple[str, ...], list[_Partial]]]) -> list[_Partial]:
-        """With which sum the agreement goes: the first over tp, of those that are trained."""
+    def _bucket_with_flags(buckets: Sequence[tuple[tuple[str, ...], list[_Partial]]]) -> list[_Partial]:
+        """The sum that the agreement rides along with: the first over tp, of the parameters that are trained; empty if none is."""
         for axes, members in buckets:
             trained = [partial for partial in members if partial.parameter.requires_grad]
             if axes == ("tp",) and trained:
@@ -205,15 +205,15 @@ class GradSync:
 
     @staticmethod
     def _buckets(due: Sequence[_Partial]) -> list[tuple[tuple[str, ...], list[_Partial]]]:
-        """By axes and type: one sum each."""
+        """The parameters by the axes of their sum and by their type: one sum each, in an order that is the same on all ranks."""
         found: dict[tuple[tuple[str, ...], torch.dtype], list[_Partial]] = {}
         for partial in due:
             found.setdefault((tuple(sorted(partial.layout.sum_over)), partial.parameter.dtype), []).append(partial)
         ordered = sorted(found.items(), key=lambda item: (item[0][0], str(item[0][1])))
         return [(axes, members) for (axes, _), members in ordered]
 
-    def _given(self, partial: _Partial) -> Tensor:
-        """This rank's part of a gradient, in the memory that takes the sum."""
+    def _own_term(self, partial: _Partial) -> Tensor:
+        """This rank's term of the sum, in the memory that takes the sum."""
         kept = partial.parameter.grad
         if kept is None:
             return torch.zeros_like(partial.parameter)
@@ -225,39 +225,40 @@ class GradSync:
             return self._groups.size(tuple(sorted(partial.layout.sum_over)))
         return self._holders(partial, like)
 
-    def _bits(self, due: Sequence[_Partial]) -> list[bool]:
-        """Of each parameter: whether a part of its gradient has arrived, and whether one came past its hook."""
-        bits = []
+    def _arrival_flags(self, due: Sequence[_Partial]) -> list[bool]:
+        """Two for each parameter: whether a gradient has arrived here, and whether one came past its hook."""
+        flags = []
         for partial in due:
             grad = partial.parameter.grad
             missed = not partial.fired and grad is not None and grad is not partial.synced
             self._check_unchanged(partial)
-            bits += [partial.fired and grad is not None, missed]
-        return bits
+            flags += [partial.fired and grad is not None, missed]
+        return flags
 
-    def _agree(self, due: Sequence[_Partial], bits: Sequence[bool]) -> list[bool]:
+    def _agree(self, due: Sequence[_Partial], flags: Sequence[bool]) -> list[bool]:
         """Which of ``due`` fired on any rank; one small reduction over every rank that holds the same parameters."""
-        told = torch.tensor(bits, dtype=torch.uint8, device=due[0].parameter.device)
+        highest = torch.tensor(flags, dtype=torch.uint8, device=due[0].parameter.device)
         # Over dp too: a replica that did not use a parameter still got the others' average for it.
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._groups["dp", "tp"])
-        return self._read(due, told.tolist())
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._groups["dp", "tp"])
+        return self._fired_anywhere(due, highest.tolist())
 
     @staticmethod
-    def _read(due: Sequence[_Partial], told: Sequence[float]) -> list[bool]:
-        for partial, fired, missed in zip(due, told[0::2], told[1::2], strict=True):
+    def _fired_anywhere(due: Sequence[_Partial], counts: Sequence[float]) -> list[bool]:
+        """Whether each parameter's hook fired on some rank, from how many ranks had each of the arrival flags."""
+        for partial, fired, missed in zip(due, counts[0::2], counts[1::2], strict=True):
             if missed and not fired:
                 raise RuntimeError(
                     f"{partial.layout.name}: a gradient arrived but the hook that marks it for the sum over tp did not "
                     "fire on any rank; was its hook removed, or the gradient set by hand?"
                 )
-        return [bool(bit) for bit in told[0::2]]
+        return [bool(count) for count in counts[0::2]]
 
     def _check_doubtful(self, partials: Sequence[_Partial]) -> None:
         if not partials:
             return
-        lows, highs = _spread([_grad(p.parameter) for p in partials], self._groups)
+        lows, highs = spread([_grad(p.parameter) for p in partials], self._groups)
         for partial, low, high in zip(partials, lows, highs, strict=True):
-            if high > 0 and high - low <= _tolerance(partial.parameter.dtype) * high:
+            if high > 0 and high - low <= tolerance(partial.parameter.dtype) * high:
                 raise RuntimeError(
                     f"{partial.layout.name}: the plan puts it between a gather and its row linear, where each rank has a "
                     "part of its gradient, but the parts are equal: it lies behind the row linear, and the sum would count "
@@ -266,7 +267,10 @@ class GradSync:
 
 
 class _SharedPart:
-    """The part of a sharded gradient that several ranks hold: all ranks' shares of it in one tensor, to be summed."""
+    """What several ranks hold of one sharded gradient (kv heads, where there are fewer than ranks), in one tensor that is summed.
+
+    It has a place for every index that is shared; a rank fills in those that it holds.
+    """
 
     def __init__(self, partial: _Partial, rank: int, grad: Tensor) -> None:
         shard = partial.layout.shard
@@ -290,7 +294,7 @@ class _SharedPart:
 
 
 def step_traffic(layout: ModelLayout, tp: int, dp: int = 1) -> tuple[int, int]:
-    """All-reduces of one optimizer step, and the bytes that a rank gives to them: sums by type, which parts arrived, the loss."""
+    """All-reduces of one optimizer step, and the bytes that a rank gives to them: sums by type, arrival flags, the loss."""
     partial = [name for name, item in layout.items() if item.is_partial and layout.parameter(name).requires_grad]
     sums: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
     for name in partial:
@@ -334,85 +338,3 @@ def _sum_coalesced(
     for grad, total in zip(grads, totals, strict=True):
         grad.copy_(total)
     return list(rest[len(rest) - len(flags) :].tolist()) if flags else []
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """How far equal computations may lie apart on two ranks: far below what a missing part would show."""
-    return 1e-9 if dtype == torch.float64 else 1e-4 if dtype == torch.float32 else 2e-2
-
-
-def _spread(tensors: Sequence[Tensor], groups: ParallelGroups, axis: str = "tp") -> tuple[list[float], list[float]]:
-    """Smallest and largest norm of each tensor over an axis."""
-    on_gpus = [tensor.device for tensor in tensors if tensor.is_cuda]
-    if not on_gpus and dist.get_backend(groups[axis]) == "nccl":  # numbers of the user's own on the CPU
-        on_gpus = [torch.device("cuda", torch.cuda.current_device())]
-    device = on_gpus[0] if on_gpus else tensors[0].device
-    norms = torch.stack([tensor.detach().double().norm().to(device) for tensor in tensors])
-    both = torch.cat([norms, -norms])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups[axis])
-    count = len(tensors)
-    return (-both[count:]).tolist(), both[:count].tolist()
-
-
-def check_reduced(parameters: Iterable[Tensor], groups: ParallelGroups) -> None:
-    """Gradients must be equal on all replicas when the optimizer reads them; collective over dp.
-
-    Raises:
-        RuntimeError: on every rank, if one differs.
-    """
-    held = [p for p in parameters if p.requires_grad]
-    if not held or groups.size("dp") == 1:
-        return
-    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in held]
-    lows, highs = _spread(grads, groups, "dp")
-    unused = sum(p.grad is None for p in held)
-    hint = (
-        f". {unused} parameter{'s' * (unused > 1)} got no gradient: what the loss does not read the reduction waits for; set "
-        "ddp={'find_unused_parameters': True}, or freeze it"
-        if unused
-        else ""
-    )
-    for grad, low, high in zip(grads, lows, highs, strict=True):
-        if high - low > _tolerance(grad.dtype) * high:
-            raise RuntimeError(
-                f"a gradient of shape {list(grad.shape)} that reaches the optimizer differs between the replicas (its norm is "
-                f"{low:.9g} on one and {high:.9g} on another): it came past the reduction over dp. Call self.manual_backward(loss) "
-                "instead of loss.backward() or torch.autograd.grad, and change gradients behind it alike on every replica"
-                f"{hint}"
-            )
-
-
-def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: ParallelGroups) -> None:
-    """Gradients of parameters that every rank holds whole must be equal across tp when the optimizer reads them.
-
-    Raises:
-        RuntimeError: on every rank, naming the parameter that differs most.
-    """
-    names, grads = [], []
-    for parameter in parameters:
-        found = layout.of(parameter)
-        if found is None:
-            unknown = (
-                f"a parameter of shape {list(parameter.shape)} that is none of the model's (register it in its module)"
-            )
-            names.append((unknown, "nothing is known of it"))
-        elif not found.is_sharded:
-            names.append((found.name, str(found.reason)))
-        if found is None or not found.is_sharded:
-            grads.append(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
-    if not grads:
-        return
-    lows, highs = _spread(grads, groups)
-    worst, at = 0.0, -1
-    for index, (low, high, grad) in enumerate(zip(lows, highs, grads, strict=True)):
-        gap = (high - low) / high if high > 0 else 0.0
-        if gap > _tolerance(grad.dtype) and gap > worst:
-            worst, at = gap, index
-    if at >= 0:
-        name, reason = names[at]
-        raise RuntimeError(
-            f"{name}: every rank holds it whole, but the gradients that reach the optimizer differ across tp by "
-            f"{worst:.1e} (laid out as: {reason}). Either it also sees sequence shards or lies between a gather and "
-            "a row linear (change the plan), or gradients were clipped by torch.nn.utils.clip_grad_norm_, which knows "
-            "nothing of shards (use self.clip_gradients or Trainer(gradient_clip_val=...))"
-        )

@@ -18,6 +18,7 @@ _CAUSES = (
 
 
 def _number(loss: Tensor) -> Tensor:
+    """The loss as a number that can be compared; one that is no number counts as zero on every rank."""
     return loss.detach().double().sum().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -36,9 +37,9 @@ def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
     Raises:
         RuntimeError: on every rank of the replica, with the values.
     """
-    told = _number(loss)
-    values = [torch.zeros_like(told) for _ in range(groups.size("tp"))]
-    dist.all_gather(values, told, group=groups["tp"])
+    own = _number(loss)
+    values = [torch.zeros_like(own) for _ in range(groups.size("tp"))]
+    dist.all_gather(values, own, group=groups["tp"])
     numbers = [float(value) for value in values]
     if _differ(numbers, _limit(loss.dtype)):
         raise RuntimeError(
@@ -59,7 +60,9 @@ class LossWatch:
         self._groups = groups
         self._own: Tensor | None = None
         self._limit = 0.0
-        self._told: tuple[Tensor, float] | None = None
+        self._unread: tuple[Tensor, float] | None = (
+            None  # all ranks' losses of the last step, and how far they may lie apart
+        )
 
     def note(self, loss: Tensor) -> None:
         """Add a loss to those of this step (accumulation, or several backwards)."""
@@ -78,26 +81,27 @@ class LossWatch:
 
     def take(self, summed: Tensor) -> None:
         """The row with every rank's loss, ``[tp]``; it is not read yet."""
-        self._told = summed, self._limit
+        self._unread = summed, self._limit
         self._own, self._limit = None, 0.0
 
     def send(self) -> None:
-        """Give and take the row by itself, unless it has gone already; collective over tp."""
+        """Sum the row by itself, unless it has ridden along with a sum of gradients already; collective over tp."""
         row = self.row(torch.float64)
         if row is not None:
             dist.all_reduce(row, group=self._groups["tp"])
             self.take(row)
 
     def settle(self) -> None:
-        """Read what was told last.
+        """Read and compare the losses that were taken last.
 
         Raises:
             RuntimeError: on every rank of the replica, if the losses differ.
         """
-        told, self._told = self._told, None
-        if told is None:
+        unread, self._unread = self._unread, None
+        if unread is None:
             return
-        numbers, limit = told[0].tolist(), told[1]
+        losses, limit = unread
+        numbers = losses.tolist()
         if _differ(numbers, limit):
             raise RuntimeError(
                 "the loss differed across the tensor-parallel ranks of one replica at the last step: "

@@ -20,7 +20,8 @@ from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
 from lightning_seqpar.parallel.apply import ShardedModel, parallelize
-from lightning_seqpar.parallel.grad_sync import GradSync, check_replicated
+from lightning_seqpar.parallel.grad_checks import check_replicated
+from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.loss_consistency import check_loss
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.sequence_region import SequenceRegion
