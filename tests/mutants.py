@@ -1319,7 +1319,7 @@ MUTANTS = [
     Mutant(
         "frozen rows not marked",
         "PartialSumCheck._is_row",
-        " or _name(end) == MarkRow.__name__ for end in ends)",
+        " or is_node_of(end, MarkRow) for end in ends)",
         " for end in ends)",
         "tests/test_products.py",
     ),

@@ -21,7 +21,7 @@ def passes_by_rows(start: Any, gathers: Sequence[Any]) -> bool:
     first = min(sequence_nr(node) for node in gathers)
 
     def follow(node: Any) -> list[Any]:
-        if leaf_of(node) is not None or node.name() in REDUCTIONS or sequence_nr(node) < first:
+        if leaf_of(node) is not None or type(node) in REDUCTIONS or sequence_nr(node) < first:
             return []  # what was made before the gathers does not lead to them
         return children(node)
 

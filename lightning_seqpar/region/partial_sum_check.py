@@ -13,7 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.distributed.autograd import children, input_node, input_nodes, leaf_of, reach
+from lightning_seqpar.activations import wgrad_overlap
+from lightning_seqpar.distributed import collectives
+from lightning_seqpar.distributed.autograd import (
+    backward_classes,
+    children,
+    input_node,
+    input_nodes,
+    is_node_of,
+    leaf_of,
+    node_classes,
+    reach,
+)
 
 
 class TermKind(Enum):
@@ -24,37 +35,35 @@ class TermKind(Enum):
     WRONG = "neither"
 
 
-_ADDING = (
-    "Add", "Sub", "RSub", "Cat", "Stack", "IndexAdd", "IndexPut", "IndexPutImpl", "CopySlices", "Scatter", "ScatterAdd",
-    "ScatterReduce", "Where", "Copy", "SelectScatter", "SliceScatter", "IndexCopy", "AsStridedScatter", "MaskedScatter",
+_ADDING = node_classes(
+    "Add", "Sub", "Cat", "Stack", "IndexAdd", "IndexPut", "IndexPutImpl", "CopySlices", "Scatter", "ScatterAdd",
+    "ScatterReduce", "Where", "SelectScatter", "SliceScatter", "IndexCopy", "AsStridedScatter", "MaskedScatter",
 )  # fmt: skip
-"""Results are parts where all that is put together are."""
+"""Nodes whose result is a part of a sum where all that they put together is."""
 
-_LINEAR = (
-    "View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "T", "MT", "Mt", "Expand", "Squeeze", "Unsqueeze",
-    "Slice", "Select", "Narrow", "Split", "SplitWithSizes", "Chunk", "Unbind", "Index", "IndexSelect", "Gather", "Sum",
-    "Mean", "Clone", "ToCopy", "Neg", "Alias", "AsStrided", "Flip", "Roll", "Repeat", "ConstantPadNd", "MaskedFill",
-    "NativeDropout", "Cumsum", "IndexFill", "Tril", "Triu", "Movedim", "Unfold",
+_LINEAR = node_classes(
+    "View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "T", "Expand", "Squeeze", "Unsqueeze", "Slice", "Select",
+    "Split", "SplitWithSizes", "Chunk", "Unbind", "Index", "IndexSelect", "Gather", "Sum", "Mean", "Clone", "ToCopy", "Neg",
+    "Alias", "AsStrided", "Flip", "Roll", "Repeat", "ConstantPadNd", "MaskedFill", "NativeDropout", "Cumsum", "IndexFill",
+    "Tril", "Triu", "Unfold",
 )  # fmt: skip
-"""Linear in their one argument."""
+"""Nodes that are linear in their one argument."""
 
-_MULTIPLYING = ("Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "GroupedMm")
-"""Linear in each of their arguments."""
+_MULTIPLYING = node_classes("Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "GroupedMm")
+"""Nodes that are linear in each of their arguments."""
 
-_ADDED_PRODUCTS = ("Addmm", "Baddbmm", "Addbmm", "Addmv", "Addcmul")
-"""A first argument plus a product."""
+_ADDED_PRODUCTS = node_classes("Addmm", "Baddbmm", "Addbmm", "Addmv", "Addcmul")
+"""Nodes that add a product to their first argument."""
 
+_DIVIDING = node_classes("Div")
+"""Nodes that are linear in their first argument alone."""
 
-REDUCTIONS = ("_ReduceBackward", "_ReduceScatterBackward", "_ReduceScatterOverBackward")
-"""Graph nodes behind which every rank has the whole, or its shard, of a sum."""
+REDUCTIONS = backward_classes((*collectives.REDUCTIONS, *wgrad_overlap.REDUCTIONS))
+"""Nodes behind which every rank has the whole, or its shard, of a sum over ranks."""
 
 
 class PartialSumError(ValueError):
     """A module whose output is no sum of parts."""
-
-
-def _name(node: Any) -> str:
-    return str(node.name()).rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
 
 
 class MarkRow(torch.autograd.Function):
@@ -124,7 +133,7 @@ class PartialSumCheck:
     def _leaf(self, node: Any) -> TermKind | None:
         if node in self._marked:
             return TermKind.PART
-        if node in self._stops or str(node.name()) in REDUCTIONS:
+        if node in self._stops or type(node) in REDUCTIONS:
             return TermKind.WHOLE
         variable = leaf_of(node)
         if variable is not None:
@@ -132,24 +141,24 @@ class PartialSumCheck:
         return None
 
     def _decide(self, node: Any) -> TermKind:
-        below, name = children(node), _name(node)
+        below, made_by = children(node), type(node)
         kinds = [self._kinds[child] for child in below]
         if TermKind.WRONG in kinds:
             return TermKind.WRONG
-        if name in _ADDED_PRODUCTS:
+        if made_by in _ADDED_PRODUCTS:
             return self._added_product(node)
         parts = kinds.count(TermKind.PART)
         if any(self._is_row(child) for child in below) and not self._is_row(node):
             return self._part_or_wrong(node, parts == 0, "multiplies a row by a part of a sum")
         if parts == 0:
             return TermKind.WHOLE
-        if name in _LINEAR:
+        if made_by in _LINEAR:
             return TermKind.PART
-        if name in _ADDING:
+        if made_by in _ADDING:
             return self._part_or_wrong(node, parts == len(kinds), "adds what is whole to a part of a sum")
-        if name in _MULTIPLYING:
+        if made_by in _MULTIPLYING:
             return self._part_or_wrong(node, parts == 1, "multiplies two parts of a sum")
-        if name == "Div":
+        if made_by in _DIVIDING:
             by = input_node(node, 1)
             fine = by is None or self._kinds[by] is TermKind.WHOLE
             return self._part_or_wrong(node, fine, "divides by a part of a sum")
@@ -175,14 +184,14 @@ class PartialSumCheck:
     def _is_row(self, node: Any) -> bool:
         """Whether a node is a row parameter, or a view or cast of one."""
         ends = self._down(node)
-        return any(id(leaf_of(end)) in self._rows or _name(end) == MarkRow.__name__ for end in ends)
+        return any(id(leaf_of(end)) in self._rows or is_node_of(end, MarkRow) for end in ends)
 
     @staticmethod
     def _down(node: Any) -> Iterator[Any]:
         while node is not None:
             yield node
             below = children(node)
-            if len(below) != 1 or _name(node) not in _LINEAR:
+            if len(below) != 1 or type(node) not in _LINEAR:
                 return
             node = below[0]
 

@@ -35,6 +35,7 @@ from lightning_seqpar.distributed.autograd import (
     in_backward,
     input_node,
     next_sequence_nr,
+    node_classes,
     sequence_nr,
 )
 from lightning_seqpar.distributed.collectives import (
@@ -54,7 +55,7 @@ from lightning_seqpar.region.rng_checks import ActivationShards, DrawContext, ch
 from lightning_seqpar.region.sharded_outputs import ShardedOutputs
 
 _MANY = 4096  # calls that are remembered outside any step
-_PASSING = ("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "AliasBackward0")  # casts and views of all of it
+_PASSING = node_classes("ToCopy", "View", "UnsafeView", "Alias")  # casts and views of all of it
 
 
 class SequenceRegion:
@@ -455,7 +456,7 @@ class SequenceRegion:
         if any(whole is x for whole in wholes):
             return True
         node, nodes = x.grad_fn, [whole.grad_fn for whole in wholes if whole is not None and whole.grad_fn is not None]
-        while node is not None and node.name() in _PASSING:
+        while node is not None and type(node) in _PASSING:
             node = input_node(node, 0)
         return node is not x.grad_fn and node in nodes
 
