@@ -262,7 +262,7 @@ MUTANTS = [
     Mutant(
         "ancestry of a column's input not looked at",
         "SequenceRegion.check_column_input",
-        "        check_ancestry(x, [node for scope in frame.gather_scopes for node in scope], module)\n",
+        "        check_ancestry(x, frame.sources, module)\n",
         "",
         "tests/test_guards.py",
     ),
@@ -276,7 +276,7 @@ MUTANTS = [
     Mutant(
         "region may stay open",
         "SequenceRegion.check_closed",
-        "        if self.active:\n            self.reset()\n            self._raise_open()\n",
+        "        if self.frames.active:\n            self.reset()\n            raise self.frames.left_open()\n",
         "",
         "tests/test_guards.py",
     ),
@@ -437,8 +437,8 @@ MUTANTS = [
     Mutant(
         "encoder states gathered backwards alone",
         "SequenceRegion.copy",
-        "        copied = copy_to_tensor_parallel_region(x, self.group)\n        self._frame.copied",
-        "        copied = x.view_as(x)\n        self._frame.copied",
+        "        copied = copy_to_tensor_parallel_region(x, self.group)\n        self.frames.current.copied",
+        "        copied = x.view_as(x)\n        self.frames.current.copied",
         "tests/test_zoo.py -k encoder_decoder",
     ),
     Mutant(
@@ -688,9 +688,9 @@ MUTANTS = [
     ),
     Mutant(
         "flattened tokens folded the wrong way round",
-        "SequenceRegion._fold",
-        "        sizes = (of.batch, positions) if self.dim == 1 else",
-        "        sizes = (of.batch, positions) if self.dim == 0 else",
+        "FrameStack.fold",
+        "        sizes = (of.batch, positions) if self._dim == 1 else",
+        "        sizes = (of.batch, positions) if self._dim == 0 else",
         "tests/test_products.py",
     ),
     Mutant(
@@ -1123,7 +1123,7 @@ MUTANTS = [
     Mutant(
         "a norm behind blocks that are all left out sees whole activations",
         "SequenceRegion.enter_last",
-        "return x if self.active or self._recomputes() else self.enter(x, module)",
+        "return x if self.frames.active or self.frames.recomputes else self.enter(x, module)",
         "return x",
         "tests/test_training.py -k left_out",
     ),

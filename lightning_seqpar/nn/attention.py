@@ -119,7 +119,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
             )
         finally:
             self.region.close_gather()
-            self.region.finish(self.full_name)
+            self.region.frames.finish(self.full_name)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v of this rank's heads: ``[b, heads/tp, s, d]`` each."""

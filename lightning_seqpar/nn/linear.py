@@ -301,7 +301,7 @@ class ColumnParallelLinear(_ParallelLinear):
             tokens = tuple(out.shape[:-1])
         finally:
             region.close_gather()
-            region.finish(self.full_name)
+            region.frames.finish(self.full_name)
             region.begin_columns(self.full_name, tokens)
         return self._tell(out)
 

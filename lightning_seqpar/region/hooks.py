@@ -87,7 +87,7 @@ def leave_block(region: SequenceRegion, name: str) -> Callable[..., None]:
             first = out[0] if isinstance(out, list | tuple) and out else out
             region.note_shard(first, name)
             region.check_reduced(first, name)
-        region.finish(name)
+        region.frames.finish(name)
 
     return hook
 
@@ -96,7 +96,7 @@ def exit_region(region: SequenceRegion, name: str, *, at_owner: bool = False) ->
     """The region ends at this module's output; ``at_owner``, if it began."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        if at_owner and not region.active:
+        if at_owner and not region.frames.active:
             return None
         if isinstance(out, Tensor):
             return region.leave(out, name)
@@ -197,7 +197,7 @@ def close_gather(
                     region.note_heads(item, name, heads)
         if is_block:
             region.check_reduced(first, name)
-        region.finish(name)
+        region.frames.finish(name)
 
     return hook
 
@@ -291,7 +291,7 @@ def make_shards(region: SequenceRegion, name: str) -> Callable[..., Any]:
             raise ValueError(
                 f"{name}: a {type(out).__name__} can't be sliced; 'whole' takes a module that returns a tensor"
             )
-        region.finish(name)
+        region.frames.finish(name)
         return out
 
     return hook
@@ -374,7 +374,7 @@ def require_shard(region: SequenceRegion, name: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         if in_backward():
             return  # a recompute; the forward was checked
-        if not region.active:
+        if not region.frames.active:
             raise ValueError(
                 f"{name}: called outside the sequence region of {region.name}, where its input is whole; its gradient "
                 "could not be synced by one rule. Call it only between the region's blocks, or leave it out of the plan"
