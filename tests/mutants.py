@@ -660,8 +660,8 @@ MUTANTS = [
     ),
     Mutant(
         "whole activations dropped out apart",
-        "SequenceRegion.open_gather",
-        "            self.streams.pause()  # what it drops out before its columns is whole\n",
+        "RngScope.begin_gathering",
+        "            self.streams.pause()\n",
         "            pass\n",
         "tests/test_random.py",
     ),

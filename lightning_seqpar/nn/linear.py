@@ -302,7 +302,7 @@ class ColumnParallelLinear(_ParallelLinear):
         finally:
             region.close_gather()
             region.frames.finish(self.full_name)
-            region.begin_columns(self.full_name, tokens)
+            region.rng.begin_columns(self.full_name, tokens)
         return self._tell(out)
 
     def _tell(self, out: Tensor) -> Tensor:
@@ -339,7 +339,7 @@ class RowParallelLinear(_ParallelLinear):
             with self.region.elementwise_spans.row():
                 partial = self._product(x)
         except BaseException:  # a recompute ends here, when the last tensor that it is for is kept
-            self.region.abort_columns()
+            self.region.rng.abort_columns()
             raise
         if self.leaves_partial:
             if self.bias is not None:

@@ -70,7 +70,7 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
                 f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'"
             )
         entered = region.enter(x, name)
-        region.begin_block()
+        region.rng.begin_block()
         return _replace(where, entered, args, kwargs)
 
     return hook
@@ -190,7 +190,7 @@ def close_gather(
         first = out[0] if isinstance(out, list | tuple) and out else out
         region.close_gather(first if isinstance(first, Tensor) else None, name)
         if out is None:  # it raised
-            region.abort_columns()
+            region.rng.abort_columns()
         elif heads is not None and isinstance(out, list | tuple):
             for item in out[1:]:
                 if isinstance(item, Tensor):

@@ -49,6 +49,7 @@ from lightning_seqpar.region.ancestry import check_ancestry, passes_by_rows
 from lightning_seqpar.region.frames import FrameStack, GatheredActivation
 from lightning_seqpar.region.partial_sum_check import LossLeakCheck, PartialSumCheck
 from lightning_seqpar.region.rng_checks import ActivationShards, DrawContext, check_alike
+from lightning_seqpar.region.rng_scope import RngScope
 from lightning_seqpar.region.sharded_outputs import ShardedOutputs
 
 _MANY = 4096  # calls that are remembered outside any step
@@ -88,10 +89,9 @@ class SequenceRegion:
         self.frames = FrameStack(self.size, dim, self.name)
         self.intervals: list[list[int]] = []
         self.sharded_outputs = ShardedOutputs(group)
-        self.streams = RankStreams(self.rank)
+        self.rng = RngScope(self.rank, sp, self.frames)
         self.loss_leaks = LossLeakCheck()
         self.blocks: tuple[str, ...] = ()  # their names
-        self._in_block = 0
         self.elementwise_spans = ElementwiseSpans(self.policy.remakes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
@@ -137,8 +137,7 @@ class SequenceRegion:
         self.frames.reset()
         self.intervals = []
         self.sharded_outputs.forget()
-        self._in_block = 0
-        self.streams.forget()
+        self.rng.reset()
         self.loss_leaks.forget()
 
     @contextmanager
@@ -228,60 +227,21 @@ class SequenceRegion:
 
     # ---- random streams --------------------------------------------------------------------------------------
 
-    def begin_block(self) -> None:
-        """A block's forward begins: on shards every rank draws for itself. Between blocks (layerdrop) all draw alike."""
-        self._in_block += 1
-        self.frames.current.leave_rows()
-        if self.sp:
-            self.streams.begin()
+    @property
+    def streams(self) -> RankStreams:
+        """The random streams, see :class:`RngScope`."""
+        return self.rng.streams
 
     def end_block(self, *, aborted: bool) -> None:
-        """It ended; one that raised may have left a row linear undone."""
-        self._in_block = max(0, self._in_block - 1)
-        self.frames.current.leave_rows()
-        if self.sp or aborted:
-            self.streams.end()
-        if aborted and self._in_block == 0:
-            while self.streams.on:
-                self.streams.end()
+        """A block ended, or raised."""
+        self.rng.end_block(aborted=aborted)
         self.elementwise_spans.drop()
 
-    def begin_columns(self, module: str, tokens: tuple[int, ...]) -> None:
-        """A column linear: its features are this rank's own, and so are the draws on them; ``tokens`` are its other dims."""
-        self.frames.current.leave_rows()
-        self.frames.current.column_tokens = tokens
-        if self.sp:
-            self.streams.resume(module)
-        else:
-            self.streams.begin(nests=False)
-
-    def _end_columns(self, local: int, features: int) -> None:
-        """A row linear ``[features, local]``: without sequence parallelism its output is whole again."""
-        frame = self.frames.current
-        check_alike(self.name, frame.drawn_alike, local, frame.previous_row_width)
-        if frame.rows_left:
-            frame.rows_left[-1] -= 1
-        if not frame.rows_left or frame.rows_left[-1] <= 0:
-            frame.leave_rows()
-        else:  # other columns' features may be on their way
-            frame.previous_row_width = features
-        if not self.sp:
-            self.streams.end()
-
     def leave_partial(self, partial: Tensor) -> None:
-        """A row linear whose partial sums are reduced later: what is drawn for them must be drawn alike."""
+        """A row linear made partial sums that are reduced later."""
         if partial.grad_fn is not None:
             self.frames.current.partial_nodes.append(partial.grad_fn)
-        self.frames.current.leave_rows()
-        if self.sp:
-            self.streams.pause()
-        else:
-            self.streams.end()
-
-    def abort_columns(self) -> None:
-        """What ran between a column and its row raised."""
-        while not self.sp and self.streams.on:
-            self.streams.end()
+        self.rng.leave_partial()
 
     def check_draw(self, drawn: Drawn) -> None:
         """A random draw in a forward must fit the stream that it comes from.
@@ -301,7 +261,7 @@ class SequenceRegion:
             widths=frame.sum_widths[-1] if frame.sum_widths else None,
             tokens=frame.column_tokens,
             previous_row_width=frame.previous_row_width,
-            in_block=self._in_block > 0,
+            in_block=self.rng.in_block,
             in_gather=bool(frame.gather_scopes),
             shards=shards,
         )
@@ -367,7 +327,7 @@ class SequenceRegion:
         if not self.sp:
             return x
         self.frames.resume(x, module)
-        self.streams.pause()
+        self.rng.begin_whole()
         return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, self.length_for(x, module))
 
     def resume(self, x: Tensor, module: str) -> Tensor:
@@ -380,7 +340,7 @@ class SequenceRegion:
                 f"{self.frames.current.length} positions at dim {self.dim}; 'whole' takes a module that maps "
                 "activations to activations"
             )
-        self.streams.resume(module)
+        self.rng.end_whole(module)
         return scatter_to_sequence_parallel_region(x, self.dim, self.group)
 
     def slice(self, x: Tensor, dim: int, what: str) -> Tensor:
@@ -422,10 +382,8 @@ class SequenceRegion:
         """A module whose arguments are gathered begins; ``x`` is the first of them, and so many row linears are in it."""
         if self.sp:
             self.frames.resume(x, module)
-            self.streams.pause()  # what it drops out before its columns is whole
-        self.frames.current.leave_rows()
+        self.rng.begin_gathering(rows)
         self.frames.current.gather_scopes.append([])
-        self.frames.current.rows_left.append(rows)
 
     def begin_unwrapped(self) -> None:
         """A module that multiplies sharded parameters itself begins: no column says where whole activations end."""
@@ -459,12 +417,9 @@ class SequenceRegion:
 
     def close_gather(self, out: Tensor | None = None, module: str = "") -> None:
         """It ended, with ``out``: what did not pass a row linear in it must do so in its block."""
-        if self.sp:
-            self.streams.resume(("behind", module))
+        self.rng.end_gathering(module)
         frame = self.frames.current
         nodes = frame.gather_scopes.pop() if frame.gather_scopes else []
-        del frame.rows_left[-1:]
-        frame.previous_row_width, frame.drawn_alike = None, []
         if not frame.gather_scopes:
             for read in frame.gathered:
                 if read.handle is not None:
@@ -523,7 +478,7 @@ class SequenceRegion:
 
     def check_column_input(self, x: Tensor, module: str) -> None:
         """A column linear must read a whole sequence, gathered for it."""
-        self.begin_columns(module, tuple(x.shape[:-1]))
+        self.rng.begin_columns(module, tuple(x.shape[:-1]))
         frame = self.frames.current
         if self.frames.recomputes:
             return
@@ -555,10 +510,11 @@ class SequenceRegion:
             module: whose.
             local: in-features of the row on this rank.
         """
-        self._end_columns(local, x.shape[-1])
+        frame = self.frames.current
+        check_alike(self.name, frame.drawn_alike, local, frame.previous_row_width)
+        self.rng.end_row(x.shape[-1])
         if not self.sp:
             return reduce_from_tensor_parallel_region(x, self.group)
-        frame = self.frames.current
         key = (module, tuple(x.shape))
         known = self.frames.remembered(key)
         if known is not None:
