@@ -261,15 +261,15 @@ MUTANTS = [
     ),
     Mutant(
         "ancestry of a column's input not looked at",
-        "SequenceRegion.check_column_input",
-        "        check_ancestry(x, frame.sources, module)\n",
+        "Observers.column_begins",
+        "        check_ancestry(x, self._frames.current.sources, module)\n",
         "",
         "tests/test_guards.py",
     ),
     Mutant(
         "residual inside a gathering module not seen",
-        "SequenceRegion.close_gather",
-        "and nodes and passes_by_rows(out.grad_fn, nodes):",
+        "Observers.gathering_ended",
+        "and gathers and passes_by_rows(out.grad_fn, gathers):",
         "and False:",
         "tests/test_guards.py",
     ),
@@ -436,9 +436,9 @@ MUTANTS = [
     ),
     Mutant(
         "encoder states gathered backwards alone",
-        "SequenceRegion.copy",
-        "        copied = copy_to_tensor_parallel_region(x, self.group)\n        self.frames.current.copied",
-        "        copied = x.view_as(x)\n        self.frames.current.copied",
+        "DataPath.copy",
+        "        copied = copy_to_tensor_parallel_region(x, self.group)\n        self._frames.current.copied",
+        "        copied = x.view_as(x)\n        self._frames.current.copied",
         "tests/test_zoo.py -k encoder_decoder",
     ),
     Mutant(
@@ -681,7 +681,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stand-in that is zero",
-        "SequenceRegion.stand_in",
+        "ColumnInputs.stand_in",
         'whole.new_full((), float("nan"))',
         "whole.new_full((), 0.0)",
         "tests/test_styles.py -k stand_in",
@@ -730,8 +730,8 @@ MUTANTS = [
     ),
     Mutant(
         "what a module adds to a sum not looked at",
-        "SequenceRegion.reduce_sum",
-        "        PartialSumCheck(frame.partial_nodes, rows, once).check(out, sources, name)\n",
+        "Observers.sum_returned",
+        "        PartialSumCheck(self._frames.current.partial_nodes, rows, once).check(out, gathers, module)\n",
         "",
         "tests/test_products.py",
     ),
@@ -870,7 +870,7 @@ MUTANTS = [
     ),
     Mutant(
         "a gathered input that was changed taken for the gathered one",
-        "SequenceRegion.find_regathered",
+        "ColumnInputs.find_regathered",
         "read is None or read.handle is None or x._version != read.version:",
         "read is None or read.handle is None:",
         "tests/test_layers.py",
@@ -947,7 +947,7 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint's input taken for what was gathered outside",
-        "SequenceRegion.find_regathered",
+        "ColumnInputs.find_regathered",
         "return read.handle if read.handle.keeper == keeper() else None",
         "return read.handle",
         "tests/test_overlap.py",
@@ -1116,14 +1116,14 @@ MUTANTS = [
     Mutant(
         "a stack whose last block is left out ends on shards",
         "close_call.hook",
-        "whole = region.leave_early(out) if at_block and out is not None else None",
+        "whole = region.path.leave_early(out) if at_block and out is not None else None",
         "whole = None",
         "tests/test_training.py -k left_out",
     ),
     Mutant(
         "a norm behind blocks that are all left out sees whole activations",
-        "SequenceRegion.enter_last",
-        "return x if self.frames.active or self.frames.recomputes else self.enter(x, module)",
+        "DataPath.enter_last",
+        "return x if self._frames.active or self._frames.recomputes else self.enter(x, module)",
         "return x",
         "tests/test_training.py -k left_out",
     ),
@@ -1360,9 +1360,9 @@ MUTANTS = [
     ),
     Mutant(
         "gather before the head missing",
-        "SequenceRegion",
-        "        return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)\n\n    def enter_last",
-        "        return x\n\n    def enter_last",
+        "DataPath.leave",
+        "        return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)",
+        "        return x",
     ),
     Mutant(
         "order of the summed gradients from a set",
@@ -1386,7 +1386,7 @@ MUTANTS = [
     ),
     Mutant(
         "attention maps of some heads taken for all",
-        "SequenceRegion.note_heads",
+        "Observers.heads_made",
         "            self.sharded_outputs.note(out, module, 1, heads)\n",
         "            pass\n",
         "tests/test_hf_uses.py",

@@ -28,6 +28,26 @@ def passes_by_rows(start: Any, gathers: Sequence[Any]) -> bool:
     return any(node in gathers for node in reach(start, follow))
 
 
+def check_reduced(out: Tensor, pending: Sequence[tuple[str, Sequence[Any]]], block: str) -> None:
+    """Every path to a block's output from what was gathered in it must have passed a row linear.
+
+    Args:
+        out: the output.
+        pending: modules that returned before their row ran, and the graph nodes of what was gathered for them.
+        block: the block's name.
+
+    Raises:
+        ValueError: naming the module whose gathered input reaches the output by another path.
+    """
+    for module, gathers in pending:
+        if passes_by_rows(out.grad_fn, gathers):
+            raise ValueError(
+                f"{module}: what it makes of its gathered input reaches the output of {block} past the row linear (a "
+                "residual inside the module?), and the gradient on that path would count tp times; gather at the column "
+                "linears themselves, or at a module that leaves the residual outside"
+            )
+
+
 def check_ancestry(x: Tensor, gathers: Sequence[Any], module: str) -> None:
     """The input ``x`` of a column linear must depend on activations through ``gathers`` alone.
 

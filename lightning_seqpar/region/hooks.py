@@ -44,7 +44,7 @@ def close_call(region: SequenceRegion, *, at_block: bool) -> Callable[..., Any]:
     """The owner returned or raised; the region ends ``at_block``, or at a module that always runs."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        whole = region.leave_early(out) if at_block and out is not None else None
+        whole = region.path.leave_early(out) if at_block and out is not None else None
         region.close_frame(aborted=out is None)  # no output: it raised
         return whole
 
@@ -55,7 +55,7 @@ def enter_at_exit(region: SequenceRegion, name: str) -> Callable[..., Any]:
     """Where no block ran (layerdrop), the module at which the region ends begins it too: its parameters see shards."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (region.enter_last(args[0], name), *args[1:]) if args and isinstance(args[0], Tensor) else None
+        return (region.path.enter_last(args[0], name), *args[1:]) if args and isinstance(args[0], Tensor) else None
 
     return hook
 
@@ -69,7 +69,7 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
             raise ValueError(
                 f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'"
             )
-        entered = region.enter(x, name)
+        entered = region.path.enter(x, name)
         region.rng.begin_block()
         return _replace(where, entered, args, kwargs)
 
@@ -80,14 +80,8 @@ def leave_block(region: SequenceRegion, name: str) -> Callable[..., None]:
     """The block returned or raised."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
-        region.end_block(aborted=out is None)
-        if out is None:  # it raised
-            region.abort()
-        else:
-            first = out[0] if isinstance(out, list | tuple) and out else out
-            region.note_shard(first, name)
-            region.check_reduced(first, name)
-        region.frames.finish(name)
+        first = out[0] if isinstance(out, list | tuple) and out else out
+        region.end_block(first, name, aborted=out is None)  # no output: it raised
 
     return hook
 
@@ -99,7 +93,7 @@ def exit_region(region: SequenceRegion, name: str, *, at_owner: bool = False) ->
         if at_owner and not region.frames.active:
             return None
         if isinstance(out, Tensor):
-            return region.leave(out, name)
+            return region.path.leave(out, name)
         if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
             raise ValueError(
                 f"{name}: the region ends here, but its output is a {type(out).__name__}; end it elsewhere"
@@ -110,7 +104,7 @@ def exit_region(region: SequenceRegion, name: str, *, at_owner: bool = False) ->
                 raise ValueError(
                     f"{name}: two of its outputs look like shards; end the region at a module with one output"
                 )
-        whole = [region.leave(out[0], name), *out[1:]]
+        whole = [region.path.leave(out[0], name), *out[1:]]
         return type(out)(whole) if not hasattr(out, "_fields") else type(out)(*whole)
 
     return hook
@@ -147,11 +141,11 @@ def gather_arguments(
                 region.open_gather(x, name, rows)
             if id(x) not in done:
                 given = x.to(widest) if widest is not None and x.is_floating_point() else x
-                whole = region.gather(given, name) if arg in gathered else region.copy(given, name)
+                whole = region.path.gather(given, name) if arg in gathered else region.path.copy(given, name)
                 casts = torch.is_autocast_enabled(x.device.type)
                 if widest not in (None, x.dtype) and not casts and any(p.dtype == x.dtype for p in module.parameters()):
                     whole = whole.to(x.dtype)  # products want their input in the weights' type
-                done[id(x)] = region.stand_in(whole) if local_width and arg in gathered else whole
+                done[id(x)] = region.columns.stand_in(whole) if local_width and arg in gathered else whole
             args, kwargs = _replace(where, done[id(x)], args, kwargs)
         return args, kwargs
 
@@ -163,7 +157,7 @@ def note_shards(region: SequenceRegion, name: str) -> Callable[..., None]:
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         for item in out if isinstance(out, list | tuple) else (out,):
-            region.note_shard(item, name)
+            region.observers.shard_made(item, name)
 
     return hook
 
@@ -194,9 +188,9 @@ def close_gather(
         elif heads is not None and isinstance(out, list | tuple):
             for item in out[1:]:
                 if isinstance(item, Tensor):
-                    region.note_heads(item, name, heads)
+                    region.observers.heads_made(item, name, heads)
         if is_block:
-            region.check_reduced(first, name)
+            region.observers.block_ended(first, name)
         region.frames.finish(name)
 
     return hook
@@ -218,9 +212,7 @@ def begin_sum(
                 parameter = holder._parameters[leaf]
                 if parameter is not None and not parameter.requires_grad:
                     holder.__dict__[leaf] = MarkRow.apply(parameter, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
-        region.begin_sum(widths)
-        if raw:
-            region.begin_unwrapped()
+        region.begin_sum(widths, unwrapped=raw)
         if region.rank:
             for holder, leaf in added:
                 parameter = holder._parameters[leaf]
@@ -234,9 +226,7 @@ def end_sum(region: SequenceRegion, hidden: Sequence[tuple[nn.Module, str]], *, 
     """It returned or raised: the parameters that :func:`begin_sum` hid show again."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
-        if raw:
-            region.end_unwrapped()
-        region.end_sum()
+        region.end_sum(unwrapped=raw)
         for holder, leaf in hidden:
             holder.__dict__.pop(leaf, None)
 
@@ -271,7 +261,7 @@ def make_whole(region: SequenceRegion, name: str, wanted: Sequence[Argument]) ->
             if not isinstance(x, Tensor):
                 raise ValueError(f"{name}: argument {arg!r} is a {type(x).__name__}; 'whole' takes tensors")
             if id(x) not in done:
-                done[id(x)] = region.suspend(x, name)
+                done[id(x)] = region.path.suspend(x, name)
             args, kwargs = _replace(where, done[id(x)], args, kwargs)
         return args, kwargs
 
@@ -283,9 +273,9 @@ def make_shards(region: SequenceRegion, name: str) -> Callable[..., Any]:
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if isinstance(out, Tensor):
-            out = region.resume(out, name)
+            out = region.path.resume(out, name)
         elif isinstance(out, list | tuple) and out and isinstance(out[0], Tensor):
-            first = region.resume(out[0], name)
+            first = region.path.resume(out[0], name)
             out = type(out)([first, *out[1:]]) if not hasattr(out, "_fields") else type(out)(first, *out[1:])
         elif out is not None:
             raise ValueError(
@@ -304,7 +294,7 @@ def slice_arguments(region: SequenceRegion, name: str, wanted: Sequence[Argument
         for arg in wanted:
             where, x = _argument(name, arg, args, kwargs)
             if isinstance(x, Tensor) and x.shape[dim] > 1:  # one head stands for all
-                args, kwargs = _replace(where, region.slice(x, dim, f"{name}, argument {arg!r}"), args, kwargs)
+                args, kwargs = _replace(where, region.path.slice(x, dim, f"{name}, argument {arg!r}"), args, kwargs)
         return args, kwargs
 
     return hook
@@ -314,7 +304,7 @@ def widen(region: SequenceRegion, name: str) -> Callable[..., Any]:
     """A norm over the whole sharded width reads all ranks' features."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (region.gather_features(args[0]), *args[1:])
+        return (region.path.gather_features(args[0]), *args[1:])
 
     return hook
 
@@ -349,7 +339,7 @@ def draw_alike(region: SequenceRegion, *, always: bool) -> tuple[Callable[..., N
     switched: list[bool] = []
 
     def reads_whole(args: tuple[Any, ...]) -> bool:
-        return bool(args) and isinstance(args[0], Tensor) and region.is_whole(args[0])
+        return bool(args) and isinstance(args[0], Tensor) and region.columns.is_whole(args[0])
 
     pause, resume = switch_streams(region, "pause"), switch_streams(region, "resume")
 
@@ -363,7 +353,7 @@ def draw_alike(region: SequenceRegion, *, always: bool) -> tuple[Callable[..., N
         if switched and switched.pop():
             resume(module)
         if isinstance(out, Tensor) and reads_whole(args):
-            region.note_whole(out)
+            region.columns.note_whole(out)
 
     return before, behind
 
@@ -372,12 +362,6 @@ def require_shard(region: SequenceRegion, name: str) -> Callable[..., None]:
     """The module must only be called where shards flow."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if in_backward():
-            return  # a recompute; the forward was checked
-        if not region.frames.active:
-            raise ValueError(
-                f"{name}: called outside the sequence region of {region.name}, where its input is whole; its gradient "
-                "could not be synced by one rule. Call it only between the region's blocks, or leave it out of the plan"
-            )
+        region.observers.shard_reader_called(name)
 
     return hook

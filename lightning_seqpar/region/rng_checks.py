@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_seqpar.distributed.rng import Drawn
+from lightning_seqpar.region.frames import FrameStack
+from lightning_seqpar.region.rng_scope import RngScope
 
 Shape = tuple[int, ...]
 
@@ -75,6 +77,33 @@ class DrawContext(NamedTuple):
     in_block: bool
     in_gather: bool
     shards: ActivationShards | None
+
+    @classmethod
+    def now(cls, region: str, sp: bool, dim: int, frames: FrameStack, rng: RngScope) -> DrawContext:
+        """Where a draw is made that is made now.
+
+        Args:
+            region: what messages call the region.
+            sp: whether activations between its blocks are shards.
+            dim: the tensor dim of the sequence.
+            frames: the calls of the region's owner.
+            rng: which stream draws come from.
+        """
+        frame, shards = frames.current, None
+        if frames.active:
+            shards = ActivationShards(dim, frame.ndim, frame.batch, frames.length, frames.shard_length)
+        return cls(
+            region=region,
+            sp=sp,
+            own=rng.streams.own,
+            unwrapped=frame.unwrapped > 0,
+            widths=frame.sum_widths[-1] if frame.sum_widths else None,
+            tokens=frame.column_tokens,
+            previous_row_width=frame.previous_row_width,
+            in_block=rng.in_block,
+            in_gather=bool(frame.gather_scopes),
+            shards=shards,
+        )
 
     def check(self, draw: Drawn) -> bool:
         """A random draw in a forward must fit the stream that it comes from.

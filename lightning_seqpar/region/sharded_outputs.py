@@ -9,7 +9,6 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.distributed.collectives import gather_replicated_from_sequence_parallel_region
 
 _MANY = 4096
@@ -49,8 +48,6 @@ class ShardedOutputs:
             length: its whole length; none if it can't be put together.
             sizes: the two dims that its first one was flattened from.
         """
-        if in_backward():
-            return  # a recompute: the forward noted it
         if len(self._parts) > _MANY:
             self._parts = {key: part for key, part in self._parts.items() if part.tensor() is not None}
         self._parts[id(tensor)] = ShardedOutput(weakref.ref(tensor), name, dim, length, sizes)
