@@ -409,8 +409,8 @@ MUTANTS = [
     Mutant(
         "batches compared by the run's steps alone",
         "SteppingStrategy._step",
-        "if args and (due or self._is_due(self._since_start[loop])):",
         "if args and due:",
+        "if args and schedule.is_due(loop):",
         "tests/test_guards.py",
     ),
     Mutant(
@@ -1136,9 +1136,9 @@ MUTANTS = [
     ),
     Mutant(
         "a rate that rises from zero goes unseen",
-        "SteppingStrategy._note_draws",
-        "self._watches_draws = hash(drawn) not in self._draws",
-        "self._watches_draws = False",
+        "WatchSchedule.note_draws",
+        "self._draws_are_new = hash(drawn) not in self._known_draws",
+        "self._draws_are_new = False",
         "tests/test_random.py",
     ),
     Mutant(
