@@ -1116,7 +1116,7 @@ MUTANTS = [
     Mutant(
         "a stack whose last block is left out ends on shards",
         "close_call.hook",
-        "whole = region.path.leave_early(out) if at_block and out is not None else None",
+        "whole = region.leave_early(out) if at_block and out is not None else None",
         "whole = None",
         "tests/test_training.py -k left_out",
     ),

@@ -1,7 +1,7 @@
-"""Where an activation comes from, read from the autograd graph: through a gather to every column, through a row to every output.
+"""Checks of paths in the autograd graph: to every column through a gather, and to every output of a block through a row.
 
-The gradient of a column's input is a part on each rank, and only the backward of a gather (or of a copy) sums the parts. So a
-path around the gather, or around the row that ends what was gathered, would give a gradient that is wrong by a factor.
+The gradient of a column's input is one term of a sum on each rank, and only the backward of a gather (or of a copy) sums the
+terms. So the gradient on a path around the gather, or around the row behind it, would be wrong by a factor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_seqpar.region.partial_sum_check import REDUCTIONS
 
 
 def passes_by_rows(start: Any, gathers: Sequence[Any]) -> bool:
-    """Whether a path leads from a graph node back to one of ``gathers`` without a reduction (a row linear) on it."""
+    """Whether a path leads from the node ``start`` back to one of ``gathers`` without the reduction of a row linear on it."""
     first = min(sequence_nr(node) for node in gathers)
 
     def follow(node: Any) -> list[Any]:
@@ -49,7 +49,12 @@ def check_reduced(out: Tensor, pending: Sequence[tuple[str, Sequence[Any]]], blo
 
 
 def check_ancestry(x: Tensor, gathers: Sequence[Any], module: str) -> None:
-    """The input ``x`` of a column linear must depend on activations through ``gathers`` alone.
+    """The input of a column linear must depend on activations through a gather alone.
+
+    Args:
+        x: the input, ``[b, s, h]``.
+        gathers: graph nodes of what was gathered for the modules that are running.
+        module: the column's name.
 
     Raises:
         ValueError: naming the module, if it depends on an activation that was not gathered for it.

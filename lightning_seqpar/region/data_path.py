@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_seqpar.activations.policy import SavePolicy
 from lightning_seqpar.activations.regather import RegatheredInput
@@ -110,22 +107,6 @@ class DataPath:
         length = self._frames.end()
         self._observers.region_ends()
         return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)
-
-    def leave_early(self, out: Any) -> Any:
-        """What the owner returns where the block at which the region ends did not run (layerdrop), whole again.
-
-        Returns:
-            None, and the region stays open, unless all that is returned was made by blocks: else nothing tells whether it
-            was made of shards.
-        """
-        parts, leaves = self._observers.sharded_outputs, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if not self._frames.active or not parts.has(leaves):
-            return None
-        if not all(parts.has([leaf]) for leaf in leaves if leaf.is_floating_point()):
-            return None
-        self._frames.end()
-        self._observers.region_ends()
-        return tree_map_only(Tensor, parts.whole, out)
 
     def abort(self) -> None:
         """A block raised, or was never left: activations are no shards any more."""

@@ -25,9 +25,9 @@ class GatheredActivation(NamedTuple):
     """An activation that was gathered (or copied) for column linears.
 
     Attributes:
-        whole: the activation, as the columns read it.
-        version: its version when it was gathered: one that was changed in place since is another.
-        handle: what columns keep for it; none if they keep the activation itself.
+        whole: the activation, ``[b, s, h]``, as the columns read it.
+        version: its version counter when it was gathered; a higher one tells that it was changed in place since.
+        handle: what columns keep in its place for the backward; None if they keep the activation itself.
         window: what may run under the backward of its gather.
     """
 
@@ -41,10 +41,10 @@ class InputRecord(NamedTuple):
     """What a module's input was in the forward, for a recompute in the backward that runs outside of any call.
 
     Attributes:
-        is_shard: whether it was a shard of the sequence.
+        is_shard: whether it was a shard along the sequence.
         length: positions of the whole sequence.
-        batch: size of an activation's other dim.
-        ndim: dims of an activation.
+        batch: size of an activation's dim that is neither sequence nor features.
+        ndim: number of dims of an activation.
     """
 
     is_shard: bool

@@ -1,4 +1,9 @@
-"""The forward hooks that carry activations into, through and out of a sequence region."""
+"""The forward hooks that carry activations into, through and out of a sequence region.
+
+Each function makes one hook, of the kind that its last line says: a pre-hook gets a module's arguments and may return others, a
+hook gets its output and may return another. Hooks that close something are registered with ``always_call``: where the module
+raised they get None for its output.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
 def _argument(name: str, arg: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any]:
-    """Where an argument stands in a call, and its value."""
+    """Where an argument stands in a call (its index, or its keyword), and its value."""
     if isinstance(arg, int):
         if arg < len(args):
             return arg, args[arg]
@@ -41,10 +46,16 @@ def _replace(
 
 
 def close_call(region: SequenceRegion, *, at_block: bool) -> Callable[..., Any]:
-    """The owner returned or raised; the region ends ``at_block``, or at a module that always runs."""
+    """A hook of the owner (the module that runs the blocks): its call ended.
+
+    Args:
+        region: of those blocks.
+        at_block: whether the region ends at the last block, which may be left out (layerdrop); else at a module that always
+            runs.
+    """
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        whole = region.path.leave_early(out) if at_block and out is not None else None
+        whole = region.leave_early(out) if at_block and out is not None else None
         region.close_frame(aborted=out is None)  # no output: it raised
         return whole
 
@@ -52,7 +63,10 @@ def close_call(region: SequenceRegion, *, at_block: bool) -> Callable[..., Any]:
 
 
 def enter_at_exit(region: SequenceRegion, name: str) -> Callable[..., Any]:
-    """Where no block ran (layerdrop), the module at which the region ends begins it too: its parameters see shards."""
+    """A pre-hook of the module at which the region ends: where no block ran (layerdrop), its input becomes a shard here.
+
+    Its parameters see shards in every other call, and their gradients are synced by one rule.
+    """
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
         return (region.path.enter_last(args[0], name), *args[1:]) if args and isinstance(args[0], Tensor) else None
@@ -61,7 +75,13 @@ def enter_at_exit(region: SequenceRegion, name: str) -> Callable[..., Any]:
 
 
 def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..., Any]:
-    """The block's activation enters the region, or is in it."""
+    """A pre-hook of a block: its activation becomes a shard, ``[b, s, h]`` → ``[b, s/tp, h]``, unless it is one.
+
+    Args:
+        region: of the blocks.
+        name: of the block.
+        arg: which of its arguments is the activation.
+    """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where, x = _argument(name, arg, args, kwargs)
@@ -77,7 +97,7 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
 
 
 def leave_block(region: SequenceRegion, name: str) -> Callable[..., None]:
-    """The block returned or raised."""
+    """A hook of a block, which returned or raised."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         first = out[0] if isinstance(out, list | tuple) and out else out
@@ -87,7 +107,13 @@ def leave_block(region: SequenceRegion, name: str) -> Callable[..., None]:
 
 
 def exit_region(region: SequenceRegion, name: str, *, at_owner: bool = False) -> Callable[..., Any]:
-    """The region ends at this module's output; ``at_owner``, if it began."""
+    """A hook of the module at which the region ends: its output becomes whole, ``[b, s/tp, h]`` → ``[b, s, h]``.
+
+    Args:
+        region: which ends.
+        name: of the module.
+        at_owner: whether the module is the owner, whose call may have run no block.
+    """
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if at_owner and not region.frames.active:
@@ -111,7 +137,7 @@ def exit_region(region: SequenceRegion, name: str, *, at_owner: bool = False) ->
 
 
 def _widest(values: Iterable[Any]) -> torch.dtype | None:
-    """The type of the most precise tensor: the others' gradients are sums over ranks too, and must not lose more."""
+    """The dtype to which all of ``values`` can be cast without loss; None for fewer than two floating-point tensors."""
     kinds = [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     return functools.reduce(torch.promote_types, kinds) if len(kinds) > 1 else None
 
@@ -125,7 +151,19 @@ def gather_arguments(
     local_width: bool = False,
     rows: int = 1,
 ) -> Callable[..., Any]:
-    """The module's arguments are gathered, or copied where they are whole already, once each; it has so many row linears."""
+    """A pre-hook of a module around columns and rows: its arguments become whole, ``[b, s/tp, h]`` → ``[b, s, h]``.
+
+    An argument that is passed twice is gathered once. Arguments of several types are gathered in the widest of them: the
+    gradient of each is a sum over ranks, and none must lose more than another.
+
+    Args:
+        region: in which the module lies.
+        name: of the module.
+        gathered: arguments that are shards.
+        copied: arguments that are whole already (an encoder's states), or None.
+        local_width: whether the module reads this rank's width off its input: then it gets a stand-in of that width.
+        rows: the number of row linears in it.
+    """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         done: dict[int, Tensor] = {}  # one gather serves an argument that is passed twice
@@ -153,7 +191,7 @@ def gather_arguments(
 
 
 def note_shards(region: SequenceRegion, name: str) -> Callable[..., None]:
-    """What a module on shards returns is a shard too (a router's scores)."""
+    """A hook of a module on shards: what it returns besides an activation (a router's scores) may be a shard too."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         for item in out if isinstance(out, list | tuple) else (out,):
@@ -163,7 +201,7 @@ def note_shards(region: SequenceRegion, name: str) -> Callable[..., None]:
 
 
 def return_whole(regions: Sequence[SequenceRegion]) -> Callable[..., Any]:
-    """Of what a module gives to the code around the region, parts become whole (hidden states, attention maps)."""
+    """A hook of a module around the blocks: of what it returns (hidden states, attention maps), parts become whole."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         leaves = tree_leaves(out)
@@ -178,7 +216,14 @@ def return_whole(regions: Sequence[SequenceRegion]) -> Callable[..., Any]:
 def close_gather(
     region: SequenceRegion, name: str, *, is_block: bool = False, heads: int | None = None
 ) -> Callable[..., None]:
-    """The gathering module returned or raised; it works on a part of ``heads`` query heads."""
+    """A hook of a module whose arguments were gathered, which returned or raised.
+
+    Args:
+        region: in which the module lies.
+        name: of the module.
+        is_block: whether it is a block.
+        heads: if it is an attention, the number of query heads of which each rank has a part.
+    """
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         first = out[0] if isinstance(out, list | tuple) and out else out
@@ -204,7 +249,18 @@ def begin_sum(
     *,
     raw: bool,
 ) -> Callable[..., None]:
-    """A module that makes partial sums begins: what it adds to them counts on the first rank alone."""
+    """A pre-hook of a module that returns one term of a sum over ranks.
+
+    Until :func:`end_sum`, parameters that it adds to the sum are zero on all ranks but the first, and frozen rows leave a
+    node in the graph, so that the sum can be checked.
+
+    Args:
+        region: in which the module lies.
+        added: parameters that it adds, each as the module that holds it and the attribute.
+        rows: parameters that it multiplies as rows itself, likewise.
+        widths: of its columns on this rank.
+        raw: whether it multiplies sharded parameters itself, without linears.
+    """
 
     def hook(module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
@@ -223,7 +279,13 @@ def begin_sum(
 
 
 def end_sum(region: SequenceRegion, hidden: Sequence[tuple[nn.Module, str]], *, raw: bool) -> Callable[..., None]:
-    """It returned or raised: the parameters that :func:`begin_sum` hid show again."""
+    """A hook of such a module, which returned or raised: the parameters that :func:`begin_sum` hid show again.
+
+    Args:
+        region: in which the module lies.
+        hidden: those parameters, each as the module that holds it and the attribute.
+        raw: as for :func:`begin_sum`.
+    """
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         region.end_sum(unwrapped=raw)
@@ -236,7 +298,14 @@ def end_sum(region: SequenceRegion, hidden: Sequence[tuple[nn.Module, str]], *, 
 def reduce_output(
     region: SequenceRegion, name: str, rows: list[nn.Parameter], once: list[nn.Parameter]
 ) -> Callable[..., Any]:
-    """What the module returns is a partial sum."""
+    """A hook of such a module: what it returns is reduced, ``[b, s, h]`` → ``[b, s/tp, h]``.
+
+    Args:
+        region: in which the module lies.
+        name: of the module.
+        rows: parameters that it multiplies as rows itself.
+        once: parameters that only the first rank adds.
+    """
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if isinstance(out, Tensor):
@@ -252,7 +321,7 @@ def reduce_output(
 
 
 def make_whole(region: SequenceRegion, name: str, wanted: Sequence[Argument]) -> Callable[..., Any]:
-    """The module is computed whole on every rank: its arguments are gathered for that."""
+    """A pre-hook of a module that every rank computes whole: its arguments ``wanted`` become whole for it."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         done: dict[int, Tensor] = {}
@@ -269,7 +338,7 @@ def make_whole(region: SequenceRegion, name: str, wanted: Sequence[Argument]) ->
 
 
 def make_shards(region: SequenceRegion, name: str) -> Callable[..., Any]:
-    """What a module made whole becomes shards again."""
+    """A hook of such a module: the activation that it returns becomes a shard again."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if isinstance(out, Tensor):
@@ -288,7 +357,10 @@ def make_shards(region: SequenceRegion, name: str) -> Callable[..., Any]:
 
 
 def slice_arguments(region: SequenceRegion, name: str, wanted: Sequence[Argument], dim: int) -> Callable[..., Any]:
-    """Arguments with a head dim: each rank takes its heads."""
+    """A pre-hook of a module on local heads: of each argument in ``wanted`` a rank takes its heads, along ``dim``.
+
+    An argument of one head stands for all heads and is left as it is.
+    """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for arg in wanted:
@@ -301,7 +373,7 @@ def slice_arguments(region: SequenceRegion, name: str, wanted: Sequence[Argument
 
 
 def widen(region: SequenceRegion, name: str) -> Callable[..., Any]:
-    """A norm over the whole sharded width reads all ranks' features."""
+    """A pre-hook of a module over the whole width: it reads all ranks' features, ``[b, s, f/tp]`` → ``[b, s, f]``."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
         return (region.path.gather_features(args[0]), *args[1:])
@@ -310,7 +382,7 @@ def widen(region: SequenceRegion, name: str) -> Callable[..., Any]:
 
 
 def narrow(region: SequenceRegion, name: str) -> Callable[..., Any]:
-    """Of its output each rank keeps its own features."""
+    """A hook of such a module: of its output each rank keeps its own features, ``[b, s, f]`` → ``[b, s, f/tp]``."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if not isinstance(out, Tensor):
@@ -322,7 +394,12 @@ def narrow(region: SequenceRegion, name: str) -> Callable[..., Any]:
 
 
 def switch_streams(region: SequenceRegion, what: Literal["begin", "end", "pause", "resume"]) -> Callable[..., None]:
-    """From here on draws come from another stream: see :class:`~lightning_seqpar.distributed.rng.RankStreams`."""
+    """A hook or pre-hook: from here on draws come from another stream.
+
+    Args:
+        region: in which the module lies.
+        what: the method of :class:`~lightning_seqpar.distributed.rng.RankStreams` that is called.
+    """
 
     def hook(module: nn.Module, *args: Any) -> None:
         streams = region.streams
@@ -335,7 +412,12 @@ def switch_streams(region: SequenceRegion, what: Literal["begin", "end", "pause"
 
 
 def draw_alike(region: SequenceRegion, *, always: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Before and behind a module that draws: alike on all ranks, always or where its input is a whole activation."""
+    """A pre-hook and a hook of a module that draws: in between all ranks draw alike.
+
+    Args:
+        region: in which the module lies.
+        always: whether they do so at each call; else where the input is the same on all ranks.
+    """
     switched: list[bool] = []
 
     def reads_whole(args: tuple[Any, ...]) -> bool:
@@ -359,7 +441,7 @@ def draw_alike(region: SequenceRegion, *, always: bool) -> tuple[Callable[..., N
 
 
 def require_shard(region: SequenceRegion, name: str) -> Callable[..., None]:
-    """The module must only be called where shards flow."""
+    """A pre-hook of a module whose parameters see shards: it must not be called where activations are whole."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         region.observers.shard_reader_called(name)

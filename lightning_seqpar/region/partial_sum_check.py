@@ -1,7 +1,8 @@
-"""Whether what a module returns is a sum of what its rows made: read from the autograd graph, while training runs.
+"""Checks of modules whose output is summed over ranks, read from the autograd graph while training runs.
 
-Where partial sums are reduced at a module's end, anything else that it adds (a residual, an expert that is whole) would
-count once per rank. The graph shows it: every term must hold one row's product, and be linear in it.
+Each rank returns one term of the sum. Anything in it that is the same on all ranks (a residual, an expert that is whole) would
+count once per rank. So everything that is added up must come from a row linear, which makes terms of a sum, and must be linear
+in what the row made.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lightning_seqpar.distributed.autograd import (
 
 
 class TermKind(Enum):
-    """What a graph node's result is, seen from the sum over ranks."""
+    """What the result of a graph node is: the same on all ranks, one term of a sum over ranks, or neither."""
 
     WHOLE = "whole"
     PART = "a part of a sum"
@@ -63,11 +64,14 @@ REDUCTIONS = backward_classes((*collectives.REDUCTIONS, *wgrad_overlap.REDUCTION
 
 
 class PartialSumError(ValueError):
-    """A module whose output is no sum of parts."""
+    """A module returns something other than one term of a sum over ranks."""
 
 
 class MarkRow(torch.autograd.Function):
-    """Makes a frozen row parameter show in the graph: a node of its own, and no gradient."""
+    """Makes a frozen row parameter show in the graph, which holds no node for what needs no gradient.
+
+    Forward: identity, ``parameter`` of any shape; ``probe`` is a scalar that needs a gradient. Backward: no gradient for either.
+    """
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, probe: Tensor) -> Tensor:
@@ -79,10 +83,10 @@ class MarkRow(torch.autograd.Function):
 
 
 class PartialSumCheck:
-    """Reads the graph of one call.
+    """Reads the graph of one call of a module that returns one term of a sum over ranks.
 
     Args:
-        marked: nodes whose results are parts: what row linears made.
+        marked: nodes whose results are terms of a sum: what row linears made.
         rows: parameters that the module multiplies as rows.
         once: parameters that only the first rank adds.
     """
@@ -94,7 +98,12 @@ class PartialSumCheck:
         self.culprit = ""
 
     def check(self, out: Tensor, stops: Collection[Any], name: str) -> None:
-        """``out`` must be a sum of parts; ``stops`` are the nodes of the activations that were gathered for the module.
+        """Require that what the module returns is made of what its rows made, linearly.
+
+        Args:
+            out: what it returns.
+            stops: graph nodes of the activations that were gathered for it, beyond which nothing is looked at.
+            name: of the module.
 
         Raises:
             PartialSumError: naming the operation that adds something else.
@@ -113,7 +122,7 @@ class PartialSumCheck:
         )
 
     def _of(self, start: Any) -> TermKind:
-        """The kind of a node; children first, without recursion."""
+        """What the result of a node is; nodes that it was made of are decided first, without recursion."""
         todo = [start]
         while todo:
             node = todo[-1]
@@ -165,7 +174,7 @@ class PartialSumCheck:
         return self._part_or_wrong(node, False, "is not linear in a part of a sum")
 
     def _added_product(self, node: Any) -> TermKind:
-        """``first + a b``, as a product with its bias is."""
+        """What the result of ``first + a b`` is, such as a product with its bias."""
         first, *factors = input_nodes(node)
         factors = [child for child in factors if child is not None]
         parts = [self._kinds[child] for child in factors].count(TermKind.PART)
@@ -197,22 +206,28 @@ class PartialSumCheck:
 
 
 class LossLeakCheck:
-    """The sums of a step, and whether its loss reads anything else of what their modules made."""
+    """Notes the sums over ranks of a step, and checks that its loss reads nothing else that their modules made."""
 
     def __init__(self) -> None:
         self._sums: dict[Any, tuple[str, list[Any]]] = {}
 
     def note(self, name: str, reduced: Tensor, sources: Collection[Any]) -> None:
-        """A module returned a sum; ``sources`` are the nodes of what was gathered for it."""
+        """Note what a module returned.
+
+        Args:
+            name: of the module.
+            reduced: its output, reduced over ranks.
+            sources: graph nodes of what was gathered for it.
+        """
         if reduced.grad_fn is not None and sources:
             self._sums[reduced.grad_fn] = (name, list(sources))
 
     def forget(self) -> None:
-        """A new step."""
+        """Forget the sums of the last step."""
         self._sums = {}
 
     def check(self, loss: Tensor) -> None:
-        """No path from the loss may reach what was gathered for a module but through the sum that it returned.
+        """Require that each path from the loss to what was gathered for a module leads through the sum that it returned.
 
         Raises:
             PartialSumError: naming the module.
@@ -229,7 +244,7 @@ class LossLeakCheck:
                 )
 
     def _past_sums(self, node: Any) -> list[Any]:
-        """What a node was made of; of a sum, what was gathered for its module."""
+        """The nodes that a node was made of; for a sum, those that its module's gathered inputs were made of."""
         if node not in self._sums:
             return children(node)
         return [child for source in self._sums[node][1] for child in children(source)]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_seqpar.activations.elementwise_recompute import ElementwiseSpans
 from lightning_seqpar.activations.policy import SavePolicy
@@ -133,6 +134,25 @@ class SequenceRegion:
             ValueError: if it returned and the region was not left.
         """
         self.frames.close(aborted=aborted)
+
+    def leave_early(self, out: Any) -> Any:
+        """What the owner returns where the block at which the region ends did not run (layerdrop), whole again.
+
+        Args:
+            out: what it returns, tensors in lists, tuples or dicts.
+
+        Returns:
+            None, and the region stays open, unless all that is returned was made by blocks: else nothing tells whether it
+            was made of shards.
+        """
+        parts, leaves = self.sharded_outputs, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if not self.frames.active or not parts.has(leaves):
+            return None
+        if not all(parts.has([leaf]) for leaf in leaves if leaf.is_floating_point()):
+            return None
+        self.frames.end()
+        self.observers.region_ends()
+        return tree_map_only(Tensor, parts.whole, out)
 
     @contextmanager
     def call(self) -> Iterator[SequenceRegion]:
