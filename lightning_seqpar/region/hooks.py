@@ -1,7 +1,7 @@
 """The forward hooks that carry activations into, through and out of a sequence region.
 
-Each function makes one hook, of the kind that its last line says: a pre-hook gets a module's arguments and may return others, a
-hook gets its output and may return another. Hooks that close something are registered with ``always_call``: where the module
+Each function makes one, and says first which: a pre-hook gets a module's arguments and may return others, a hook gets its
+output and may return another. Hooks that close something are registered with ``always_call``: where the module
 raised they get None for its output.
 """
 
