@@ -261,22 +261,22 @@ MUTANTS = [
     ),
     Mutant(
         "ancestry of a column's input not looked at",
-        "SequenceRegion.check_column_input",
-        "        check_ancestry(x, [node for scope in frame.gather_scopes for node in scope], module)\n",
+        "Observers.column_begins",
+        "        check_ancestry(x, self._frames.current.sources, module)\n",
         "",
         "tests/test_guards.py",
     ),
     Mutant(
         "residual inside a gathering module not seen",
-        "SequenceRegion.close_gather",
-        "and nodes and passes_by_rows(out.grad_fn, nodes):",
+        "Observers.gathering_ended",
+        "and gathers and passes_by_rows(out.grad_fn, gathers):",
         "and False:",
         "tests/test_guards.py",
     ),
     Mutant(
         "region may stay open",
         "SequenceRegion.check_closed",
-        "        if self.active:\n            self.reset()\n            self._raise_open()\n",
+        "        if self.frames.active:\n            self.reset()\n            raise self.frames.left_open()\n",
         "",
         "tests/test_guards.py",
     ),
@@ -409,8 +409,8 @@ MUTANTS = [
     Mutant(
         "batches compared by the run's steps alone",
         "SteppingStrategy._step",
-        "if args and (due or self._is_due(self._since_start[loop])):",
         "if args and due:",
+        "if args and schedule.is_due(loop):",
         "tests/test_guards.py",
     ),
     Mutant(
@@ -436,9 +436,9 @@ MUTANTS = [
     ),
     Mutant(
         "encoder states gathered backwards alone",
-        "SequenceRegion.copy",
-        "        copied = copy_to_tensor_parallel_region(x, self.group)\n        self._frame.copied",
-        "        copied = x.view_as(x)\n        self._frame.copied",
+        "DataPath.copy",
+        "        copied = copy_to_tensor_parallel_region(x, self.group)\n        self._frames.current.copied",
+        "        copied = x.view_as(x)\n        self._frames.current.copied",
         "tests/test_zoo.py -k encoder_decoder",
     ),
     Mutant(
@@ -660,8 +660,8 @@ MUTANTS = [
     ),
     Mutant(
         "whole activations dropped out apart",
-        "SequenceRegion.open_gather",
-        "            self.streams.pause()  # what it drops out before its columns is whole\n",
+        "RngScope.begin_gathering",
+        "            self.streams.pause()\n",
         "            pass\n",
         "tests/test_random.py",
     ),
@@ -681,16 +681,16 @@ MUTANTS = [
     ),
     Mutant(
         "a stand-in that is zero",
-        "SequenceRegion.stand_in",
+        "ColumnInputs.stand_in",
         'whole.new_full((), float("nan"))',
         "whole.new_full((), 0.0)",
         "tests/test_styles.py -k stand_in",
     ),
     Mutant(
         "flattened tokens folded the wrong way round",
-        "SequenceRegion._fold",
-        "        sizes = (of.batch, positions) if self.dim == 1 else",
-        "        sizes = (of.batch, positions) if self.dim == 0 else",
+        "FrameStack.fold",
+        "        sizes = (of.batch, positions) if self._dim == 1 else",
+        "        sizes = (of.batch, positions) if self._dim == 0 else",
         "tests/test_products.py",
     ),
     Mutant(
@@ -758,8 +758,8 @@ MUTANTS = [
     ),
     Mutant(
         "what a module adds to a sum not looked at",
-        "SequenceRegion.reduce_sum",
-        "        PartialSumCheck(frame.partial_nodes, rows, once).check(out, sources, name)\n",
+        "Observers.sum_returned",
+        "        PartialSumCheck(self._frames.current.partial_nodes, rows, once).check(out, gathers, module)\n",
         "",
         "tests/test_products.py",
     ),
@@ -898,7 +898,7 @@ MUTANTS = [
     ),
     Mutant(
         "a gathered input that was changed taken for the gathered one",
-        "SequenceRegion.find_regathered",
+        "ColumnInputs.find_regathered",
         "read is None or read.handle is None or x._version != read.version:",
         "read is None or read.handle is None:",
         "tests/test_layers.py",
@@ -975,7 +975,7 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint's input taken for what was gathered outside",
-        "SequenceRegion.find_regathered",
+        "ColumnInputs.find_regathered",
         "return read.handle if read.handle.keeper == keeper() else None",
         "return read.handle",
         "tests/test_overlap.py",
@@ -1150,8 +1150,8 @@ MUTANTS = [
     ),
     Mutant(
         "a norm behind blocks that are all left out sees whole activations",
-        "SequenceRegion.enter_last",
-        "return x if self.active or self._recomputes() else self.enter(x, module)",
+        "DataPath.enter_last",
+        "return x if self._frames.active or self._frames.recomputes else self.enter(x, module)",
         "return x",
         "tests/test_training.py -k left_out",
     ),
@@ -1164,9 +1164,9 @@ MUTANTS = [
     ),
     Mutant(
         "a rate that rises from zero goes unseen",
-        "SteppingStrategy._note_draws",
-        "self._watches_draws = hash(drawn) not in self._draws",
-        "self._watches_draws = False",
+        "WatchSchedule.note_draws",
+        "self._draws_are_new = hash(drawn) not in self._known_draws",
+        "self._draws_are_new = False",
         "tests/test_random.py",
     ),
     Mutant(
@@ -1347,7 +1347,7 @@ MUTANTS = [
     Mutant(
         "frozen rows not marked",
         "PartialSumCheck._is_row",
-        " or _name(end) == MarkRow.__name__ for end in ends)",
+        " or is_node_of(end, MarkRow) for end in ends)",
         " for end in ends)",
         "tests/test_products.py",
     ),
@@ -1388,9 +1388,9 @@ MUTANTS = [
     ),
     Mutant(
         "gather before the head missing",
-        "SequenceRegion",
-        "        return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)\n\n    def enter_last",
-        "        return x\n\n    def enter_last",
+        "DataPath.leave",
+        "        return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)",
+        "        return x",
     ),
     Mutant(
         "order of the summed gradients from a set",
@@ -1414,7 +1414,7 @@ MUTANTS = [
     ),
     Mutant(
         "attention maps of some heads taken for all",
-        "SequenceRegion.note_heads",
+        "Observers.heads_made",
         "            self.sharded_outputs.note(out, module, 1, heads)\n",
         "            pass\n",
         "tests/test_hf_uses.py",

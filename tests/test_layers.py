@@ -36,14 +36,14 @@ def build(
 
 def run(region: SequenceRegion, column: Any, row: Any, x: torch.Tensor) -> torch.Tensor:
     with region.call():
-        shard = region.enter(x)
+        shard = region.path.enter(x)
         if column.gathers_input:
             hidden = column(shard)
         else:
             region.open_gather(shard, "mlp")
-            hidden = column(region.gather(shard, "mlp"))
+            hidden = column(region.path.gather(shard, "mlp"))
             region.close_gather()
-        return region.leave(row(nn.functional.gelu(hidden)))
+        return region.path.leave(row(nn.functional.gelu(hidden)))
 
 
 def check_layers(
@@ -150,13 +150,13 @@ def check_changed_input() -> None:
         )
         x = torch.randn(2, 8, 6, dtype=torch.float64)
         with region.call():
-            shard = region.enter(x)
+            shard = region.path.enter(x)
             region.open_gather(shard, "mlp")
-            whole = region.gather(shard, "mlp")
+            whole = region.path.gather(shard, "mlp")
             whole *= 0.5
             hidden = column(whole)
             region.close_gather()
-            region.leave(row(nn.functional.gelu(hidden))).sum().backward()
+            region.path.leave(row(nn.functional.gelu(hidden))).sum().backward()
         dense(x * 0.5).sum().backward()
         expected = column.shard.take(dense[0].weight.grad, region.rank)
         torch.testing.assert_close(column.weight.grad, expected, rtol=1e-12, atol=1e-12)
@@ -185,23 +185,23 @@ def check_guards() -> None:
         pytest.raises(ValueError, match="column: this column-parallel linear runs where nothing was gathered"),
         region.call(),
     ):
-        column(region.enter(x))
+        column(region.path.enter(x))
     with pytest.raises(ValueError, match="this argument was not gathered"), region.call():
-        shard = region.enter(x)
+        shard = region.path.enter(x)
         region.open_gather(shard, "mlp")
         column(shard)
     with (
         pytest.raises(ValueError, match=r"row: the output of this row-parallel linear has shape \[15, 6\]"),
         region.call(),
     ):
-        region.enter(x)
+        region.path.enter(x)
         row(torch.randn(15, 12))
     with pytest.raises(ValueError, match="dim 1 holds features, not the sequence"), region.call():
-        region.enter(torch.randn(8, 6))
+        region.path.enter(torch.randn(8, 6))
     with pytest.raises(ValueError, match="ended before the region did"), region.call():
-        region.enter(x)
+        region.path.enter(x)
     with pytest.raises(ValueError, match="called outside the sequence region"):
-        region.leave(x, "norm")
+        region.path.leave(x, "norm")
 
 
 def test_a_layer_in_the_wrong_place_says_so():

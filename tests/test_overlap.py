@@ -440,7 +440,7 @@ def make(
     record = parallelize(model, plans, groups, sp=sp, regather=regather)
     if overlap_from is not None:
         for region in record.regions:
-            region.policy = dataclasses.replace(region.policy, overlap_from=overlap_from)
+            region.path.policy = dataclasses.replace(region.policy, overlap_from=overlap_from)
     return model, record, groups
 
 

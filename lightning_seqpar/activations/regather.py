@@ -56,7 +56,11 @@ class RegatheredInput:
         return self._length is not None or self.call is not None
 
     def _begin(self) -> None:
-        """A backward's first user: what one of another backward left, which some never came to, is over."""
+        """Reset per-backward state on the first use in a new backward.
+
+        An earlier backward may have stopped before every user ran (``torch.autograd.grad`` on a subset) and left a gather
+        pending.
+        """
         task = current_backward()
         if self._task != task:
             self._task, self._left, self._pending, self._whole = task, self._users, None, None

@@ -345,4 +345,7 @@ def reduce_scatter_over(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tenso
 
 
 READERS = (_DeferWgrad,)
-"""Whose nodes read the weights of linears."""
+"""Functions that read the weights of linears."""
+
+REDUCTIONS = (_ReduceScatterOver,)
+"""Functions behind which every rank has its shard of a sum over ranks."""

@@ -5,7 +5,7 @@ The only module of the package that knows them: where a new torch changes one, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -102,6 +102,28 @@ def reach(start: Any, follow: Callable[[Any], list[Any]] = children) -> Iterator
 def is_node_of(node: Any, function: type[torch.autograd.Function]) -> bool:
     """Whether a node is one of ``function``'s, by class."""
     return isinstance(node, function._backward_cls)
+
+
+def backward_classes(functions: Iterable[type[torch.autograd.Function]]) -> frozenset[type]:
+    """The classes of the nodes that autograd functions of ours make; ``type(node)`` is one of them."""
+    return frozenset(function._backward_cls for function in functions)
+
+
+def node_classes(*operations: str) -> frozenset[type]:
+    """The classes of the nodes that operations of torch's own make; ``type(node)`` is one of them.
+
+    torch generates a class for each derivative formula and shows all of them in one module, but has no object that leads
+    from an operation to its classes. Their names do: ``add`` makes ``AddBackward0`` and ``AddBackward1``.
+
+    Args:
+        operations: names of classes without ``Backward`` and number, such as ``Add``. One that this torch has not is
+            left out, since no node of its graphs can be of it.
+    """
+    found = {name.rstrip("0123456789").removesuffix("Backward"): set[type]() for name in vars(torch._C._functions)}
+    for name, one in vars(torch._C._functions).items():
+        if isinstance(one, type):
+            found[name.rstrip("0123456789").removesuffix("Backward")].add(one)
+    return frozenset(one for operation in operations for one in found.get(operation, ()))
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:

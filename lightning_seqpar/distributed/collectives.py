@@ -173,6 +173,10 @@ class _ReduceScatter(torch.autograd.Function):
         return gather_from_sequence_parallel_region(grad, ctx.dim, ctx.group, ctx.length), None, None
 
 
+REDUCTIONS = (_Reduce, _ReduceScatter)
+"""Functions behind which every rank has the whole, or its shard, of a sum over ranks."""
+
+
 def _applied(function: Any, plain: Callable[..., Tensor], *args: Any) -> Tensor:
     """``function``'s forward, ``plain``; a node of a graph only where there is one: in most backwards there is none."""
     made: Tensor = function.apply(*args) if torch.is_grad_enabled() else plain(*args)

@@ -119,16 +119,16 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
             )
         finally:
             self.region.close_gather()
-            self.region.finish(self.full_name)
+            self.region.frames.finish(self.full_name)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v of this rank's heads: ``[b, heads/tp, s, d]`` each."""
-        whole = self.region.gather(query, self.full_name)
-        self.region.begin_columns(self.full_name, tuple(whole.shape[:-1]))
+        whole = self.region.path.gather(query, self.full_name)
+        self.region.rng.begin_columns(self.full_name, tuple(whole.shape[:-1]))
         if key is query:
             packed = sharded_linear(whole, self.in_proj_weight, self.in_proj_bias, self.region)
             return [self._split(part) for part in packed.chunk(3, -1)]
-        copies = {id(x): self.region.copy(x, self.full_name) for x in (key, value)}
+        copies = {id(x): self.region.path.copy(x, self.full_name) for x in (key, value)}
         weights = self.in_proj_weight.chunk(3)
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         inputs = (whole, copies[id(key)], copies[id(value)])

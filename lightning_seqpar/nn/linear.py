@@ -198,8 +198,8 @@ def sharded_linear(
     """
     handle, late, slot = None, None, None
     if torch.is_grad_enabled():
-        handle = region.find_regathered(x)
-        weight, late, slot = region.defer_column_wgrad(x, weight)
+        handle = region.columns.find_regathered(x)
+        weight, late, slot = region.columns.defer_wgrad(x, weight, region.path.policy)
     matrix = weight.t() if transposed else weight
     return ShardedLinear.apply(x, matrix, bias, handle, late, transposed, slot)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -286,23 +286,24 @@ class ColumnParallelLinear(_ParallelLinear):
         """``[b, s, h]`` (or its shard, if this layer gathers) → ``[b, s, f/tp]``."""
         region = self.region
         if not self.gathers_input:
-            x = region.resolve_stand_in(x)
-            region.check_column_input(x, self.full_name)
+            x = region.columns.resolve_stand_in(x)
+            region.rng.begin_columns(self.full_name, tuple(x.shape[:-1]))
+            region.observers.column_begins(x, self.full_name)
             return self._tell(sharded_linear(x, self.weight, self.bias, region, transposed=self.transposed))
         tokens: tuple[int, ...] = ()
         region.open_gather(x, self.full_name)
         try:
-            if region.sp and region.policy.remakes(x.nbytes):
-                length = region.length_for(x, self.full_name)
+            if region.sp and region.path.policy.remakes(x.nbytes):
+                length = region.path.length_for(x, self.full_name)
                 out: Tensor = GatherLinear.apply(x, self.matrix, self.bias, region, length, remembered(x))  # type: ignore[no-untyped-call]
             else:
-                whole = region.gather(x, self.full_name)
+                whole = region.path.gather(x, self.full_name)
                 out = sharded_linear(whole, self.weight, self.bias, region, transposed=self.transposed)
             tokens = tuple(out.shape[:-1])
         finally:
             region.close_gather()
-            region.finish(self.full_name)
-            region.begin_columns(self.full_name, tokens)
+            region.frames.finish(self.full_name)
+            region.rng.begin_columns(self.full_name, tokens)
         return self._tell(out)
 
     def _tell(self, out: Tensor) -> Tensor:
@@ -339,7 +340,7 @@ class RowParallelLinear(_ParallelLinear):
             with self.region.elementwise_spans.row():
                 partial = self._product(x)
         except BaseException:  # a recompute ends here, when the last tensor that it is for is kept
-            self.region.abort_columns()
+            self.region.rng.abort_columns()
             raise
         if self.leaves_partial:
             if self.bias is not None:
@@ -347,12 +348,12 @@ class RowParallelLinear(_ParallelLinear):
                 partial = partial + (self.bias * float(self.region.rank == 0)).to(partial.dtype)
             self.region.leave_partial(partial)
             return partial
-        out = self.region.reduce(partial, self.full_name, self.in_features)
+        out = self.region.path.reduce(partial, self.full_name, self.in_features)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def _product(self, x: Tensor) -> Tensor:
         weight, late = self.weight, None
         if torch.is_grad_enabled() and not self.leaves_partial:
-            weight, late = self.region.defer_row_wgrad(weight, x.nbytes // x.shape[-1] * self.out_features)
+            weight, late = self.region.path.defer_row_wgrad(weight, x.nbytes // x.shape[-1] * self.out_features)
         matrix = weight.t() if self.transposed else weight
         return ShardedLinear.apply(x, matrix, None, None, late, self.transposed, None)  # type: ignore[no-untyped-call, no-any-return]

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_seqpar.distributed.autograd import without_subclasses
+from lightning_seqpar.distributed.autograd import is_node_of, without_subclasses
 from lightning_seqpar.distributed.collectives import (
     all_gather,
     gather_replicated_from_sequence_parallel_region,
@@ -154,7 +155,7 @@ def whole_logits(x: Tensor) -> Tensor:
 def _check_graph(logits: ShardedLogits) -> None:
     with without_subclasses():
         node = logits.grad_fn
-    if node is not None and node.name() == "CheckpointFunctionBackward":
+    if node is not None and is_node_of(node, CheckpointFunction):
         raise RuntimeError(
             "logits that are sharded by vocabulary came out of a reentrant activation checkpoint, and their parts have no graph: "
             "what the loss says would not reach the model. Write checkpoint(..., use_reentrant=False), or take the head out of it"

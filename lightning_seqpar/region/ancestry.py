@@ -1,7 +1,7 @@
-"""Where an activation comes from, read from the autograd graph: through a gather to every column, through a row to every output.
+"""Checks of paths in the autograd graph: to every column through a gather, and to every output of a block through a row.
 
-The gradient of a column's input is a part on each rank, and only the backward of a gather (or of a copy) sums the parts. So a
-path around the gather, or around the row that ends what was gathered, would give a gradient that is wrong by a factor.
+The gradient of a column's input is one term of a sum on each rank, and only the backward of a gather (or of a copy) sums the
+terms. So the gradient on a path around the gather, or around the row behind it, would be wrong by a factor.
 """
 
 from __future__ import annotations
@@ -17,19 +17,44 @@ from lightning_seqpar.region.partial_sum_check import REDUCTIONS
 
 
 def passes_by_rows(start: Any, gathers: Sequence[Any]) -> bool:
-    """Whether a path leads from a graph node back to one of ``gathers`` without a reduction (a row linear) on it."""
+    """Whether a path leads from the node ``start`` back to one of ``gathers`` without the reduction of a row linear on it."""
     first = min(sequence_nr(node) for node in gathers)
 
     def follow(node: Any) -> list[Any]:
-        if leaf_of(node) is not None or node.name() in REDUCTIONS or sequence_nr(node) < first:
+        if leaf_of(node) is not None or type(node) in REDUCTIONS or sequence_nr(node) < first:
             return []  # what was made before the gathers does not lead to them
         return children(node)
 
     return any(node in gathers for node in reach(start, follow))
 
 
+def check_reduced(out: Tensor, pending: Sequence[tuple[str, Sequence[Any]]], block: str) -> None:
+    """Every path to a block's output from what was gathered in it must have passed a row linear.
+
+    Args:
+        out: the output.
+        pending: modules that returned before their row ran, and the graph nodes of what was gathered for them.
+        block: the block's name.
+
+    Raises:
+        ValueError: naming the module whose gathered input reaches the output by another path.
+    """
+    for module, gathers in pending:
+        if passes_by_rows(out.grad_fn, gathers):
+            raise ValueError(
+                f"{module}: what it makes of its gathered input reaches the output of {block} past the row linear (a "
+                "residual inside the module?), and the gradient on that path would count tp times; gather at the column "
+                "linears themselves, or at a module that leaves the residual outside"
+            )
+
+
 def check_ancestry(x: Tensor, gathers: Sequence[Any], module: str) -> None:
-    """The input ``x`` of a column linear must depend on activations through ``gathers`` alone.
+    """The input of a column linear must depend on activations through a gather alone.
+
+    Args:
+        x: the input, ``[b, s, h]``.
+        gathers: graph nodes of what was gathered for the modules that are running.
+        module: the column's name.
 
     Raises:
         ValueError: naming the module, if it depends on an activation that was not gathered for it.

@@ -1,4 +1,9 @@
-"""The forward hooks that carry activations into, through and out of a sequence region."""
+"""The forward hooks that carry activations into, through and out of a sequence region.
+
+Each function makes one, and says first which: a pre-hook gets a module's arguments and may return others, a hook gets its
+output and may return another. Hooks that close something are registered with ``always_call``: where the module
+raised they get None for its output.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
 def _argument(name: str, arg: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any]:
-    """Where an argument stands in a call, and its value."""
+    """Where an argument stands in a call (its index, or its keyword), and its value."""
     if isinstance(arg, int):
         if arg < len(args):
             return arg, args[arg]
@@ -50,7 +55,13 @@ def open_call(region: SequenceRegion) -> Callable[..., None]:
 
 
 def close_call(region: SequenceRegion, *, at_block: bool) -> Callable[..., Any]:
-    """The owner returned or raised; the region ends ``at_block``, or at a module that always runs."""
+    """A hook of the owner (the module that runs the blocks): its call ended.
+
+    Args:
+        region: of those blocks.
+        at_block: whether the region ends at the last block, which may be left out (layerdrop); else at a module that always
+            runs.
+    """
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         whole = region.leave_early(out) if at_block and out is not None else None
@@ -61,16 +72,25 @@ def close_call(region: SequenceRegion, *, at_block: bool) -> Callable[..., Any]:
 
 
 def enter_at_exit(region: SequenceRegion, name: str) -> Callable[..., Any]:
-    """Where no block ran (layerdrop), the module at which the region ends begins it too: its parameters see shards."""
+    """A pre-hook of the module at which the region ends: where no block ran (layerdrop), its input becomes a shard here.
+
+    Its parameters see shards in every other call, and their gradients are synced by one rule.
+    """
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (region.enter_last(args[0], name), *args[1:]) if args and isinstance(args[0], Tensor) else None
+        return (region.path.enter_last(args[0], name), *args[1:]) if args and isinstance(args[0], Tensor) else None
 
     return hook
 
 
 def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..., Any]:
-    """The block's activation enters the region, or is in it."""
+    """A pre-hook of a block: its activation becomes a shard, ``[b, s, h]`` → ``[b, s/tp, h]``, unless it is one.
+
+    Args:
+        region: of the blocks.
+        name: of the block.
+        arg: which of its arguments is the activation.
+    """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where, x = _argument(name, arg, args, kwargs)
@@ -78,37 +98,37 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
             raise ValueError(
                 f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'"
             )
-        entered = region.enter(x, name)
-        region.begin_block()
+        entered = region.path.enter(x, name)
+        region.rng.begin_block()
         return _replace(where, entered, args, kwargs)
 
     return hook
 
 
 def leave_block(region: SequenceRegion, name: str) -> Callable[..., None]:
-    """The block returned or raised."""
+    """A hook of a block, which returned or raised."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
-        region.end_block(aborted=out is None)
-        if out is None:  # it raised
-            region.abort()
-        else:
-            first = out[0] if isinstance(out, list | tuple) and out else out
-            region.note_shard(first, name)
-            region.check_reduced(first, name)
-        region.finish(name)
+        first = out[0] if isinstance(out, list | tuple) and out else out
+        region.end_block(first, name, aborted=out is None)  # no output: it raised
 
     return hook
 
 
 def exit_region(region: SequenceRegion, name: str, *, at_owner: bool = False) -> Callable[..., Any]:
-    """The region ends at this module's output; ``at_owner``, if it began."""
+    """A hook of the module at which the region ends: its output becomes whole, ``[b, s/tp, h]`` → ``[b, s, h]``.
+
+    Args:
+        region: which ends.
+        name: of the module.
+        at_owner: whether the module is the owner, whose call may have run no block.
+    """
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        if at_owner and not region.active:
+        if at_owner and not region.frames.active:
             return None
         if isinstance(out, Tensor):
-            return region.leave(out, name)
+            return region.path.leave(out, name)
         if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
             raise ValueError(
                 f"{name}: the region ends here, but its output is a {type(out).__name__}; end it elsewhere"
@@ -119,14 +139,14 @@ def exit_region(region: SequenceRegion, name: str, *, at_owner: bool = False) ->
                 raise ValueError(
                     f"{name}: two of its outputs look like shards; end the region at a module with one output"
                 )
-        whole = [region.leave(out[0], name), *out[1:]]
+        whole = [region.path.leave(out[0], name), *out[1:]]
         return type(out)(whole) if not hasattr(out, "_fields") else type(out)(*whole)
 
     return hook
 
 
 def _widest(values: Iterable[Any]) -> torch.dtype | None:
-    """The type of the most precise tensor: the others' gradients are sums over ranks too, and must not lose more."""
+    """The dtype to which all of ``values`` can be cast without loss; None for fewer than two floating-point tensors."""
     kinds = [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     return functools.reduce(torch.promote_types, kinds) if len(kinds) > 1 else None
 
@@ -140,7 +160,19 @@ def gather_arguments(
     local_width: bool = False,
     rows: int = 1,
 ) -> Callable[..., Any]:
-    """The module's arguments are gathered, or copied where they are whole already, once each; it has so many row linears."""
+    """A pre-hook of a module around columns and rows: its arguments become whole, ``[b, s/tp, h]`` → ``[b, s, h]``.
+
+    An argument that is passed twice is gathered once. Arguments of several types are gathered in the widest of them: the
+    gradient of each is a sum over ranks, and none must lose more than another.
+
+    Args:
+        region: in which the module lies.
+        name: of the module.
+        gathered: arguments that are shards.
+        copied: arguments that are whole already (an encoder's states), or None.
+        local_width: whether the module reads this rank's width off its input: then it gets a stand-in of that width.
+        rows: the number of row linears in it.
+    """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         done: dict[int, Tensor] = {}  # one gather serves an argument that is passed twice
@@ -156,11 +188,11 @@ def gather_arguments(
                 region.open_gather(x, name, rows)
             if id(x) not in done:
                 given = x.to(widest) if widest is not None and x.is_floating_point() else x
-                whole = region.gather(given, name) if arg in gathered else region.copy(given, name)
+                whole = region.path.gather(given, name) if arg in gathered else region.path.copy(given, name)
                 casts = torch.is_autocast_enabled(x.device.type)
                 if widest not in (None, x.dtype) and not casts and any(p.dtype == x.dtype for p in module.parameters()):
                     whole = whole.to(x.dtype)  # products want their input in the weights' type
-                done[id(x)] = region.stand_in(whole) if local_width and arg in gathered else whole
+                done[id(x)] = region.columns.stand_in(whole) if local_width and arg in gathered else whole
             args, kwargs = _replace(where, done[id(x)], args, kwargs)
         return args, kwargs
 
@@ -168,17 +200,17 @@ def gather_arguments(
 
 
 def note_shards(region: SequenceRegion, name: str) -> Callable[..., None]:
-    """What a module on shards returns is a shard too (a router's scores)."""
+    """A hook of a module on shards: what it returns besides an activation (a router's scores) may be a shard too."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         for item in out if isinstance(out, list | tuple) else (out,):
-            region.note_shard(item, name)
+            region.observers.shard_made(item, name)
 
     return hook
 
 
 def return_whole(regions: Sequence[SequenceRegion]) -> Callable[..., Any]:
-    """Of what a module gives to the code around the region, parts become whole (hidden states, attention maps)."""
+    """A hook of a module around the blocks: of what it returns (hidden states, attention maps), parts become whole."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         leaves = tree_leaves(out)
@@ -193,20 +225,27 @@ def return_whole(regions: Sequence[SequenceRegion]) -> Callable[..., Any]:
 def close_gather(
     region: SequenceRegion, name: str, *, is_block: bool = False, heads: int | None = None
 ) -> Callable[..., None]:
-    """The gathering module returned or raised; it works on a part of ``heads`` query heads."""
+    """A hook of a module whose arguments were gathered, which returned or raised.
+
+    Args:
+        region: in which the module lies.
+        name: of the module.
+        is_block: whether it is a block.
+        heads: if it is an attention, the number of query heads of which each rank has a part.
+    """
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         first = out[0] if isinstance(out, list | tuple) and out else out
         region.close_gather(first if isinstance(first, Tensor) else None, name)
         if out is None:  # it raised
-            region.abort_columns()
+            region.rng.abort_columns()
         elif heads is not None and isinstance(out, list | tuple):
             for item in out[1:]:
                 if isinstance(item, Tensor):
-                    region.note_heads(item, name, heads)
+                    region.observers.heads_made(item, name, heads)
         if is_block:
-            region.check_reduced(first, name)
-        region.finish(name)
+            region.observers.block_ended(first, name)
+        region.frames.finish(name)
 
     return hook
 
@@ -219,7 +258,18 @@ def begin_sum(
     *,
     raw: bool,
 ) -> Callable[..., None]:
-    """A module that makes partial sums begins: what it adds to them counts on the first rank alone."""
+    """A pre-hook of a module that returns one term of a sum over ranks.
+
+    Until :func:`end_sum`, parameters that it adds to the sum are zero on all ranks but the first, and frozen rows leave a
+    node in the graph, so that the sum can be checked.
+
+    Args:
+        region: in which the module lies.
+        added: parameters that it adds, each as the module that holds it and the attribute.
+        rows: parameters that it multiplies as rows itself, likewise.
+        widths: of its columns on this rank.
+        raw: whether it multiplies sharded parameters itself, without linears.
+    """
 
     def hook(module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
@@ -227,9 +277,7 @@ def begin_sum(
                 parameter = holder._parameters[leaf]
                 if parameter is not None and not parameter.requires_grad:
                     holder.__dict__[leaf] = MarkRow.apply(parameter, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
-        region.begin_sum(widths)
-        if raw:
-            region.begin_unwrapped()
+        region.begin_sum(widths, unwrapped=raw)
         if region.rank:
             for holder, leaf in added:
                 parameter = holder._parameters[leaf]
@@ -240,12 +288,16 @@ def begin_sum(
 
 
 def end_sum(region: SequenceRegion, hidden: Sequence[tuple[nn.Module, str]], *, raw: bool) -> Callable[..., None]:
-    """It returned or raised: the parameters that :func:`begin_sum` hid show again."""
+    """A hook of such a module, which returned or raised: the parameters that :func:`begin_sum` hid show again.
+
+    Args:
+        region: in which the module lies.
+        hidden: those parameters, each as the module that holds it and the attribute.
+        raw: as for :func:`begin_sum`.
+    """
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
-        if raw:
-            region.end_unwrapped()
-        region.end_sum()
+        region.end_sum(unwrapped=raw)
         for holder, leaf in hidden:
             holder.__dict__.pop(leaf, None)
 
@@ -255,7 +307,14 @@ def end_sum(region: SequenceRegion, hidden: Sequence[tuple[nn.Module, str]], *, 
 def reduce_output(
     region: SequenceRegion, name: str, rows: list[nn.Parameter], once: list[nn.Parameter]
 ) -> Callable[..., Any]:
-    """What the module returns is a partial sum."""
+    """A hook of such a module: what it returns is reduced, ``[b, s, h]`` → ``[b, s/tp, h]``.
+
+    Args:
+        region: in which the module lies.
+        name: of the module.
+        rows: parameters that it multiplies as rows itself.
+        once: parameters that only the first rank adds.
+    """
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if isinstance(out, Tensor):
@@ -271,7 +330,7 @@ def reduce_output(
 
 
 def make_whole(region: SequenceRegion, name: str, wanted: Sequence[Argument]) -> Callable[..., Any]:
-    """The module is computed whole on every rank: its arguments are gathered for that."""
+    """A pre-hook of a module that every rank computes whole: its arguments ``wanted`` become whole for it."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         done: dict[int, Tensor] = {}
@@ -280,7 +339,7 @@ def make_whole(region: SequenceRegion, name: str, wanted: Sequence[Argument]) ->
             if not isinstance(x, Tensor):
                 raise ValueError(f"{name}: argument {arg!r} is a {type(x).__name__}; 'whole' takes tensors")
             if id(x) not in done:
-                done[id(x)] = region.suspend(x, name)
+                done[id(x)] = region.path.suspend(x, name)
             args, kwargs = _replace(where, done[id(x)], args, kwargs)
         return args, kwargs
 
@@ -288,48 +347,51 @@ def make_whole(region: SequenceRegion, name: str, wanted: Sequence[Argument]) ->
 
 
 def make_shards(region: SequenceRegion, name: str) -> Callable[..., Any]:
-    """What a module made whole becomes shards again."""
+    """A hook of such a module: the activation that it returns becomes a shard again."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if isinstance(out, Tensor):
-            out = region.resume(out, name)
+            out = region.path.resume(out, name)
         elif isinstance(out, list | tuple) and out and isinstance(out[0], Tensor):
-            first = region.resume(out[0], name)
+            first = region.path.resume(out[0], name)
             out = type(out)([first, *out[1:]]) if not hasattr(out, "_fields") else type(out)(first, *out[1:])
         elif out is not None:
             raise ValueError(
                 f"{name}: a {type(out).__name__} can't be sliced; 'whole' takes a module that returns a tensor"
             )
-        region.finish(name)
+        region.frames.finish(name)
         return out
 
     return hook
 
 
 def slice_arguments(region: SequenceRegion, name: str, wanted: Sequence[Argument], dim: int) -> Callable[..., Any]:
-    """Arguments with a head dim: each rank takes its heads."""
+    """A pre-hook of a module on local heads: of each argument in ``wanted`` a rank takes its heads, along ``dim``.
+
+    An argument of one head stands for all heads and is left as it is.
+    """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for arg in wanted:
             where, x = _argument(name, arg, args, kwargs)
             if isinstance(x, Tensor) and x.shape[dim] > 1:  # one head stands for all
-                args, kwargs = _replace(where, region.slice(x, dim, f"{name}, argument {arg!r}"), args, kwargs)
+                args, kwargs = _replace(where, region.path.slice(x, dim, f"{name}, argument {arg!r}"), args, kwargs)
         return args, kwargs
 
     return hook
 
 
 def widen(region: SequenceRegion, name: str) -> Callable[..., Any]:
-    """A norm over the whole sharded width reads all ranks' features."""
+    """A pre-hook of a module over the whole width: it reads all ranks' features, ``[b, s, f/tp]`` → ``[b, s, f]``."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (region.gather_features(args[0]), *args[1:])
+        return (region.path.gather_features(args[0]), *args[1:])
 
     return hook
 
 
 def narrow(region: SequenceRegion, name: str) -> Callable[..., Any]:
-    """Of its output each rank keeps its own features."""
+    """A hook of such a module: of its output each rank keeps its own features, ``[b, s, f]`` → ``[b, s, f/tp]``."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if not isinstance(out, Tensor):
@@ -341,7 +403,12 @@ def narrow(region: SequenceRegion, name: str) -> Callable[..., Any]:
 
 
 def switch_streams(region: SequenceRegion, what: Literal["begin", "end", "pause", "resume"]) -> Callable[..., None]:
-    """From here on draws come from another stream: see :class:`~lightning_seqpar.distributed.rng.RankStreams`."""
+    """A hook or pre-hook: from here on draws come from another stream.
+
+    Args:
+        region: in which the module lies.
+        what: the method of :class:`~lightning_seqpar.distributed.rng.RankStreams` that is called.
+    """
 
     def hook(module: nn.Module, *args: Any) -> None:
         streams = region.streams
@@ -354,11 +421,16 @@ def switch_streams(region: SequenceRegion, what: Literal["begin", "end", "pause"
 
 
 def draw_alike(region: SequenceRegion, *, always: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Before and behind a module that draws: alike on all ranks, always or where its input is a whole activation."""
+    """A pre-hook and a hook of a module that draws: in between all ranks draw alike.
+
+    Args:
+        region: in which the module lies.
+        always: whether they do so at each call; else where the input is the same on all ranks.
+    """
     switched: list[bool] = []
 
     def reads_whole(args: tuple[Any, ...]) -> bool:
-        return bool(args) and isinstance(args[0], Tensor) and region.is_whole(args[0])
+        return bool(args) and isinstance(args[0], Tensor) and region.columns.is_whole(args[0])
 
     pause, resume = switch_streams(region, "pause"), switch_streams(region, "resume")
 
@@ -372,21 +444,15 @@ def draw_alike(region: SequenceRegion, *, always: bool) -> tuple[Callable[..., N
         if switched and switched.pop():
             resume(module)
         if isinstance(out, Tensor) and reads_whole(args):
-            region.note_whole(out)
+            region.columns.note_whole(out)
 
     return before, behind
 
 
 def require_shard(region: SequenceRegion, name: str) -> Callable[..., None]:
-    """The module must only be called where shards flow."""
+    """A pre-hook of a module whose parameters see shards: it must not be called where activations are whole."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if in_backward():
-            return  # a recompute; the forward was checked
-        if not region.active:
-            raise ValueError(
-                f"{name}: called outside the sequence region of {region.name}, where its input is whole; its gradient "
-                "could not be synced by one rule. Call it only between the region's blocks, or leave it out of the plan"
-            )
+        region.observers.shard_reader_called(name)
 
     return hook

@@ -1,7 +1,8 @@
-"""Whether what a module returns is a sum of what its rows made: read from the autograd graph, while training runs.
+"""Checks of modules whose output is summed over ranks, read from the autograd graph while training runs.
 
-Where partial sums are reduced at a module's end, anything else that it adds (a residual, an expert that is whole) would
-count once per rank. The graph shows it: every term must hold one row's product, and be linear in it.
+Each rank returns one term of the sum. Anything in it that is the same on all ranks (a residual, an expert that is whole) would
+count once per rank. So everything that is added up must come from a row linear, which makes terms of a sum, and must be linear
+in what the row made.
 """
 
 from __future__ import annotations
@@ -13,52 +14,64 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.distributed.autograd import children, input_node, input_nodes, leaf_of, reach
+from lightning_seqpar.activations import wgrad_overlap
+from lightning_seqpar.distributed import collectives
+from lightning_seqpar.distributed.autograd import (
+    backward_classes,
+    children,
+    input_node,
+    input_nodes,
+    is_node_of,
+    leaf_of,
+    node_classes,
+    reach,
+)
 
 
 class TermKind(Enum):
-    """What a graph node's result is, seen from the sum over ranks."""
+    """What the result of a graph node is: the same on all ranks, one term of a sum over ranks, or neither."""
 
     WHOLE = "whole"
     PART = "a part of a sum"
     WRONG = "neither"
 
 
-_ADDING = (
-    "Add", "Sub", "RSub", "Cat", "Stack", "IndexAdd", "IndexPut", "IndexPutImpl", "CopySlices", "Scatter", "ScatterAdd",
-    "ScatterReduce", "Where", "Copy", "SelectScatter", "SliceScatter", "IndexCopy", "AsStridedScatter", "MaskedScatter",
+_ADDING = node_classes(
+    "Add", "Sub", "Cat", "Stack", "IndexAdd", "IndexPut", "IndexPutImpl", "CopySlices", "Scatter", "ScatterAdd",
+    "ScatterReduce", "Where", "SelectScatter", "SliceScatter", "IndexCopy", "AsStridedScatter", "MaskedScatter",
 )  # fmt: skip
-"""Results are parts where all that is put together are."""
+"""Nodes whose result is a part of a sum where all that they put together is."""
 
-_LINEAR = (
-    "View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "T", "MT", "Mt", "Expand", "Squeeze", "Unsqueeze",
-    "Slice", "Select", "Narrow", "Split", "SplitWithSizes", "Chunk", "Unbind", "Index", "IndexSelect", "Gather", "Sum",
-    "Mean", "Clone", "ToCopy", "Neg", "Alias", "AsStrided", "Flip", "Roll", "Repeat", "ConstantPadNd", "MaskedFill",
-    "NativeDropout", "Cumsum", "IndexFill", "Tril", "Triu", "Movedim", "Unfold",
+_LINEAR = node_classes(
+    "View", "UnsafeView", "ReshapeAlias", "Permute", "Transpose", "T", "Expand", "Squeeze", "Unsqueeze", "Slice", "Select",
+    "Split", "SplitWithSizes", "Chunk", "Unbind", "Index", "IndexSelect", "Gather", "Sum", "Mean", "Clone", "ToCopy", "Neg",
+    "Alias", "AsStrided", "Flip", "Roll", "Repeat", "ConstantPadNd", "MaskedFill", "NativeDropout", "Cumsum", "IndexFill",
+    "Tril", "Triu", "Unfold",
 )  # fmt: skip
-"""Linear in their one argument."""
+"""Nodes that are linear in their one argument."""
 
-_MULTIPLYING = ("Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "GroupedMm")
-"""Linear in each of their arguments."""
+_MULTIPLYING = node_classes("Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "GroupedMm")
+"""Nodes that are linear in each of their arguments."""
 
-_ADDED_PRODUCTS = ("Addmm", "Baddbmm", "Addbmm", "Addmv", "Addcmul")
-"""A first argument plus a product."""
+_ADDED_PRODUCTS = node_classes("Addmm", "Baddbmm", "Addbmm", "Addmv", "Addcmul")
+"""Nodes that add a product to their first argument."""
 
+_DIVIDING = node_classes("Div")
+"""Nodes that are linear in their first argument alone."""
 
-REDUCTIONS = ("_ReduceBackward", "_ReduceScatterBackward", "_ReduceScatterOverBackward")
-"""Graph nodes behind which every rank has the whole, or its shard, of a sum."""
+REDUCTIONS = backward_classes((*collectives.REDUCTIONS, *wgrad_overlap.REDUCTIONS))
+"""Nodes behind which every rank has the whole, or its shard, of a sum over ranks."""
 
 
 class PartialSumError(ValueError):
-    """A module whose output is no sum of parts."""
-
-
-def _name(node: Any) -> str:
-    return str(node.name()).rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
+    """A module returns something other than one term of a sum over ranks."""
 
 
 class MarkRow(torch.autograd.Function):
-    """Makes a frozen row parameter show in the graph: a node of its own, and no gradient."""
+    """Makes a frozen row parameter show in the graph, which holds no node for what needs no gradient.
+
+    Forward: identity, ``parameter`` of any shape; ``probe`` is a scalar that needs a gradient. Backward: no gradient for either.
+    """
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, probe: Tensor) -> Tensor:
@@ -70,10 +83,10 @@ class MarkRow(torch.autograd.Function):
 
 
 class PartialSumCheck:
-    """Reads the graph of one call.
+    """Reads the graph of one call of a module that returns one term of a sum over ranks.
 
     Args:
-        marked: nodes whose results are parts: what row linears made.
+        marked: nodes whose results are terms of a sum: what row linears made.
         rows: parameters that the module multiplies as rows.
         once: parameters that only the first rank adds.
     """
@@ -85,7 +98,12 @@ class PartialSumCheck:
         self.culprit = ""
 
     def check(self, out: Tensor, stops: Collection[Any], name: str) -> None:
-        """``out`` must be a sum of parts; ``stops`` are the nodes of the activations that were gathered for the module.
+        """Require that what the module returns is made of what its rows made, linearly.
+
+        Args:
+            out: what it returns.
+            stops: graph nodes of the activations that were gathered for it, beyond which nothing is looked at.
+            name: of the module.
 
         Raises:
             PartialSumError: naming the operation that adds something else.
@@ -104,7 +122,7 @@ class PartialSumCheck:
         )
 
     def _of(self, start: Any) -> TermKind:
-        """The kind of a node; children first, without recursion."""
+        """What the result of a node is; nodes that it was made of are decided first, without recursion."""
         todo = [start]
         while todo:
             node = todo[-1]
@@ -124,7 +142,7 @@ class PartialSumCheck:
     def _leaf(self, node: Any) -> TermKind | None:
         if node in self._marked:
             return TermKind.PART
-        if node in self._stops or str(node.name()) in REDUCTIONS:
+        if node in self._stops or type(node) in REDUCTIONS:
             return TermKind.WHOLE
         variable = leaf_of(node)
         if variable is not None:
@@ -132,31 +150,31 @@ class PartialSumCheck:
         return None
 
     def _decide(self, node: Any) -> TermKind:
-        below, name = children(node), _name(node)
+        below, made_by = children(node), type(node)
         kinds = [self._kinds[child] for child in below]
         if TermKind.WRONG in kinds:
             return TermKind.WRONG
-        if name in _ADDED_PRODUCTS:
+        if made_by in _ADDED_PRODUCTS:
             return self._added_product(node)
         parts = kinds.count(TermKind.PART)
         if any(self._is_row(child) for child in below) and not self._is_row(node):
             return self._part_or_wrong(node, parts == 0, "multiplies a row by a part of a sum")
         if parts == 0:
             return TermKind.WHOLE
-        if name in _LINEAR:
+        if made_by in _LINEAR:
             return TermKind.PART
-        if name in _ADDING:
+        if made_by in _ADDING:
             return self._part_or_wrong(node, parts == len(kinds), "adds what is whole to a part of a sum")
-        if name in _MULTIPLYING:
+        if made_by in _MULTIPLYING:
             return self._part_or_wrong(node, parts == 1, "multiplies two parts of a sum")
-        if name == "Div":
+        if made_by in _DIVIDING:
             by = input_node(node, 1)
             fine = by is None or self._kinds[by] is TermKind.WHOLE
             return self._part_or_wrong(node, fine, "divides by a part of a sum")
         return self._part_or_wrong(node, False, "is not linear in a part of a sum")
 
     def _added_product(self, node: Any) -> TermKind:
-        """``first + a b``, as a product with its bias is."""
+        """What the result of ``first + a b`` is, such as a product with its bias."""
         first, *factors = input_nodes(node)
         factors = [child for child in factors if child is not None]
         parts = [self._kinds[child] for child in factors].count(TermKind.PART)
@@ -175,35 +193,41 @@ class PartialSumCheck:
     def _is_row(self, node: Any) -> bool:
         """Whether a node is a row parameter, or a view or cast of one."""
         ends = self._down(node)
-        return any(id(leaf_of(end)) in self._rows or _name(end) == MarkRow.__name__ for end in ends)
+        return any(id(leaf_of(end)) in self._rows or is_node_of(end, MarkRow) for end in ends)
 
     @staticmethod
     def _down(node: Any) -> Iterator[Any]:
         while node is not None:
             yield node
             below = children(node)
-            if len(below) != 1 or _name(node) not in _LINEAR:
+            if len(below) != 1 or type(node) not in _LINEAR:
                 return
             node = below[0]
 
 
 class LossLeakCheck:
-    """The sums of a step, and whether its loss reads anything else of what their modules made."""
+    """Notes the sums over ranks of a step, and checks that its loss reads nothing else that their modules made."""
 
     def __init__(self) -> None:
         self._sums: dict[Any, tuple[str, list[Any]]] = {}
 
     def note(self, name: str, reduced: Tensor, sources: Collection[Any]) -> None:
-        """A module returned a sum; ``sources`` are the nodes of what was gathered for it."""
+        """Note what a module returned.
+
+        Args:
+            name: of the module.
+            reduced: its output, reduced over ranks.
+            sources: graph nodes of what was gathered for it.
+        """
         if reduced.grad_fn is not None and sources:
             self._sums[reduced.grad_fn] = (name, list(sources))
 
     def forget(self) -> None:
-        """A new step."""
+        """Forget the sums of the last step."""
         self._sums = {}
 
     def check(self, loss: Tensor) -> None:
-        """No path from the loss may reach what was gathered for a module but through the sum that it returned.
+        """Require that each path from the loss to what was gathered for a module leads through the sum that it returned.
 
         Raises:
             PartialSumError: naming the module.
@@ -220,7 +244,7 @@ class LossLeakCheck:
                 )
 
     def _past_sums(self, node: Any) -> list[Any]:
-        """What a node was made of; of a sum, what was gathered for its module."""
+        """The nodes that a node was made of; for a sum, those that its module's gathered inputs were made of."""
         if node not in self._sums:
             return children(node)
         return [child for source in self._sums[node][1] for child in children(source)]

@@ -1,7 +1,8 @@
-"""Whether random numbers come from the stream that they must come from.
+"""Checks that random numbers come from the stream that they must come from.
 
-What every rank holds whole must be dropped out alike on all of them; what is a rank's own (its positions, its heads, its
-features) apart. The region knows where a draw is made; here, by the shape of what is drawn, whether that is right there.
+For what is the same on all ranks, all ranks must draw the same numbers; for what is a rank's own (its positions, its heads, its
+features), each rank must draw its own. The region knows where in a forward a draw is made; the checks compare the shape of
+what is drawn with what may be drawn there.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_seqpar.distributed.rng import Drawn
+from lightning_seqpar.region.frames import FrameStack
+from lightning_seqpar.region.rng_scope import RngScope
 
 Shape = tuple[int, ...]
 
 
 class ActivationShards(NamedTuple):
-    """Of the activations that flow in a region with sequence parallelism.
+    """The sizes of the activations between blocks, where those are shards along the sequence.
 
     Attributes:
-        dim: of the sequence.
-        ndim: of an activation.
-        batch: size of its other dim; flattened tokens are folded by it.
+        dim: the tensor dim of the sequence.
+        ndim: number of dims of an activation.
+        batch: size of its dim that is neither sequence nor features; flattened tokens are folded by it.
         length: positions of the whole sequence.
         part: positions of a shard.
     """
@@ -37,32 +40,32 @@ class ActivationShards(NamedTuple):
         return shape[self.dim : self.dim + 1] == (self.length,) or self.is_part(shape)
 
     def is_part(self, shape: Shape) -> bool:
-        """Whether it is for a shard's positions."""
+        """Whether what was drawn is for a shard's positions."""
         if shape[self.dim : self.dim + 1] == (self.part,):
             return True
         return self.ndim == 3 and len(shape) == 2 and shape[0] == self.batch * self.part
 
     def is_activation(self, shape: Shape) -> bool:
-        """Whether it is for a shard's positions, and for nothing but them, its samples and features."""
+        """Whether what was drawn is for a shard's positions, samples and features, and for nothing else (no heads)."""
         if len(shape) == self.ndim == 3:
             return shape[self.dim] == self.part and shape[1 - self.dim] in (1, self.batch)
         return len(shape) == 2 and shape[0] == (self.part if self.ndim == 2 else self.batch * self.part)
 
 
 class DrawContext(NamedTuple):
-    """Where in a region random numbers are drawn.
+    """Where in a forward random numbers are drawn.
 
     Attributes:
-        region: how messages call it.
+        region: what messages call the region.
         sp: whether activations between its blocks are shards.
         own: whether the numbers come from this rank's own stream; else all ranks draw alike.
-        unwrapped: whether in a module that multiplies sharded parameters itself.
-        widths: in a module that returns a sum over ranks, its columns' on this rank.
-        tokens: between a column and its row, the dims of the column's input in front of its features.
-        previous_row_width: behind a row whose module has another one to come, the row's features.
-        in_block: whether in a block.
-        in_gather: whether in a module whose arguments are gathered.
-        shards: the activations; none where no shards flow.
+        unwrapped: whether a module is running that multiplies sharded parameters itself.
+        widths: in a module that returns a sum over ranks, the widths of its columns on this rank; else None.
+        tokens: between a column and its row, the dims of the column's input in front of its features; else None.
+        previous_row_width: behind a row whose module has another row to come, the row's out-features; else None.
+        in_block: whether a block is running.
+        in_gather: whether a module with gathered arguments is running.
+        shards: sizes of the activations; None where they are not shards.
     """
 
     region: str
@@ -76,11 +79,39 @@ class DrawContext(NamedTuple):
     in_gather: bool
     shards: ActivationShards | None
 
+    @classmethod
+    def now(cls, region: str, sp: bool, dim: int, frames: FrameStack, rng: RngScope) -> DrawContext:
+        """Where a draw is made that is made now.
+
+        Args:
+            region: what messages call the region.
+            sp: whether activations between its blocks are shards.
+            dim: the tensor dim of the sequence.
+            frames: the calls of the region's owner.
+            rng: which stream draws come from.
+        """
+        frame, shards = frames.current, None
+        if frames.active:
+            shards = ActivationShards(dim, frame.ndim, frame.batch, frames.length, frames.shard_length)
+        return cls(
+            region=region,
+            sp=sp,
+            own=rng.streams.own,
+            unwrapped=frame.unwrapped > 0,
+            widths=frame.sum_widths[-1] if frame.sum_widths else None,
+            tokens=frame.column_tokens,
+            previous_row_width=frame.previous_row_width,
+            in_block=rng.in_block,
+            in_gather=bool(frame.gather_scopes),
+            shards=shards,
+        )
+
     def check(self, draw: Drawn) -> bool:
-        """A random draw in a forward must fit the stream that it comes from.
+        """Require that a random draw comes from the stream that it must come from.
 
         Returns:
-            Whether the next row tells (:func:`check_alike`): all ranks drew alike, and it may be for features.
+            Whether only the next row can tell (:func:`check_alike`): all ranks drew alike, which is wrong if it is for
+            features.
 
         Raises:
             ValueError: for draws that would not be what one process draws, in distribution.
@@ -111,7 +142,7 @@ class DrawContext(NamedTuple):
         return False
 
     def _check_seeded(self, drawn: str, shape: Shape) -> None:
-        """From a generator of the user's own, where each rank would draw its own from torch's."""
+        """Check a draw from a generator of the user's own, where torch's generator would be the rank's own."""
         if self.tokens is not None:
             batch = (*self.tokens[:1], math.prod(self.tokens))
             for_part = len(shape) > 1 and shape[0] in batch and not _is_of_tokens(shape, self.tokens)
@@ -128,7 +159,7 @@ class DrawContext(NamedTuple):
             )
 
     def _check_features(self, tokens: Shape, drawn: str, shape: Shape) -> None:
-        """Between a column and its row, or from row to row, where each rank draws its own."""
+        """Check a draw between a column and its row, or from row to row, where each rank draws its own."""
         if (
             shape[-1:] == (self.previous_row_width,)
             and self.shards is not None
@@ -148,7 +179,7 @@ class DrawContext(NamedTuple):
             )
 
     def _check_positions(self, shards: ActivationShards, drawn: str, shape: Shape) -> None:
-        """Where shards of the sequence flow."""
+        """Check a draw anywhere else where activations are shards."""
         if self.in_block and self.own and not shards.has_positions(shape):
             raise ValueError(
                 f"a block of {self.region} draws {drawn}, which has no sequence dim of {shards.part}: each rank would draw its own "
@@ -165,7 +196,13 @@ class DrawContext(NamedTuple):
 
 
 def check_alike(region: str, drawn: Sequence[tuple[str, Shape]], local: int, behind: int | None) -> None:
-    """At a row of ``local`` features: what all ranks drew alike since the row before, which made ``behind`` features.
+    """Check at a row linear what all ranks drew alike since the row before.
+
+    Args:
+        region: what messages call the region.
+        drawn: those draws, each by operation and shape.
+        local: the row's in-features on this rank.
+        behind: out-features of the row before.
 
     Raises:
         ValueError: if it may be for what this row reads, since no column came in between.
@@ -180,7 +217,7 @@ def check_alike(region: str, drawn: Sequence[tuple[str, Shape]], local: int, beh
 
 
 def _is_of_tokens(shape: Shape, tokens: Shape) -> bool:
-    """Whether what was drawn says nothing of features or heads: one number for all, for each sample or for each token."""
+    """Whether what was drawn has no dim of features or heads: it is one number for all, for each sample or for each token."""
     apart = [tokens, (tokens[0], 1, *tokens[1:])] if tokens else [tokens]  # [b, s, ...], [b, heads, s, ...]
     return any(
         all(size in (1, *like[at : at + 1]) for at, size in enumerate(shape)) for like in (*apart, (math.prod(tokens),))

@@ -1,4 +1,4 @@
-"""Activations of which this rank has a part, and the whole of those that the model gives away (hidden states, attention maps)."""
+"""Tensors of which this rank has a part: found in what the model returns (hidden states, attention maps), and made whole."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.distributed.collectives import gather_replicated_from_sequence_parallel_region
 
 _MANY = 4096
-"""Parts that are remembered outside any step, which would forget them."""
+"""Number of tensors that are remembered outside any step, which would forget them."""
 
 
 class ShardedOutput(NamedTuple):
-    """Of one tensor: which part of what it is."""
+    """What is known of one such tensor.
+
+    Attributes:
+        tensor: itself; gone when nobody else holds it.
+        name: of the module that made it.
+        dim: the tensor dim of which this rank has a part.
+        length: the whole length of that dim; None if the ranks' parts can't be put together.
+        sizes: the two dims that its first one was flattened from; None if it was not.
+    """
 
     tensor: weakref.ref[Tensor]
     name: str
@@ -27,7 +34,7 @@ class ShardedOutput(NamedTuple):
 
 
 class ShardedOutputs:
-    """The parts that a step made, known by the tensor objects themselves.
+    """The tensors of a step of which this rank has a part, known by the objects themselves.
 
     Args:
         group: the tensor-parallel process group.
@@ -40,17 +47,7 @@ class ShardedOutputs:
     def note(
         self, tensor: Tensor, name: str, dim: int, length: int | None, sizes: tuple[int, int] | None = None
     ) -> None:
-        """``tensor``, made by the module ``name``, is this rank's part along ``dim``.
-
-        Args:
-            tensor: the part.
-            name: of the module.
-            dim: the tensor dim that is dealt out.
-            length: its whole length; none if it can't be put together.
-            sizes: the two dims that its first one was flattened from.
-        """
-        if in_backward():
-            return  # a recompute: the forward noted it
+        """Note a tensor; the arguments are the fields of :class:`ShardedOutput`."""
         if len(self._parts) > _MANY:
             self._parts = {key: part for key, part in self._parts.items() if part.tensor() is not None}
         self._parts[id(tensor)] = ShardedOutput(weakref.ref(tensor), name, dim, length, sizes)
@@ -60,14 +57,16 @@ class ShardedOutputs:
         return part if part is not None and part.tensor() is tensor else None
 
     def has(self, leaves: Iterable[object]) -> bool:
-        """Whether one of ``leaves`` is a part."""
+        """Whether this rank has only a part of one of ``leaves``."""
         return bool(self._parts) and any(isinstance(leaf, Tensor) and self._part(leaf) is not None for leaf in leaves)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The whole of what ``tensor`` is a part of, for consumers that all ranks compute alike; itself if it is no part.
+        """The whole of a tensor, for consumers that all ranks compute alike: ``[b, s/tp, h]`` → ``[b, s, h]``.
+
+        Forward: all-gather. Backward: slice. A tensor that was not noted is returned as it is.
 
         Raises:
-            ValueError: if it can't be put together.
+            ValueError: if the ranks' parts can't be put together.
         """
         part = self._part(tensor)
         if part is None:
@@ -84,10 +83,14 @@ class ShardedOutputs:
         return gather_replicated_from_sequence_parallel_region(folded, part.dim, self._group, part.length).flatten(0, 1)
 
     def check_none(self, leaves: Iterable[object], region: str) -> None:
-        """What a step returns must not be a part.
+        """Require that a step returns nothing of which this rank has a part.
+
+        Args:
+            leaves: the tensors among what it returns.
+            region: what messages call the region.
 
         Raises:
-            ValueError: if one is.
+            ValueError: naming the module that made such a tensor.
         """
         for leaf in leaves:
             if isinstance(leaf, Tensor) and (part := self._part(leaf)) is not None:
@@ -98,5 +101,5 @@ class ShardedOutputs:
                 )
 
     def forget(self) -> None:
-        """A new step."""
+        """Forget the tensors of the last step."""
         self._parts = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -34,6 +33,7 @@ from lightning_seqpar.parallel.grad_checks import check_reduced, check_replicate
 from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.loss_consistency import check_loss
+from lightning_seqpar.region.schedule import WatchSchedule
 from lightning_seqpar.strategy.environment import TopologyStrategy
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.metrics import share_metrics
@@ -49,7 +49,6 @@ from lightning_seqpar.verify.guards import (
     warn_of_equal_replicas,
 )
 
-_MANY = 2**14  # patterns of draws that are remembered
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 
 
@@ -61,8 +60,7 @@ class SteppingStrategy(TopologyStrategy):
         self._forward_redirection = _Redirection()
         self._sync: GradSync | None = None
         self._steps: dict[int, int] = {}
-        self._calls: Counter[str] = Counter()
-        self._since_start: Counter[str] = Counter()  # of an epoch, or of an evaluation: loaders may begin anew there
+        self._schedule = WatchSchedule(config.check_every)
         self._flushed = self._others_flushed = False
         self._optimizing: Optimizer | None = None
         self._all_steps: RemovableHandle | None = None
@@ -71,9 +69,7 @@ class SteppingStrategy(TopologyStrategy):
         self._ddp_model: DistributedDataParallel | None = None
         self._reduced: list[Tensor] = []  # by DDP, over the replicas
         self._outputs = OutputWatch()
-        self._draws: set[int] = set()  # how much steps drew whose draws were watched, as hashes
         self._gradients_may_change = True
-        self._watches_draws = False
 
     def _share_metrics(self) -> None:
         share_metrics([self._module, *self._trainer.callbacks], self.groups["dp"])  # type: ignore[attr-defined]
@@ -86,16 +82,16 @@ class SteppingStrategy(TopologyStrategy):
         if record is None:
             return step(*args, **kwargs)
         record.reset_calls()
-        self._calls[loop] += 1
-        due = self._is_due(self._calls[loop])
-        if due:
+        schedule = self._schedule
+        schedule.begin_step(loop)
+        if schedule.is_due(loop):
             self._share_metrics()
-        self._since_start[loop] += 1
-        if args and (due or self._is_due(self._since_start[loop])):
+        due = schedule.is_due_in_loop(loop)
+        if args and due:
             check_batch(args[0], self.groups, self.root_device, loop)
-            if loop == "training" and self._calls[loop] == 1:
+            if loop == "training" and schedule.is_first(loop):
                 warn_of_equal_replicas(args[0], self.groups, self.root_device)
-        watched = loop == "training" and (due or self._watches_draws)
+        watched = schedule.watches_draws(loop)
         try:
             with DrawWatch(record.check_draw) if watched else nullcontext():
                 out = step(*args, **kwargs)
@@ -104,22 +100,14 @@ class SteppingStrategy(TopologyStrategy):
             raise
         record.check_closed(out)
         if loop == "training":
-            self._note_draws(record.drawn(), watched=watched)
+            schedule.note_draws(record.drawn(), watched=watched)
         else:
             if any(isinstance(tensor, ShardedLogits) for tensor in tensors_in(out)):
                 out = map_tensors(whole_logits, out)  # who reads it next may do so on one rank alone
             self._outputs.note(out, self.root_device)
-            if due or self._is_due(self._since_start[loop]) or self._outputs.is_full:
+            if due or self._outputs.is_full:
                 self._outputs.check(self.groups, loop)
         return out
-
-    def _note_draws(self, drawn: Any, *, watched: bool) -> None:
-        """A step that draws as none before did (a rate that rises from zero) has the next one watched."""
-        if len(self._draws) >= _MANY:
-            self._draws.clear()
-        if watched:
-            self._draws.add(hash(drawn))
-        self._watches_draws = hash(drawn) not in self._draws
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step; its random draws are watched at due steps, and behind one that drew as none before."""
@@ -183,11 +171,6 @@ class SteppingStrategy(TopologyStrategy):
         """The user's step."""
         return self._step("predict", super().predict_step, args, kwargs)
 
-    def _is_due(self, step: int) -> bool:
-        """Whether a check runs at this step: at the first 16, at 32, 64, 128, ... and every ``check_every``."""
-        every = self.config.check_every
-        return step <= 16 or step & (step - 1) == 0 or (every > 0 and step % every == 0)
-
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Before the backward: the loss must be one loss, and must not read what comes in parts."""
         record = record_of(self._module)
@@ -195,7 +178,7 @@ class SteppingStrategy(TopologyStrategy):
             assert self._sync is not None
             self._sync.attach()  # a parameter may have thawed in the step
             self._sync.losses.note(closure_loss)
-            if self._is_due(self._calls["training"]):
+            if self._schedule.is_due("training"):
                 check_loss(closure_loss, self.groups)
                 check_readers(closure_loss, record)
                 check_parameters(record)
@@ -222,7 +205,7 @@ class SteppingStrategy(TopologyStrategy):
             for callback in self._trainer.callbacks  # type: ignore[attr-defined]
         )
         if hooked or not self._module.automatic_optimization:
-            self._sync.flush_all(check=self._is_due(self._calls["training"]))
+            self._sync.flush_all(check=self._schedule.is_due("training"))
             # Read in automatic optimization alone.
             self._flushed = self._others_flushed = not self._trainer.fit_loop._should_accumulate()
 
@@ -306,7 +289,7 @@ class SteppingStrategy(TopologyStrategy):
         if self._sync is None or (automatic and self._flushed):
             return  # between an automatic step's backward and its update nothing can arrive
         step = self._steps.get(id(optimizer), 0) + 1
-        self._sync.flush(_parameters(optimizer), check=self._is_due(step))
+        self._sync.flush(_parameters(optimizer), check=self._schedule.is_due_at(step))
         # Elsewhere (a raw step, grad_norm in some hook) the backward may still be to come.
         self._flushed = automatic and self._optimizing is not None
 
@@ -328,7 +311,7 @@ class SteppingStrategy(TopologyStrategy):
         record = record_of(self._module)
         if record is not None:
             refuse_added(_parameters(optimizer), record)
-        if self._gradients_may_change or self._is_due(step):
+        if self._gradients_may_change or self._schedule.is_due_at(step):
             check_reduced(_parameters(optimizer), self.groups)
             if record is not None:
                 check_replicated(_parameters(optimizer), record.layout, self.groups)
@@ -407,13 +390,13 @@ class SteppingStrategy(TopologyStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Loaders may be made anew for an epoch: all ranks must take as many steps."""
         if batch_idx == 0:
-            self._since_start["training"] = 0
+            self._schedule.begin_loop("training")
             told = {"training batches in an epoch": self._trainer.num_training_batches}
             check_agreement(told, self._world, self.root_device)
 
     def _agree_on_batches(self, loop: str, counts: list[int | float]) -> None:
         """The ranks of a replica would wait for each other in different loops if one had fewer batches."""
-        self._since_start[loop] = 0
+        self._schedule.begin_loop(loop)
         self._outputs = OutputWatch()  # an earlier loop may have ended in the middle
         group = self.groups[self.groups.replica_axes]
         check_agreement({f"{loop} batches": counts}, group, self.root_device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -190,11 +189,13 @@ class SeqParallelStrategy(SavingStrategy):
         if record is not None:
             record.reset_calls()
             record.strategy = weakref.ref(self)
+            for region in record.regions:
+                region.observers.schedule = self._schedule
             refuse_callbacks(trainer.callbacks, self.groups.size("tp"))  # type: ignore[attr-defined]
         self._share_metrics()
         self._sync = None
-        self._steps, self._calls = {}, Counter()
-        self._draws, self._watches_draws = set(), False
+        self._steps = {}
+        self._schedule.begin_run()
         if fitting:
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)

@@ -177,7 +177,7 @@ def describe(
                 planned, plans, silent, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk
             )
             for region in record.regions:
-                region.streams = OneStream(0)
+                region.rng.streams = OneStream(0)
         out = _totals(planned, record, plans, topology, config, optimizer)
         if any(plan.source == "inferred" for plan in plans):
             out.notes.append("the plan was inferred and is not proved here; the strategy proves it before it trains")

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_seqpar.activations.wgrad_overlap import READERS
 from lightning_seqpar.config import ParallelConfig, nearest
 from lightning_seqpar.data.batch import tensors_in
-from lightning_seqpar.distributed.autograd import children, reach
+from lightning_seqpar.distributed.autograd import backward_classes, children, reach
 from lightning_seqpar.nn.linear import GatherLinear, ShardedLinear
 from lightning_seqpar.parallel.apply import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -209,7 +209,7 @@ def check_readers(loss: Tensor, record: ShardedModel, *, inside: bool = True) ->
         RuntimeError: naming the parameter and the operation that reads it.
     """
     check_sums(loss, record)
-    allowed = {f"{kind.__name__}Backward" for kind in (ShardedLinear, GatherLinear, *READERS)}
+    allowed = backward_classes((ShardedLinear, GatherLinear, *READERS))
 
     def made_inside(node: Any) -> bool:
         return any(region.made(node) for region in record.regions)
@@ -223,7 +223,7 @@ def check_readers(loss: Tensor, record: ShardedModel, *, inside: bool = True) ->
             found = record.layout.of(variable) if variable is not None else None
             if found is None:
                 continue
-            if found.is_sharded and not found.free and node.name() not in allowed:
+            if found.is_sharded and not found.free and type(node) not in allowed:
                 raise RuntimeError(
                     f"{found.name}: it is sharded, and {node.name()} in the loss reads it past its layer, so it would see "
                     "a part of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the "

@@ -97,7 +97,7 @@ class _Watch(Quiet):
             self.narrow = True
         if (drawn := drawn_by(func, out, args, kwargs)) is not None:
             own = not drawn.seeded and any(region.streams.own for region in self._regions)
-            dealt = tuple((region.dim, region.length) for region in self._regions if region.active)
+            dealt = tuple((region.dim, region.frames.length) for region in self._regions if region.frames.active)
             self.drawn.append(_Draw(self.where, drawn, own, dealt))
         return out
 

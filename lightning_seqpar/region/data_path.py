@@ -1,0 +1,218 @@
+"""How an activation enters a sequence region, becomes whole for columns, is reduced behind rows, and leaves."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_seqpar.activations.policy import SavePolicy
+from lightning_seqpar.activations.regather import RegatheredInput
+from lightning_seqpar.activations.wgrad_overlap import (
+    BackwardExchange,
+    DeferredWgrad,
+    OverlapWindow,
+    copy_over,
+    defer_wgrad,
+    gather_over,
+    reduce_scatter_over,
+)
+from lightning_seqpar.distributed.collectives import (
+    copy_to_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_replicated_from_sequence_parallel_region,
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from lightning_seqpar.region.column_inputs import ColumnInputs
+from lightning_seqpar.region.frames import FrameStack
+from lightning_seqpar.region.observers import Observers
+from lightning_seqpar.region.rng_scope import RngScope
+
+
+class DataPath:
+    """Moves activations between whole and sharded.
+
+    ======================  ==================================  ====================================  ===================
+    method                  forward                             ``dim=1``                             backward
+    ======================  ==================================  ====================================  ===================
+    enter, resume           scatter                             ``[b, s, h]`` → ``[b, s/tp, h]``      all-gather
+    gather                  all-gather (g)                      ``[b, s/tp, h]`` → ``[b, s, h]``      reduce-scatter
+    reduce                  reduce-scatter (ḡ)                  ``[b, s, h]`` → ``[b, s/tp, h]``      all-gather
+    leave, suspend          all-gather                          ``[b, s/tp, h]`` → ``[b, s, h]``      slice
+    copy                    identity (f)                        ``[b, t, h]``                         all-reduce
+    slice                   scatter                             ``[b, heads, …]`` → a rank's heads    all-gather
+    gather_features         all-gather                          ``[b, s, f/tp]`` → ``[b, s, f]``      reduce-scatter
+    ======================  ==================================  ====================================  ===================
+
+    Without sequence parallelism ``enter``, ``leave``, ``suspend`` and ``resume`` return what they are given, ``gather`` copies
+    (f) and ``reduce`` all-reduces (f̄).
+
+    Args:
+        group: the tensor-parallel process group.
+        dim: the tensor dim of the sequence.
+        policy: what is kept for the backward, and which products wait for a collective.
+        frames: the calls of the region's owner.
+        rng: which random stream draws come from.
+        columns: what is gathered for columns.
+        observers: what is told of each event.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        dim: int,
+        policy: SavePolicy,
+        frames: FrameStack,
+        rng: RngScope,
+        columns: ColumnInputs,
+        observers: Observers,
+    ) -> None:
+        self.group, self.dim, self.policy = group, dim, policy
+        self.sp, self.size = policy.sp, policy.size
+        self._frames, self._rng, self._columns = frames, rng, columns
+        self._observers, self._placement = observers, observers.placement
+
+    # ---- in and out ------------------------------------------------------------------------------------------
+
+    def enter(self, x: Tensor, block: str = "block") -> Tensor:
+        """The input of a block: scattered if it is the call's first, and required to be a shard otherwise."""
+        if not self.sp:
+            return x
+        frames = self._frames
+        self._placement.check_layout(x, block)
+        frames.resume(x, block)
+        key = (block, tuple(x.shape))
+        if frames.begins_again(x, key):
+            self.abort()
+        if frames.active:
+            self._placement.check_block_input(x, block)
+            frames.remember(key, is_shard=True)
+            return x
+        frames.begin(x, key)
+        self._observers.region_begins()
+        entered = scatter_to_sequence_parallel_region(x, self.dim, self.group)
+        self._observers.shard_made(entered, block)
+        return entered
+
+    def enter_last(self, x: Tensor, module: str) -> Tensor:
+        """The input of the module at which the region ends: a shard already, but where no block ran (layerdrop)."""
+        return x if self._frames.active or self._frames.recomputes else self.enter(x, module)
+
+    def leave(self, x: Tensor, module: str = "block") -> Tensor:
+        """The region's output, whole again for consumers that every rank computes alike."""
+        if not self.sp:
+            return x
+        self._placement.check_shard(x, module)
+        length = self._frames.end()
+        self._observers.region_ends()
+        return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)
+
+    def abort(self) -> None:
+        """A block raised, or was never left: activations are no shards any more."""
+        self._frames.current.abort()
+        self._observers.region_ends()
+
+    def suspend(self, x: Tensor, module: str) -> Tensor:
+        """A shard on its way to a module that every rank computes whole; the region goes on behind it."""
+        if not self.sp:
+            return x
+        self._frames.resume(x, module)
+        self._rng.begin_whole()
+        return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, self.length_for(x, module))
+
+    def resume(self, x: Tensor, module: str) -> Tensor:
+        """What such a module made: a shard again."""
+        if not self.sp:
+            return x
+        self._placement.check_whole_output(x, module)
+        self._rng.end_whole(module)
+        return scatter_to_sequence_parallel_region(x, self.dim, self.group)
+
+    # ---- columns and rows ------------------------------------------------------------------------------------
+
+    def gather(self, x: Tensor, module: str) -> Tensor:
+        """A shard (or flattened tokens of one) on its way to column linears: whole."""
+        handle = None
+        if not self.sp:
+            if self.policy.overlaps(x.nbytes):
+                whole, window = copy_over(x, self.group)
+            else:
+                whole, window = copy_to_tensor_parallel_region(x, self.group), OverlapWindow(None, BackwardExchange())
+            if self.policy.remakes_between_blocks(x.nbytes):
+                handle = RegatheredInput(x, self.dim, self.group, None)
+        else:
+            length = self.length_for(x, module)
+            folded = self._frames.fold(x, self._frames.shard_length)
+            shard = x if folded is None else folded
+            if self.policy.overlaps(x.nbytes * self.size):
+                whole, window = gather_over(shard, self.dim, self.group, length)
+            else:
+                whole = gather_from_sequence_parallel_region(shard, self.dim, self.group, length)
+                window = OverlapWindow(None, BackwardExchange())
+            if folded is not None:
+                whole = whole.flatten(0, 1)
+            elif self.policy.remakes(x.nbytes):
+                handle = RegatheredInput(x, self.dim, self.group, length)
+        self._columns.add(whole, handle, window)
+        return whole
+
+    def length_for(self, x: Tensor, module: str) -> int:
+        """The length of the whole sequence that ``x``, a module's input, is required to be a shard of."""
+        self._placement.check_shard(x, module)
+        self._frames.remember((module, tuple(x.shape)), is_shard=True)
+        return self._frames.length
+
+    def copy(self, x: Tensor, module: str) -> Tensor:
+        """An activation that is whole already (an encoder's states) on its way to column linears."""
+        copied = copy_to_tensor_parallel_region(x, self.group)
+        self._frames.current.copied.append(x.shape[self.dim])
+        if self._frames.active:
+            self._frames.remember((module, tuple(x.shape)), is_shard=True)
+        self._columns.add_whole(copied)
+        return copied
+
+    def reduce(self, x: Tensor, module: str, local: int = 0) -> Tensor:
+        """The partial sums of a row linear, which has ``local`` in-features on this rank."""
+        self._observers.row_ended(local)
+        self._rng.end_row(x.shape[-1])
+        if not self.sp:
+            return reduce_from_tensor_parallel_region(x, self.group)
+        key, frame = (module, tuple(x.shape)), self._frames.current
+        if (known := self._frames.remembered(key)) is not None:
+            folded = self._frames.fold(x, known.length, known)
+        else:
+            folded = None if frame.length is None else self._frames.fold(x, frame.length)
+            if folded is None:
+                self._placement.check_row_output(x, module)
+            self._frames.remember(key, is_shard=True)
+        shard = self._reduce_scatter(x if folded is None else folded)
+        return shard if folded is None else shard.flatten(0, 1)
+
+    def _reduce_scatter(self, x: Tensor) -> Tensor:
+        if not self.policy.overlaps(x.nbytes):
+            self._frames.current.overlap_seq_nr = None
+            return reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
+        shard, window = reduce_scatter_over(x, self.dim, self.group)
+        self._frames.current.overlap_seq_nr = window.overlap_seq_nr
+        return shard
+
+    def defer_row_wgrad(self, weight: Tensor, count: int) -> tuple[Tensor, DeferredWgrad | None]:
+        """Let a row's weight-gradient product run under the backward's next gather, if its output has many bytes (``count``).
+
+        Returns:
+            The weight to multiply with, and where the product is left; None if it does not wait.
+        """
+        return defer_wgrad(weight, self._frames.current.overlap_seq_nr if self.policy.overlaps(count) else None)
+
+    # ---- other dims ------------------------------------------------------------------------------------------
+
+    def slice(self, x: Tensor, dim: int, what: str) -> Tensor:
+        """This rank's part of a whole tensor along a head or feature dim; messages call the tensor ``what``."""
+        if x.shape[dim] % self.size:
+            raise ValueError(f"{what}: {x.shape[dim]} at dim {dim} do not divide by tp={self.size}")
+        return scatter_to_sequence_parallel_region(x, dim % x.ndim, self.group)
+
+    def gather_features(self, x: Tensor) -> Tensor:
+        """Every rank's features, in order, for a module over the whole width."""
+        return gather_from_sequence_parallel_region(x, x.ndim - 1, self.group)

@@ -1,0 +1,296 @@
+"""The calls of a region's owner: the length of each one's sequence, and what is gathered in it and not yet reduced.
+
+The state of a forward belongs to a call, not to a module. Every call of the owner (the module that runs the blocks) opens a
+frame and closes it, whether it returns or raises, so that repeated, nested and aborted forwards are right.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_seqpar.activations.regather import RegatheredInput
+from lightning_seqpar.activations.wgrad_overlap import OverlapWindow
+from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
+from lightning_seqpar.distributed.padding import shard_length
+
+InputKey = tuple[str, tuple[int, ...]]
+"""A module's name and the shape of its input."""
+
+
+class GatheredActivation(NamedTuple):
+    """An activation that was gathered (or copied) for column linears.
+
+    Attributes:
+        whole: the activation, ``[b, s, h]``, as the columns read it.
+        version: its version counter when it was gathered; a higher one tells that it was changed in place since.
+        handle: what columns keep in its place for the backward; None if they keep the activation itself.
+        window: what may run under the backward of its gather.
+    """
+
+    whole: weakref.ref[Tensor]
+    version: int
+    handle: RegatheredInput | None
+    window: OverlapWindow
+
+
+class InputRecord(NamedTuple):
+    """What a module's input was in the forward, for a recompute in the backward that runs outside of any call.
+
+    Attributes:
+        is_shard: whether it was a shard along the sequence.
+        length: positions of the whole sequence.
+        batch: size of an activation's dim that is neither sequence nor features.
+        ndim: number of dims of an activation.
+    """
+
+    is_shard: bool
+    length: int
+    batch: int
+    ndim: int
+
+
+@dataclass
+class Frame:
+    """The state of one call: nested, repeated and aborted calls of an owner each have their own.
+
+    Attributes:
+        length: positions of the whole sequence while activations are shards; None outside of the blocks.
+        ndim: number of dims of an activation: 3 for ``[b, s, h]``, 2 for flattened tokens ``[b·s, h]``.
+        batch: size of an activation's dim that is neither sequence nor features; flattened tokens are folded by it.
+        first: the block at which the call entered the region, and the shape of its whole input.
+        task: the backward in which the call began, or ``NO_BACKWARD``.
+        resumed_by: the module that opened this frame because a backward computes it again; None for a call of the owner.
+        gather_scopes: for each module with gathered inputs that is running, the outermost first, the graph nodes of what was
+            gathered for it.
+        rows_left: for each of them, the number of row linears in it that have not run yet.
+        gathered: activations that were gathered for the modules that are running.
+        stand_ins: tensors of this rank's width, each with the gathered activation that columns read in its place.
+        wholes: activations that are the same on all ranks.
+        copied: sequence lengths of activations that were whole already where columns read them.
+        overlap_seq_nr: the autograd sequence number at which weight-gradient products run under the backward of the last
+            row's reduce-scatter; None for no overlap.
+        unreduced: modules with gathered inputs that returned before their row ran, and the graph nodes of those inputs.
+        sum_widths: for each running module whose output is reduced where it returns, the widths of its columns on this rank.
+        partial_nodes: graph nodes of the partial sums that rows left for such a module to reduce.
+        unwrapped: number of running modules that multiply sharded parameters themselves.
+        column_tokens: between a column and its row, the dims of the column's input in front of its features; else None.
+        previous_row_width: out-features of the last row, if its module has another row to come and no column ran since.
+        drawn_alike: random draws that all ranks made alike behind that row, each by operation and shape.
+    """
+
+    length: int | None = None
+    ndim: int = 0
+    batch: int = 1
+    first: InputKey | None = None
+    task: int = NO_BACKWARD
+    resumed_by: str | None = None
+    gather_scopes: list[list[Any]] = field(default_factory=list)
+    rows_left: list[int] = field(default_factory=list)
+    gathered: list[GatheredActivation] = field(default_factory=list)
+    stand_ins: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    wholes: list[weakref.ref[Tensor]] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
+    overlap_seq_nr: int | None = None
+    unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)
+    sum_widths: list[frozenset[int]] = field(default_factory=list)
+    partial_nodes: list[Any] = field(default_factory=list)
+    unwrapped: int = 0
+    column_tokens: tuple[int, ...] | None = None
+    previous_row_width: int | None = None
+    drawn_alike: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+
+    @property
+    def sources(self) -> list[Any]:
+        """Graph nodes of everything that was gathered for the modules that are running."""
+        return [node for scope in self.gather_scopes for node in scope]
+
+    def leave_rows(self) -> None:
+        """Forget which columns and rows ran last: no column's features are on their way to a row any more."""
+        self.column_tokens, self.previous_row_width, self.drawn_alike = None, None, []
+
+    def abort(self) -> None:
+        """Drop what is open, after a module raised: its closing hooks will not come."""
+        self.length, self.unwrapped = None, 0
+        for opened in (
+            self.gather_scopes,
+            self.rows_left,
+            self.gathered,
+            self.wholes,
+            self.unreduced,
+            self.sum_widths,
+            self.partial_nodes,
+        ):
+            opened.clear()
+
+
+class FrameStack:
+    """The calls of a region's owner that are under way, and the inputs that a backward may compute from again.
+
+    Args:
+        size: number of tensor-parallel ranks.
+        dim: the tensor dim of the sequence.
+        region: what messages call the region.
+
+    Attributes:
+        current: the frame of the innermost call; outside of any call a frame that no call opened.
+    """
+
+    def __init__(self, size: int, dim: int, region: str) -> None:
+        self._size, self._dim, self._region = size, dim, region
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all calls, at the beginning of a step."""
+        self.current = Frame()
+        self._outer: list[Frame] = []
+        # A backward computes parts of a forward again outside of any call. None: calls of one shape had other lengths.
+        self._inputs: dict[InputKey, InputRecord | None] = {}
+
+    # ---- calls -----------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begin a call of the owner."""
+        self._push(Frame(task=current_backward()))
+
+    def close(self, *, aborted: bool = False) -> None:
+        """End a call of the owner.
+
+        Args:
+            aborted: whether it raised.
+
+        Raises:
+            ValueError: if it returned while activations are still shards.
+        """
+        frame = self.current
+        if self._outer:
+            self.current = self._outer.pop()
+        if frame.length is not None and frame.resumed_by is None and not aborted:
+            frame.length = None
+            raise self.left_open()
+
+    def resume(self, x: Tensor, module: str) -> None:
+        """Where a backward computes ``module`` again, open a frame with the length that the forward had.
+
+        Args:
+            x: the module's input; it has the shape that it had in the forward.
+            module: the module's name; :meth:`finish` with it closes the frame.
+
+        Raises:
+            RuntimeError: if forwards of different lengths had inputs of this shape.
+        """
+        task = current_backward()
+        if task == NO_BACKWARD or self.current.task == task:
+            return
+        known = self._inputs.get((module, tuple(x.shape)), InputRecord(False, 0, 1, x.ndim))
+        if known is None:
+            raise RuntimeError(
+                f"{module}: recomputed in the backward, but forwards of different lengths had inputs of shape "
+                f"{list(x.shape)}; pad the sequences to a multiple of tp={self._size}"
+            )
+        length = known.length if known.is_shard else None
+        self._push(Frame(length, known.ndim, known.batch, task=task, resumed_by=module))
+
+    def finish(self, module: str) -> None:
+        """A block or a module with gathered inputs ended: close the frame that :meth:`resume` opened for it, if any."""
+        if self.current.resumed_by == module:
+            self.current = self._outer.pop()
+
+    def _push(self, frame: Frame) -> None:
+        self._outer.append(self.current)
+        self.current = frame
+
+    def left_open(self) -> ValueError:
+        """What is wrong where a forward ended and activations are still shards."""
+        return ValueError(
+            f"the forward entered the sequence region of {self._region} but ended before the region did, so its result is "
+            "made of shards; run every block and the module of the plan's exit rule, or end the region where the "
+            "forward ends (style: exit)"
+        )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a backward computes again a part of a call that the forward made."""
+        task = current_backward()
+        return task != NO_BACKWARD and self.current.task != task
+
+    # ---- lengths ---------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """Whether activations are shards now."""
+        return self.current.length is not None
+
+    @property
+    def length(self) -> int:
+        """Positions of the whole sequence of the current call, in which activations must be shards."""
+        assert self.current.length is not None
+        return self.current.length
+
+    @property
+    def shard_length(self) -> int:
+        """Positions of a shard of it, padding included."""
+        return shard_length(self.length, self._size)
+
+    def begin(self, x: Tensor, key: InputKey) -> None:
+        """From here on activations are shards of sequences as long as ``x``.
+
+        Args:
+            x: the whole input of the first block, ``[b, s, h]``, ``[s, b, h]`` or ``[s, h]``.
+            key: the block's name and the shape of ``x``.
+        """
+        frame = self.current
+        frame.length, frame.ndim, frame.first = x.shape[self._dim], x.ndim, key
+        frame.batch = x.shape[1 - self._dim] if x.ndim == 3 else 1
+        self.remember(key, is_shard=False)
+
+    def end(self) -> int | None:
+        """From here on activations are whole; returns the length that they had."""
+        length, self.current.length = self.current.length, None
+        return length
+
+    def begins_again(self, x: Tensor, key: InputKey) -> bool:
+        """Whether the first block is given a whole input again although the forward before never left the region.
+
+        Only where no module's call bounds a forward (the blocks are called one by one) must this be asked.
+        """
+        return not self._outer and self.current.first == key and self.active and x.shape[self._dim] != self.shard_length
+
+    def fold(self, x: Tensor, positions: int, of: Frame | InputRecord | None = None) -> Tensor | None:
+        """Flattened tokens as an activation: ``[b·s, h]`` → ``[b, s, h]``, or ``[s, b, h]`` where the sequence is dim 0.
+
+        Args:
+            x: what may be flattened.
+            positions: the length of the sequence in it, of the whole or of a shard.
+            of: what the sizes are read from; the current frame by default.
+
+        Returns:
+            None if ``x`` is an activation, or no tokens of this call.
+        """
+        of = of or self.current
+        if of.ndim != 3 or x.ndim == 0 or x.shape[0] != of.batch * positions:
+            return None
+        if x.ndim == 3 and x.shape[self._dim] == positions:
+            return None  # an activation
+        sizes = (of.batch, positions) if self._dim == 1 else (positions, of.batch)
+        return x.reshape(*sizes, *x.shape[1:])
+
+    # ---- inputs, for a recompute -----------------------------------------------------------------------------
+
+    def remember(self, key: InputKey, *, is_shard: bool) -> None:
+        """Note the length of the call for a backward that computes a module again.
+
+        Args:
+            key: the module's name and the shape of its input.
+            is_shard: whether that input is a shard.
+        """
+        frame = self.current
+        known = InputRecord(is_shard, self.length, frame.batch, frame.ndim)
+        self._inputs[key] = known if self._inputs.get(key, known) == known else None
+
+    def remembered(self, key: InputKey) -> InputRecord | None:
+        """In a recompute, what the forward noted; None outside of one, and where calls had different lengths."""
+        return self._inputs.get(key) if self.recomputes else None

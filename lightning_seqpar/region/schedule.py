@@ -1,0 +1,107 @@
+"""When the watchers of a run look: the one place that says so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from lightning_seqpar.distributed.autograd import in_backward
+from lightning_seqpar.region.frames import FrameStack
+
+_MANY = 2**14
+"""Patterns of random draws that are remembered."""
+
+
+class WatchSchedule:
+    """Says when each watcher looks, over the steps of a run and within a forward.
+
+    =========================================  =========================================================================
+    watched                                    when
+    =========================================  =========================================================================
+    activations are shards where they must be  at each use by a block, a gather, a row or the exit
+    modules that may see nothing but shards    at each call in a forward, not in a recompute (:meth:`watches_forward`)
+    inputs of columns: whole, and gathered     at each column in a forward, not where a backward repeats a part of one
+                                               (:meth:`watches_columns`)
+    outputs of blocks: every path reduced      at each block, in a recompute too
+    sums over ranks: made of rows alone        at each module that returns one, in a recompute too
+    what else a loss reads of such a module    noted like inputs of columns, checked before each backward
+    tensors of which this rank has a part      noted in a forward (:meth:`watches_forward`), looked for in what each module
+                                               around the blocks, and each step, returns
+    random draws                               in training steps that are due, and in one behind a step that drew as none
+                                               did before (:meth:`watches_draws`)
+    who reads parameters                       before each backward; between the blocks where the step is due
+    batch, loss, buffers, gradients, outputs   where the step is due
+    =========================================  =========================================================================
+
+    A step is due if it is one of the first 16, a power of two, or a multiple of ``every``.
+
+    Args:
+        every: number of steps from one due step to the next; 0 for none but the first 16 and powers of two.
+    """
+
+    def __init__(self, every: int = 0) -> None:
+        self._every = every
+        self._since_start: Counter[str] = Counter()
+        self.begin_run()
+
+    # ---- steps -----------------------------------------------------------------------------------------------
+
+    def begin_run(self) -> None:
+        """A model was set up: its steps are counted from here, and nothing is known of what they draw."""
+        self._steps: Counter[str] = Counter()
+        self._known_draws: set[int] = set()
+        self._draws_are_new = False
+
+    def begin_loop(self, loop: str) -> None:
+        """An epoch, or an evaluation, begins: its loaders may be new ones."""
+        self._since_start[loop] = 0
+
+    def begin_step(self, loop: str) -> None:
+        """Count a step of ``loop``: ``training``, ``validation``, ``test`` or ``predict``."""
+        self._steps[loop] += 1
+        self._since_start[loop] += 1
+
+    def is_first(self, loop: str) -> bool:
+        """Whether the current step is the first of its loop in this run."""
+        return self._steps[loop] == 1
+
+    def is_due(self, loop: str) -> bool:
+        """Whether the current step is due, counted from the beginning of the run."""
+        return self.is_due_at(self._steps[loop])
+
+    def is_due_in_loop(self, loop: str) -> bool:
+        """Whether the current step is due, counted from the beginning of the run or of the loop."""
+        return self.is_due(loop) or self.is_due_at(self._since_start[loop])
+
+    def is_due_at(self, step: int) -> bool:
+        """Whether step number ``step``, from 1 on, is due."""
+        return step <= 16 or step & (step - 1) == 0 or (self._every > 0 and step % self._every == 0)
+
+    # ---- random draws ----------------------------------------------------------------------------------------
+
+    def watches_draws(self, loop: str) -> bool:
+        """Whether each random draw of the current step is looked at."""
+        return loop == "training" and (self._draws_are_new or self.is_due(loop))
+
+    def note_draws(self, drawn: Any, *, watched: bool) -> None:
+        """What a training step drew: one that draws as none before did (a rate that rises from zero) has the next one watched.
+
+        Args:
+            drawn: hashable, and equal for steps that drew alike.
+            watched: whether the draws of that step were looked at.
+        """
+        if len(self._known_draws) >= _MANY:
+            self._known_draws.clear()
+        if watched:
+            self._known_draws.add(hash(drawn))
+        self._draws_are_new = hash(drawn) not in self._known_draws
+
+    # ---- within a forward ------------------------------------------------------------------------------------
+
+    def watches_forward(self) -> bool:
+        """Whether what a module gets and makes is noted: not in a backward, where the forward did it already."""
+        return not in_backward()
+
+    def watches_columns(self, frames: FrameStack) -> bool:
+        """Whether the inputs of columns are looked at: not where a backward repeats a part of a call of the forward."""
+        return not frames.recomputes

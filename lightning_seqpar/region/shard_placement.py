@@ -1,0 +1,132 @@
+"""Whether activations are shards where they must be, and whole where they must be."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_seqpar.region.frames import FrameStack
+
+
+class ShardPlacement:
+    """Refuses activations by their shape, for the region that messages call ``region``.
+
+    Args:
+        region: what messages call the region.
+        dim: the tensor dim of the sequence.
+        frames: the calls of the region's owner.
+
+    Attributes:
+        is_copy: whether the region belongs to a copy of a sharded model, for which nothing is gathered.
+    """
+
+    def __init__(self, region: str, dim: int, frames: FrameStack) -> None:
+        self._region, self._dim, self._frames = region, dim, frames
+        self.is_copy = False
+
+    def check_layout(self, x: Tensor, block: str) -> None:
+        """A block's input must have a sequence dim in front of its features: ``[b, s, h]``, ``[s, b, h]`` or ``[s, h]``.
+
+        Raises:
+            ValueError: naming the block, the shape and the dim.
+        """
+        if self._dim >= x.ndim - 1:
+            raise ValueError(
+                f"{block}: its input has shape {list(x.shape)}, so dim {self._dim} holds features, not the sequence; "
+                "batch the input, or set 'dim' in the plan's blocks rule (1 for [b, s, h], 0 for [s, b, h])"
+            )
+
+    def check_block_input(self, x: Tensor, block: str) -> None:
+        """Where activations are shards, a block's input must be one: ``[b, s/tp, h]``.
+
+        Raises:
+            ValueError: naming the block and both shapes.
+        """
+        frame, part = self._frames.current, self._frames.shard_length
+        if x.ndim != frame.ndim or x.shape[self._dim] != part:
+            raise ValueError(
+                f"{block}: its input has shape {list(x.shape)}, but in the sequence region of {self._region} a shard "
+                f"has {part} of {frame.length} positions at dim {self._dim}; something between the "
+                "blocks changes the sequence: leave those blocks out of the plan, or end the region before it"
+            )
+
+    def check_shard(self, x: Tensor, module: str) -> None:
+        """The input of a module among the blocks must be a shard, ``[b, s/tp, h]`` or flattened ``[b·s/tp, h]``.
+
+        Raises:
+            ValueError: naming the module, if activations are whole, or ``x`` is no shard.
+        """
+        self.check_called_among_shards(module)
+        frame, part = self._frames.current, self._frames.shard_length
+        if self._frames.fold(x, part) is not None:
+            return
+        if x.ndim != frame.ndim or x.shape[self._dim] != part:
+            raise ValueError(
+                f"{module}: its input has shape {list(x.shape)}; a shard of {self._region} has {part} of "
+                f"{frame.length} positions at dim {self._dim}. Where a block cuts the sequence itself (feed-forward in "
+                "chunks), switch that off or set sp=False"
+            )
+
+    def check_called_among_shards(self, module: str) -> None:
+        """A module whose parameters see shards must not be called where activations are whole.
+
+        Raises:
+            ValueError: naming the module.
+        """
+        if not self._frames.active:
+            raise ValueError(
+                f"{module}: called outside the sequence region of {self._region}, where its input is whole; its gradient "
+                "could not be synced by one rule. Call it only between the region's blocks, or leave it out of the plan"
+            )
+
+    def check_column_input(self, x: Tensor, module: str) -> None:
+        """A column linear must read a whole activation that was gathered for a module around it: ``[b, s, h]``.
+
+        Raises:
+            ValueError: naming the column, if nothing was gathered, or ``x`` is a shard.
+        """
+        frame = self._frames.current
+        if not frame.gather_scopes:
+            if self.is_copy:
+                raise ValueError(
+                    f"{module}: this is a copy of a module that was made while it was sharded, and nothing gathers for copies. "
+                    "Make copies (an average of weights, a reference) in __init__ or configure_model, or set sp=False"
+                )
+            raise ValueError(
+                f"{module}: this column-parallel linear runs where nothing was gathered for it, so it would see a part "
+                f"of the sequence only; add a rule {{pattern: {module}, style: gather}}, or one for the module around it"
+            )
+        whole = (frame.length, *frame.copied)
+        if x.ndim == frame.ndim and frame.length is not None and x.shape[self._dim] not in whole:
+            raise ValueError(
+                f"{module}: its input has {x.shape[self._dim]} positions at dim {self._dim}, the sequence {frame.length}; "
+                "this argument was not gathered: name it in the gather rule's args"
+            )
+
+    def check_row_output(self, x: Tensor, module: str) -> None:
+        """The partial sums of a row linear must be an activation that can be scattered: ``[b, s, h]``.
+
+        Raises:
+            ValueError: naming the row and both shapes.
+        """
+        frame = self._frames.current
+        if frame.length is None or x.ndim != frame.ndim or x.shape[self._dim] != frame.length:
+            outside = frame.length is None
+            expected = "an open sequence region" if outside else f"{frame.length} positions at dim {self._dim}"
+            raise ValueError(
+                f"{module}: the output of this row-parallel linear has shape {list(x.shape)} and can't be scattered along "
+                f"the sequence ({expected} expected in {frame.ndim or 'its'} dims); give it the activation in the layout "
+                "of the block's input, or set sp=False"
+            )
+
+    def check_whole_output(self, x: Tensor, module: str) -> None:
+        """A module that every rank computed whole must return an activation of the call: ``[b, s, h]``.
+
+        Raises:
+            ValueError: naming the module and its output's shape.
+        """
+        length = self._frames.current.length
+        if length is None or x.ndim <= self._dim or x.shape[self._dim] != length:
+            raise ValueError(
+                f"{module}: its output has shape {list(x.shape)}, which is no activation of {length} positions at "
+                f"dim {self._dim}; 'whole' takes a module that maps activations to activations"
+            )
