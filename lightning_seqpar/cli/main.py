@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -43,7 +42,9 @@ OWN = {
     "convert": "write a checkpoint in another form: one ordinary file, a folder in parts, or Hugging Face's safetensors",
     "schema": "print the JSON schema of ParallelConfig, for editors",
 }
-"""Subcommands beside Lightning's."""
+"""Subcommands beside Lightning's; they work without the extra ``cli``."""
+
+_INSTALL = "pip install 'lightning-seqpar[cli]'"
 
 _UNKNOWN = re.compile(
     r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected|unrecognized arguments?: -*([\w.]+)"
@@ -133,14 +134,55 @@ class SeqParallelCLI(LightningCLI):
         parsers.get(str(self.subcommand), self.parser).error(message)
 
 
+def has_cli() -> bool:
+    """Whether Lightning found jsonargparse, on which its command line is built; the extra ``cli`` installs it."""
+    return argparse.ArgumentParser in LightningArgumentParser.__mro__  # Lightning derives from object otherwise
+
+
 def require_cli() -> None:
-    """The command line needs an extra.
+    """Check that Lightning's command line can be used.
 
     Raises:
-        ImportError: naming it.
+        ImportError: without jsonargparse; the sentence names the extra that installs it.
     """
-    if importlib.util.find_spec("jsonargparse") is None:
-        raise ImportError("the command line needs jsonargparse: pip install 'lightning-seqpar[cli]'")
+    if not has_cli():
+        raise ImportError(f"the command line needs jsonargparse: {_INSTALL}")
+
+
+def _program() -> str:
+    """What the user typed to come here."""
+    return "python -m lightning_seqpar" if sys.argv[0].endswith("__main__.py") else "seqpar"
+
+
+def _main_without_cli(given: Sequence[str]) -> None:
+    """What the command line says where the extra is not installed: its help, or that a subcommand needs the extra.
+
+    Args:
+        given: arguments of the command line, of which the first is no subcommand of :data:`OWN`.
+    """
+    needs_extra = list(SeqParallelCLI.subcommands())
+    parser = argparse.ArgumentParser(
+        prog=_program(),
+        description="Tensor + sequence parallel training for PyTorch Lightning.",
+        epilog=f"{', '.join(needs_extra)} need jsonargparse, which is not installed:\n  {_INSTALL}\n\n"
+        "The same extra is needed for the tables of plan and inspect (--json works without\n"
+        "it, and plan --yaml), for YAML files with a model that plan reads, and for\n"
+        "convert --dry-run and its bar of progress.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    own = parser.add_subparsers(title="subcommands that work as installed", metavar=f"{{{','.join(OWN)}}}")
+    for name, text in OWN.items():
+        own.add_parser(name, help=text)
+    if not given:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    if given[0] in ("-h", "--help"):
+        parser.print_help()
+        return
+    name = next((argument for argument in given if argument in needs_extra), given[0])
+    if name in needs_extra or name.startswith("-"):
+        parser.exit(2, f"error: {parser.prog} {name} needs jsonargparse, which is not installed: {_INSTALL}\n")
+    parser.exit(2, f"error: no subcommand {name!r}; did you mean {nearest(name, [*OWN, *needs_extra])}?\n")
 
 
 def print_schema() -> None:
@@ -303,10 +345,16 @@ def _to_safetensors(source: Source, target: Path, given: argparse.Namespace) -> 
 
 @contextmanager
 def _progress(what: str, size: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes."""
-    require_cli()
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+    """A bar of bytes on the terminal; nothing is shown without rich.
 
+    Yields:
+        what to call with the bytes that are done and all of them.
+    """
+    try:
+        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+    except ImportError:
+        yield lambda done, total: None
+        return
     with Progress("{task.description}", BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=size)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -340,11 +388,13 @@ def _run(args: Sequence[str] | None) -> None:
     if given[:1] == ["convert"]:
         convert(given[1:])
         return
-    require_cli()
+    if not has_cli():
+        _main_without_cli(given)
+        return
     SeqParallelCLI(
         save_config_kwargs={"overwrite": True},
         parser_kwargs={
-            "prog": "python -m lightning_seqpar" if sys.argv[0].endswith("__main__.py") else "seqpar",
+            "prog": _program(),
             "description": "Tensor + sequence parallel training: Lightning's command line, with "
             "--trainer.strategy=lightning_seqpar.SeqParallelStrategy in it. Also: "
             + "; ".join(f"seqpar {name}: {text}" for name, text in OWN.items()),
