@@ -367,7 +367,7 @@ MUTANTS = [
     Mutant(
         "plans and models not compared",
         "SeqParallelStrategy._parallelize",
-        "        check_agreement(told_of_model(module), self._world, self.root_device)\n",
+        "        check_agreement(describe_model(module), self._world, self.root_device)\n",
         "",
         "tests/test_agreement.py",
     ),
@@ -402,7 +402,7 @@ MUTANTS = [
     Mutant(
         "optimizers not compared",
         "SteppingStrategy._told_of_training",
-        "told_of_optimizer(plain_optimizer(one)) for at",
+        "describe_optimizer(plain_optimizer(one)) for at",
         "type(plain_optimizer(one)).__name__ for at",
         "tests/test_agreement.py",
     ),

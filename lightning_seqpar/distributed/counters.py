@@ -1,7 +1,8 @@
 """Counters of what a step keeps for its backward and of what it sends.
 
-:class:`SavedBytes` counts what autograd keeps, :class:`Traffic` the collectives of a rank and their bytes, and
-:class:`StepMeter` is a Lightning callback that reads both for one training batch. They measure; nothing is estimated.
+:class:`SavedBytes` counts the bytes that autograd keeps, :class:`Traffic` counts the collectives of a rank and their bytes,
+and :class:`StepMeter` is a Lightning callback that counts both for one training batch. Everything is measured, nothing
+estimated.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lightning_seqpar.distributed.autograd import dispatch_modes, storage_id
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
+    """All tensors in a tensor, a list or a tuple, nested to any depth."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -45,10 +47,10 @@ class SavedBytes:
         exclude: tensors whose storages are not counted, such as a model's parameters, which stay in any case.
     """
 
-    is_transparent = True  # what is kept is kept as it would be without
+    is_transparent = True  # the hooks change nothing: autograd keeps the tensors that it would keep without them
 
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
-        # By the storage's own address: on the meta device no storage has a memory's.
+        # Storages are told apart by an id, not by the address of their memory: on the meta device they have none.
         self._excluded = {storage_id(_local(tensor)) for tensor in exclude}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor)
@@ -57,7 +59,7 @@ class SavedBytes:
         """Count the storage of a tensor that autograd keeps; returns the tensor, as autograd's pack hook must."""
         storage = _local(tensor).untyped_storage()
         if storage_id(storage) not in self._excluded:
-            # The storage is held so that its address can't be given out twice.
+            # The storage is kept alive, so that no other one can get the same id.
             self._storages[storage_id(storage)] = storage
         return tensor
 
@@ -71,9 +73,9 @@ class SavedBytes:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+        self._hooks.__exit__(error_type, error, trace)
 
 
 class ExchangeRole(Enum):
@@ -179,6 +181,7 @@ _GIVES_NOTHING = ("barrier", "monitored_barrier", "recv", "recv_any_source", "ch
 
 
 def _nbytes(value: Any) -> int:
+    """Bytes of all tensors in a tensor, a list or a tuple."""
     return sum(tensor.nbytes for tensor in _tensors(value))
 
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.data.broadcast import BroadcastLoader
 from lightning_seqpar.data.sampler import OrderSeed, inject_sampler, replica_workers
-from lightning_seqpar.distributed.rank_consistency import check_agreement, told_at_start
+from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_start
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -202,7 +202,7 @@ class TopologyStrategy(ParallelStrategy):
                 f"{self.num_processes}: a process belongs to one world; use the same devices and num_nodes in every Trainer "
                 "of a script, or one script for each size"
             )
-        check_agreement(told_at_start(self.config, VERSION), world, self.root_device)
+        check_agreement(describe_start(self.config, VERSION), world, self.root_device)
 
     def _take_over_samplers(self) -> None:
         """Lightning would deal samples out by its own sampler, which shuffles; ours keeps the user's order."""

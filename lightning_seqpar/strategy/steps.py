@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.data.batch import map_tensors, tensors_in
-from lightning_seqpar.distributed.rank_consistency import check_agreement, told_of_optimizer
+from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_optimizer
 from lightning_seqpar.distributed.rng import DrawWatch
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
 from lightning_seqpar.parallel.apply import record_of
@@ -399,7 +399,7 @@ class SteppingStrategy(TopologyStrategy):
             "precision": str(trainer.precision),
             "val_check_interval": trainer.val_check_interval,
             "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
-            **{f"optimizer {at}": told_of_optimizer(plain_optimizer(one)) for at, one in enumerate(self.optimizers)},
+            **{f"optimizer {at}": describe_optimizer(plain_optimizer(one)) for at, one in enumerate(self.optimizers)},
             "the schedulers": [type(one.scheduler).__name__ for one in self.lr_scheduler_configs],
         }
 

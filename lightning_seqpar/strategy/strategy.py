@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_seqpar.checkpoint.atomic_files import on_every_rank
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec, nearest
-from lightning_seqpar.distributed.rank_consistency import check_agreement, told_of_model
+from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_model
 from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
@@ -220,7 +220,7 @@ class SeqParallelStrategy(SavingStrategy):
             if found.made_by == made_by:
                 return found
             unshard(module)  # another topology or plan: start from the whole model
-        check_agreement(told_of_model(module), self._world, self.root_device)
+        check_agreement(describe_model(module), self._world, self.root_device)
         self._make_replicas_equal(module)
         if tp == 1:
             self._log_summary(["none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"])
