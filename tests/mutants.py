@@ -381,7 +381,7 @@ MUTANTS = [
     Mutant(
         "a reader's failure kept to itself",
         "BroadcastLoader.__iter__",
-        '                    told = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]\n',
+        '                    message = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]\n',
         '                    told = [("end", None, get_streams(_CPU))]\n',
         "tests/test_broadcast.py",
     ),
@@ -1594,7 +1594,7 @@ MUTANTS = [
     Mutant(
         "an order that is agreed on behind the first read",
         "inject_sampler",
-        "        dealt.set_epoch(epoch)\n",
+        "        sampler.set_epoch(epoch)\n",
         "        pass\n",
         "tests/test_data.py -k before",
     ),
