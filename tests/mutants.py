@@ -597,7 +597,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbers within objects are written as zeros",
-        "_to_file",
+        "_fill_within",
         "place.untyped_storage().copy_(value.untyped_storage())",
         "pass",
         "tests/test_convert.py -k within",
@@ -1464,8 +1464,8 @@ MUTANTS = [
     Mutant(
         "a failure to write kept to the first rank",
         "on_first_rank",
-        "    if told[0] is not None:\n        raise SaveError",
-        "    if told[0] is not None and dist.get_rank(group) == 0:\n        raise SaveError",
+        "    if message[0] is not None:\n        raise SaveError",
+        "    if message[0] is not None and dist.get_rank(group) == 0:\n        raise SaveError",
         "tests/test_files.py -k failure",
     ),
     Mutant(
@@ -1506,7 +1506,7 @@ MUTANTS = [
     ),
     Mutant(
         "what all ranks hold written by none of some",
-        "_Turn.part",
+        "_WriterChoice.part",
         "writes=writer == (dp, tp)",
         "writes=writer == (dp, 0)",
         "tests/test_any_to_any.py",
@@ -1530,7 +1530,7 @@ MUTANTS = [
     ),
     Mutant(
         "the writing dealt to one replica",
-        "_Turn.part",
+        "_WriterChoice.part",
         "        self._loads[row] += math.prod(layout.global_shape) * value.element_size() / self._loads.shape[1]\n",
         "",
         "tests/test_saving_memory.py -k share",
@@ -1538,7 +1538,7 @@ MUTANTS = [
     Mutant(
         "what is written at once is copied first",
         "write_folder",
-        "        return lambda: _write(path, parts, packed, told, group)",
+        "        return lambda: _write(path, parts, packed, facts, group)",
         "        return lambda: _write(path, {key: part.frozen() for key, part in parts.items()}, packed, told, group)",
         "tests/test_saving_memory.py -k holds_more",
     ),
@@ -1573,8 +1573,8 @@ MUTANTS = [
     Mutant(
         "what one rank can't read the others go on with",
         "on_every_rank",
-        "        if one is not None:\n            raise ValueError",
-        "        if one is not None and rank < 0:\n            raise ValueError",
+        "        if error_of_rank is not None:\n            raise ValueError",
+        "        if error_of_rank is not None and rank < 0:\n            raise ValueError",
         "tests/test_files.py -k one_rank",
     ),
     Mutant(
@@ -1608,8 +1608,8 @@ MUTANTS = [
     Mutant(
         "weights that differ written as tied ones",
         "HuggingFaceTarget._without_ties",
-        "if identity(one) != identity(other) and not torch.equal(",
-        "if identity(one) != identity(other) and torch.equal(",
+        "if identity(written) != identity(left_out) and not torch.equal(",
+        "if identity(written) != identity(left_out) and torch.equal(",
         "tests/test_huggingface.py -k apart",
     ),
     Mutant(
@@ -1629,8 +1629,8 @@ MUTANTS = [
     Mutant(
         "all of a shard is held while it is written",
         "_scratch",
-        "    store = torch.from_file(str(path), shared=True, size=max(at, 1), dtype=torch.uint8)\n",
-        "    path.touch()\n    store = torch.zeros(max(at, 1), dtype=torch.uint8)\n",
+        "    store = torch.from_file(str(path), shared=True, size=max(size, 1), dtype=torch.uint8)\n",
+        "    path.touch()\n    store = torch.zeros(max(size, 1), dtype=torch.uint8)\n",
         "tests/test_huggingface.py -k held",
     ),
     Mutant(

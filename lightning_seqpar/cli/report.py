@@ -48,16 +48,16 @@ def render_contents(contents: Contents, width: int | None = None) -> str:
         ImportError: without the extra ``cli``.
     """
     console, table_class = _console(width)
-    told = contents.told
-    sizes = [f"{axis} {size}" for axis, size in (told.get("topology") or {}).items() if size > 1]
+    origin = contents.origin
+    sizes = [f"{axis} {size}" for axis, size in (origin.get("topology") or {}).items() if size > 1]
     form = {"safetensors": "safetensors in Hugging Face's layout"}.get(contents.form, contents.form)
     facts = [
         f"{form}, whole",
         *([f"written by {' × '.join(sizes)}"] if sizes else []),
         *(
-            f"{name.replace('_', ' ')} {told[name]}"
+            f"{name.replace('_', ' ')} {origin[name]}"
             for name in ("epoch", "global_step", "version")
-            if told.get(name) is not None
+            if origin.get(name) is not None
         ),
     ]
     console.print(f"{contents.path}: {', '.join(facts)}", soft_wrap=True)
