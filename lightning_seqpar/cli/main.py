@@ -223,23 +223,23 @@ def print_plan(args: Sequence[str]) -> None:
     parser = _plan_parser()
     given = parser.parse_args(list(args))
     try:
-        found = load_target(given.target, getattr(torch, given.dtype) if given.dtype else None)
-        fields = found.fields
+        target = load_target(given.target, getattr(torch, given.dtype) if given.dtype else None)
+        fields = target.fields
         if given.config:
             fields = ParallelConfig.from_yaml(given.config).model_dump()
         for override in given.overrides:
             if "=" not in override:
                 raise ValueError(f"override {override!r}: write it as field=value, such as tp=4")
         described = describe(
-            found.model,
+            target.model,
             ParallelConfig.from_omegaconf(OmegaConf.merge(fields, OmegaConf.from_dotlist(given.overrides))),
-            world_size=given.world_size or found.world_size,
-            batch=found.batch,
+            world_size=given.world_size or target.world_size,
+            batch=target.batch,
             batch_size=given.batch_size,
             length=given.length,
             optimizer=given.optimizer,
         )
-        described.notes += found.notes
+        described.notes += target.notes
         text = (
             json.dumps(described.to_dict(), indent=2)
             if given.json
