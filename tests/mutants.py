@@ -178,14 +178,14 @@ MUTANTS = [
     Mutant(
         "torchmetrics over the world",
         "share_metrics",
-        "        if told is None or getattr",
+        "        if group_of_metric is None or getattr",
         "        if False and getattr",
         "tests/test_data.py",
     ),
     Mutant(
         "a metric keeps the group of an earlier strategy",
         "share_metrics",
-        "getattr(metric, _TOLD, None) == id(told):",
+        "getattr(metric, _SHARED_GROUP, None) == id(group_of_metric):",
         "False:",
         "tests/test_data.py",
     ),
@@ -401,9 +401,9 @@ MUTANTS = [
     ),
     Mutant(
         "optimizers not compared",
-        "SteppingStrategy._told_of_training",
-        "describe_optimizer(plain_optimizer(one)) for at",
-        "type(plain_optimizer(one)).__name__ for at",
+        "SteppingStrategy._describe_training",
+        "describe_optimizer(plain_optimizer(optimizer))",
+        "type(plain_optimizer(optimizer)).__name__",
         "tests/test_agreement.py",
     ),
     Mutant(
@@ -1165,7 +1165,7 @@ MUTANTS = [
     Mutant(
         "clipping in callbacks goes unseen between due steps",
         "SteppingStrategy._note_hooks",
-        "or any(is_overridden(hook, one, Callback) for hook in _BEHIND_BACKWARD for one in callbacks)",
+        "or any(is_overridden(hook, each, Callback) for hook in _BEHIND_BACKWARD for each in callbacks)",
         "or False",
         "tests/test_guards.py",
     ),
@@ -1559,7 +1559,7 @@ MUTANTS = [
     Mutant(
         "a name that is being written is free",
         "SavingStrategy.on_train_start",
-        "                self._tell_names(callback)\n",
+        "                self._reserve_names(callback)\n",
         "                pass\n",
         "tests/test_async.py",
     ),
