@@ -206,15 +206,7 @@ class HuggingFaceTarget:
                 )
             return names_there
 
-        if prefix is not None:
-            starts = [_with_dot(prefix)]
-        else:
-            last_parts = {name.rpartition(".")[2] for name in self._state}
-            candidates = [name for name in own if name.rpartition(".")[2] in last_parts]
-            starts = sorted({
-                key.removesuffix(name) for name in candidates[:50] for key in self._state
-                if key == name or key.endswith(f".{name}")
-            })  # fmt: skip
+        starts = self._prefixes(own) if prefix is None else [_with_dot(prefix)]
         whole = [start for start in starts if len(under(start)) == len(own)]
         if len(whole) > 1:
             raise ValueError(
@@ -237,6 +229,15 @@ class HuggingFaceTarget:
             )
         self._start = whole[0]
         return under(self._start)
+
+    def _prefixes(self, own: Mapping[str, Tensor]) -> list[str]:
+        """Prefixes under which names of the checkpoint end like names of the model; some tensors of the model are enough."""
+        last_parts = {name.rpartition(".")[2] for name in self._state}
+        candidates = [name for name in own if name.rpartition(".")[2] in last_parts]
+        return sorted({
+            key.removesuffix(name) for name in candidates[:50] for key in self._state
+            if key == name or key.endswith(f".{name}")
+        })  # fmt: skip
 
     def _check(self, own: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless shapes are the model's, and everything under its prefix belongs to it; set ``left_out``."""

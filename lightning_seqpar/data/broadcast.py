@@ -69,6 +69,7 @@ class BroadcastLoader:
             yield batch if reads else pickle.loads(value)
 
     def _read(self) -> Iterator[Any]:
+        """Iterate the user's loader: a generator, so that an error on making its iterator comes with the first batch."""
         yield from self.loader
 
     def __len__(self) -> int:

@@ -94,7 +94,7 @@ def reach(start: Any, follow: Callable[[Any], list[Any]] = children) -> Iterator
 
     Args:
         start: the node to begin at, which is yielded too; None has no graph.
-        follow: from a node to the nodes that come behind it.
+        follow: from a node to the nodes that are visited next.
     """
     seen: set[Any] = set()
     todo = [start]

@@ -214,7 +214,7 @@ def _applied(function: Any, plain: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """f: a replicated activation enters the tensor-parallel region, ``[b, s, h]`` on every rank before and behind.
+    """f: a replicated activation enters the tensor-parallel region, ``[b, s, h]`` → ``[b, s, h]``.
 
     Each rank multiplies it by columns of its own, so each has one addend of the gradient.
 

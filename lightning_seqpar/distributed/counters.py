@@ -162,6 +162,7 @@ class Traffic(TorchDispatchMode):
 
     @staticmethod
     def _add(calls: Counter[str], sizes: Counter[str], name: str, given: int) -> None:
+        """Count one call under a name, and the bytes that were given to it."""
         calls[name] += 1
         sizes[name] += given
 
@@ -269,6 +270,7 @@ class StepMeter(Callback):
         return self._read().backend_bytes
 
     def _read(self) -> _StepFigures:
+        """The figures; raises RuntimeError, which says what to do, if there are none."""
         if self._figures is not None:
             return self._figures
         if self._ended == 0:

@@ -176,6 +176,7 @@ class RankStreams:
             self._recompute.own = False
 
     def _end(self) -> None:
+        """End the innermost begin of the forward, if there is one; the outermost one goes back to the replicated stream."""
         if self._depth == 0:
             return
         self._depth -= 1

@@ -96,6 +96,7 @@ class _Op:
 
     @property
     def name(self) -> str:
+        """The name of what was called."""
         return _name(self.func)
 
     @property
@@ -349,6 +350,7 @@ class DeferredInit(TorchDispatchMode):
         real: dict[int, torch.UntypedStorage] = {}
 
         def tensor(ref: TensorRef) -> Tensor:
+            """The real tensor of a reference, whose storage is made if there is none."""
             if ref.storage not in real:
                 real[ref.storage] = torch.zeros(
                     self._storages[ref.storage].nbytes(), dtype=torch.uint8

@@ -283,6 +283,7 @@ class WeightFiles:
         return self._dtype(key if key is not None or parts is None else parts[2][0][1])
 
     def _dtype(self, key: str | None) -> torch.dtype:
+        """The dtype of a tensor by its name in the files."""
         assert key is not None
         with self._open(self._files[key]) as opened:
             if not self._shapes[key]:
@@ -303,7 +304,7 @@ class WeightFiles:
         if key is None:
             whole = self._convert(name)
             return whole if shard is None else shard.take(whole, rank)
-        with self._open(self._files[key]) as opened:  # closed behind each tensor, so that its memory is freed
+        with self._open(self._files[key]) as opened:  # closed after each tensor, so that its memory is freed
             if shard is None:
                 return opened.get_tensor(key)  # type: ignore[no-any-return]
             sliced = opened.get_slice(key)
@@ -363,7 +364,7 @@ class LateWeights:
             if (source := module.__dict__.get(_SOURCE)) is not None
         }
         # Looked up before anything is written here. Loading a state dict into meta tensors, which changes nothing, counts as
-        # a write too, so with one nothing can be told.
+        # a write too, so with a state nothing can be said.
         self._changed = {
             (path, name) for path, (source, _) in self._sources.items() if not self._state for name in source.changed()
         }
@@ -563,7 +564,7 @@ class LateWeights:
             record: the record of the sharded model; None if it is not sharded.
         """
         rank = record.groups.rank("tp") if record is not None else 0
-        # Memory for all parts is allocated first, so that the whole tensors come and go in the same place behind them.
+        # Memory for all parts is allocated first, so that the whole tensors come and go in the same place after them.
         for place in (place for places in self._parameters.values() for place in places):
             parameter = getattr(place.holder, place.leaf)
             if parameter.is_meta:

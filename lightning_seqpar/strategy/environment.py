@@ -235,11 +235,13 @@ class TopologyStrategy(ParallelStrategy):
 
     @property
     def _trainer(self) -> Trainer:
+        """The Trainer of the user's module."""
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
     @property
     def _module(self) -> LightningModule:
+        """The user's module."""
         assert self.lightning_module is not None
         return self.lightning_module
 

@@ -41,19 +41,23 @@ class _ShardedPrecision(Precision):
         return owner
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Sum partial gradients before ``on_after_backward``, if that reads them."""
         self._strategy().before_on_after_backward()
         return super().post_backward(tensor, module)
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Sum partial gradients, then clip."""
         self._strategy().sync_gradients(optimizer)
         super().clip_gradients(optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Scale this rank's gradients by the norm of the whole model's."""
         parameters = [p for p in self.main_params(optimizer) if p.grad is not None]
         total = self._strategy().global_norm(list(self.main_params(optimizer)))
         torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), total)
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
+        """Check the gradients as the optimizer will read them, after the user's hooks."""
         super()._after_closure(model, optimizer)
         self._strategy().check_step(optimizer)
 

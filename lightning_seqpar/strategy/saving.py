@@ -52,7 +52,7 @@ class SavingStrategy(SteppingStrategy):
     def __init__(self, config: ParallelConfig, **plugins: Any) -> None:
         plugins["checkpoint_io"] = plugins.get("checkpoint_io") or WholeFileIO()
         super().__init__(config, **plugins)
-        self._late_state: Mapping[str, Tensor] | None = None
+        self._state_for_meta_model: Mapping[str, Tensor] | None = None  # weights that wait until that is sharded
         self._opened: Opened | None = None
         self._read_from: Any = None  # path of the checkpoint that is being restored
         self._within_epoch = False  # whether that was written in the middle of an epoch
@@ -222,7 +222,7 @@ class SavingStrategy(SteppingStrategy):
             ):  # torch warns of loading into meta tensors; here it only checks names and shapes
                 warnings.filterwarnings("ignore", message=".*meta parameter in the current model.*")
                 super().load_model_state_dict(checkpoint, strict=strict)
-            self._late_state = state if opened is None else FolderTensors(opened, state)
+            self._state_for_meta_model = state if opened is None else FolderTensors(opened, state)
         elif opened is not None:
             self._module.load_state_dict(opened.take(state, {}, 0), strict=strict)
         else:

@@ -180,12 +180,14 @@ class SeqParallelStrategy(SavingStrategy):
         module = self.lightning_module
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
-        late = self._late_weights(module)
+        meta_weights = self._late_weights(module)
         self.precision_plugin.convert_module(module)
         share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)
         record = self._parallelize(module)
-        if late is not None:
-            on_every_rank(lambda: late.fill_parameters(record), self._world, "the model's weights can't be read")
+        if meta_weights is not None:
+            on_every_rank(
+                lambda: meta_weights.fill_parameters(record), self._world, "the model's weights can't be read"
+            )
         self.model_to_device()
         if record is not None:
             record.reset_calls()
@@ -266,7 +268,7 @@ class SeqParallelStrategy(SavingStrategy):
             What fills the parameters once the model is sharded; None if no tensor is on the meta device.
         """
         recorder, self._recorder = self._recorder, None
-        state, self._late_state = self._late_state, None
+        state, self._state_for_meta_model = self._state_for_meta_model, None
         if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             return None
         late = LateWeights(module, recorder, state)

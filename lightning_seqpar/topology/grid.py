@@ -251,7 +251,7 @@ class ProcessTopology:
         return [[rank, self.next_stage(rank)] for rank in range(self.world_size)]
 
     def _check_split(self, split_rank: int | None) -> None:
-        """Raise ValueError unless ``split_rank`` is None or a stage behind the first."""
+        """Raise ValueError unless ``split_rank`` is None or a stage after the first."""
         if split_rank is not None and not 0 < split_rank < self.pipeline_size:
             size = self.pipeline_size
             fix = f"use 1 to {size - 1}" if size > 1 else "it needs two stages or more; leave it out"
