@@ -1539,7 +1539,7 @@ MUTANTS = [
         "what is written at once is copied first",
         "write_folder",
         "        return lambda: _write(path, parts, packed, facts, group)",
-        "        return lambda: _write(path, {key: part.frozen() for key, part in parts.items()}, packed, told, group)",
+        "        return lambda: _write(path, {key: part.frozen() for key, part in parts.items()}, packed, facts, group)",
         "tests/test_saving_memory.py -k holds_more",
     ),
     Mutant(
@@ -1646,6 +1646,34 @@ MUTANTS = [
         "        own.update(self.replaced)\n",
         "",
         "tests/test_parallelize.py",
+    ),
+    Mutant(
+        "an error in the measured batch leaves the counters on",
+        "StepMeter.on_exception",
+        "        self._stop()\n",
+        "        pass\n",
+        "tests/test_step_meter.py",
+    ),
+    Mutant(
+        "figures of a batch that never came are zeros",
+        "StepMeter._read",
+        "        raise RuntimeError(\n",
+        "        return _StepFigures(0, {}, {}, {}, {})\n        raise RuntimeError(\n",
+        "tests/test_step_meter.py",
+    ),
+    Mutant(
+        "a command line without its extra goes on",
+        "main:_run",
+        "    if not has_cli():\n",
+        "    if False:\n",
+        "tests/test_cli.py -k extra",
+    ),
+    Mutant(
+        "a trace without losses is compared",
+        "parity:compare",
+        "    if bool(reference.losses) != bool(candidate.losses):\n",
+        "    if False:\n",
+        "tests/test_parity.py -k without_losses",
     ),
 ]
 
