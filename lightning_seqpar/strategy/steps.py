@@ -48,8 +48,7 @@ from lightning_seqpar.verify.guards import (
     warn_of_equal_replicas,
 )
 
-_MANY = 2**14
-"""How many patterns of random draws are remembered before all are forgotten."""
+_MANY = 2**14  # patterns of draws that are remembered
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 """Hooks between the backward and the update, in which a user's code may change gradients."""
 
@@ -68,19 +67,17 @@ class SteppingStrategy(TopologyStrategy):
         self._sync: GradSync | None = None
         self._steps: dict[int, int] = {}
         self._calls: Counter[str] = Counter()
-        # Steps of a loop since its epoch or evaluation began: loaders may begin anew there.
-        self._since_start: Counter[str] = Counter()
+        self._since_start: Counter[str] = Counter()  # of an epoch, or of an evaluation: loaders may begin anew there
         self._flushed = self._others_flushed = False
         self._optimizing: Optimizer | None = None
         self._all_steps: RemovableHandle | None = None
-        self._guarded: weakref.WeakSet[Optimizer] | None = (
-            None  # optimizers with a hook on steps that bypass the strategy
-        )
+        # Optimizers with a hook on steps that bypass the strategy.
+        self._guarded: weakref.WeakSet[Optimizer] | None = None
         self._muted_writers: list[tuple[int, Any]] = []
         self._ddp_model: DistributedDataParallel | None = None
         self._reduced: list[Tensor] = []  # parameters whose gradients DDP reduces over the replicas
         self._outputs = OutputWatch()
-        self._draws: set[int] = set()  # hashes of what was drawn in the steps whose draws were watched
+        self._draws: set[int] = set()  # how much steps drew whose draws were watched, as hashes
         self._gradients_may_change = True
         self._watches_draws = False
 
@@ -134,14 +131,7 @@ class SteppingStrategy(TopologyStrategy):
         return out
 
     def _note_draws(self, drawn: Any, *, watched: bool) -> None:
-        """Decide whether the next step's random draws are watched: if this one drew as no watched step did.
-
-        That happens where a dropout rate rises from zero.
-
-        Args:
-            drawn: a record of what this step drew.
-            watched: whether its draws were watched.
-        """
+        """A step that draws as none before did (a rate that rises from zero) has the next one watched."""
         if len(self._draws) >= _MANY:
             self._draws.clear()
         if watched:
