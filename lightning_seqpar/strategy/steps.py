@@ -250,7 +250,7 @@ class SteppingStrategy(TopologyStrategy):
         )
         if hooked or not self._module.automatic_optimization:
             self._sync.flush_all(check=self._is_due(self._calls["training"]))
-            # These two matter in automatic optimization alone.
+            # Read in automatic optimization alone.
             self._flushed = self._others_flushed = not self._trainer.fit_loop._should_accumulate()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -344,7 +344,7 @@ class SteppingStrategy(TopologyStrategy):
             return  # in automatic optimization no gradient is added between the backward and the update
         step = self._steps.get(id(optimizer), 0) + 1
         self._sync.flush(_parameters(optimizer), check=self._is_due(step))
-        # Outside a step of the strategy's (a raw step, grad_norm in some hook) a backward may still follow.
+        # Elsewhere (a raw step, grad_norm in some hook) the backward may still be to come.
         self._flushed = automatic and self._optimizing is not None
 
     def sync_others(self) -> None:
@@ -449,16 +449,13 @@ class SteppingStrategy(TopologyStrategy):
         """Compare the number of batches over the ranks at the start of an epoch: loaders may have been made anew."""
         if batch_idx == 0:
             self._since_start["training"] = 0
-            batches = {"training batches in an epoch": self._trainer.num_training_batches}
-            check_agreement(batches, self._world, self.root_device)
+            told = {"training batches in an epoch": self._trainer.num_training_batches}
+            check_agreement(told, self._world, self.root_device)
 
     def _agree_on_batches(self, loop: str, counts: list[int | float]) -> None:
-        """Compare the number of batches of an evaluation over the ranks of a replica. Collective.
-
-        With different numbers they would wait for each other in different places.
-        """
+        """The ranks of a replica would wait for each other in different loops if one had fewer batches."""
         self._since_start[loop] = 0
-        self._outputs = OutputWatch()  # a new one, since an earlier loop may have ended in the middle
+        self._outputs = OutputWatch()  # an earlier loop may have ended in the middle
         group = self.groups[self.groups.replica_axes]
         check_agreement({f"{loop} batches": counts}, group, self.root_device)
 
