@@ -153,9 +153,8 @@ class _WriterChoice:
             writer = divmod(int(self._loads.argmin()), self._loads.shape[1]) if alike else (0, 0)
             self._loads[writer] += value.numel() * value.element_size()
             return Part(value, layout, tp, writes=writer == (dp, tp))
-        row = (
-            int(self._loads.sum(1).argmin()) if alike else 0
-        )  # a replica, of which every tensor-parallel rank writes its part
+        # A replica, of which every tensor-parallel rank writes its part.
+        row = int(self._loads.sum(1).argmin()) if alike else 0
         self._loads[row] += math.prod(layout.global_shape) * value.element_size() / self._loads.shape[1]
         return Part(value, layout, tp, writes=row == dp)
 

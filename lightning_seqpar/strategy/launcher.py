@@ -115,9 +115,8 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         if callable(user_handler) and (self._is_child or self.watch is not None):
             signal.signal(signal.SIGTERM, user_handler)
         elif self._is_child:
-            signal.signal(
-                signal.SIGTERM, signal.SIG_DFL
-            )  # the main process sees that this one ended, and names the rank
+            # The process ends at once; the main process notices, and names the rank.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.watch is not None:
             taken: set[int] = set() if callable(user_handler) else {signal.SIGTERM}
             if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, self._on_signal):

@@ -217,9 +217,8 @@ class SavingStrategy(SteppingStrategy):
             load_full_state_dict(record, state, strict=strict, opened=opened)
             record.note_versions()
         elif any(parameter.is_meta for parameter in self._module.parameters()):
-            with (
-                warnings.catch_warnings()
-            ):  # torch warns of loading into meta tensors; here it only checks names and shapes
+            # torch warns of loading into meta tensors; here that only checks names and shapes.
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*meta parameter in the current model.*")
                 super().load_model_state_dict(checkpoint, strict=strict)
             self._state_for_meta_model = state if opened is None else FolderTensors(opened, state)
