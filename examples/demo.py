@@ -29,6 +29,11 @@ def run(name: str, folder: Path, options: list[str]) -> tuple[Trace, dict[str, A
     return Trace.load(folder / "trace.pt"), json.loads((folder / "facts.json").read_text())
 
 
+def measured(facts: list[dict[str, Any]]) -> bool:
+    """Whether every run was long enough for the batch that train.py's StepMeter measures; its figures are null otherwise."""
+    return all(fact["saved_bytes"] is not None for fact in facts)
+
+
 def table(names: list[str], traces: list[Trace], facts: list[dict[str, Any]], report: ParityReport) -> str:
     steps = len(traces[0].losses)
     rows: list[tuple[str, list[str]]] = [
@@ -36,9 +41,17 @@ def table(names: list[str], traces: list[Trace], facts: list[dict[str, Any]], re
         for at in (0, steps // 2, steps - 1)
     ]
     rows.append(("parameters per rank", [f"{fact['parameters']:,}" for fact in facts]))
-    rows.append(("saved for backward per rank", [f"{fact['saved_bytes'] / MIB:.1f} MiB" for fact in facts]))
-    rows.append(("collectives per step", [f"{sum(fact['calls'].values())}" for fact in facts]))
-    rows.append(("bytes given to them per step", [f"{sum(fact['bytes'].values()) / MIB:.1f} MiB" for fact in facts]))
+    if measured(facts):
+        saved = [f"{fact['saved_bytes'] / MIB:.1f} MiB" for fact in facts]
+        calls = [f"{sum(fact['calls'].values())}" for fact in facts]
+        given = [f"{sum(fact['bytes'].values()) / MIB:.1f} MiB" for fact in facts]
+    else:
+        saved = calls = given = ["-"] * len(facts)
+    rows += [
+        ("saved for backward per rank", saved),
+        ("collectives per step", calls),
+        ("bytes given to them per step", given),
+    ]
     lines = [f"{'':<30}{names[0]:>22}{names[1]:>22}"]
     lines += [f"{label:<30}{values[0]:>22}{values[1]:>22}" for label, values in rows]
     loss, weight = report.rows[0], report.rows[-1]
@@ -60,9 +73,9 @@ def draw(names: list[str], traces: list[Trace], facts: list[dict[str, Any]], pat
     left.plot(steps, traces[1].losses, color="#1f5fbf", linewidth=1.5, label=names[1])
     left.set(xlabel="step", ylabel="loss (nats per byte)", title="Training loss: one curve over the other")
     left.legend(frameon=False)
-    values = [fact["saved_bytes"] / MIB for fact in facts]
+    values = [(fact["saved_bytes"] or 0) / MIB for fact in facts]
     bars = right.bar(names, values, color=["#c9ced6", "#1f5fbf"], width=0.6)
-    right.bar_label(bars, [f"{value:.0f} MiB" for value in values])
+    right.bar_label(bars, [f"{value:.0f} MiB" if measured(facts) else "-" for value in values])
     right.set(ylabel="MiB per rank", title="Saved for backward")
     right.margins(y=0.15)
     for axis in (left, right):
@@ -88,6 +101,8 @@ def main() -> None:
     traces, facts = [single[0], parallel[0]], [single[1], parallel[1]]
     report = compare(*traces)
     print("\n" + table(names, traces, facts, report))
+    if not measured(facts):
+        print("-: not measured; a step is measured at batch 16 of an epoch, and the runs had no such batch")
     picture = args.out / "demo.png"
     draw(names, traces, facts, picture)
     print(f"\npicture: {picture}")

@@ -57,12 +57,12 @@ def main() -> None:
     if args.out is not None and trainer.is_global_zero:
         args.out.mkdir(parents=True, exist_ok=True)
         recorder.trace.save(args.out / "trace.pt")
-        held = sum(parameter.numel() for parameter in model.parameters())
         facts = {
-            "parameters": held,
-            "saved_bytes": meter.saved_bytes,
-            "calls": meter.calls,
-            "bytes": meter.bytes,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            # null where the run was too short for the meter's batch
+            "saved_bytes": meter.saved_bytes if meter.measured else None,
+            "calls": meter.calls if meter.measured else None,
+            "bytes": meter.bytes if meter.measured else None,
         }
         (args.out / "facts.json").write_text(json.dumps(facts, indent=1))
 

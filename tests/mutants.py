@@ -178,14 +178,14 @@ MUTANTS = [
     Mutant(
         "torchmetrics over the world",
         "share_metrics",
-        "        if told is None or getattr",
+        "        if group_of_metric is None or getattr",
         "        if False and getattr",
         "tests/test_data.py",
     ),
     Mutant(
         "a metric keeps the group of an earlier strategy",
         "share_metrics",
-        "getattr(metric, _TOLD, None) == id(told):",
+        "getattr(metric, _SHARED_GROUP, None) == id(group_of_metric):",
         "False:",
         "tests/test_data.py",
     ),
@@ -367,7 +367,7 @@ MUTANTS = [
     Mutant(
         "plans and models not compared",
         "SeqParallelStrategy._parallelize",
-        "        check_agreement(told_of_model(module), self._world, self.root_device)\n",
+        "        check_agreement(describe_model(module), self._world, self.root_device)\n",
         "",
         "tests/test_agreement.py",
     ),
@@ -381,7 +381,7 @@ MUTANTS = [
     Mutant(
         "a reader's failure kept to itself",
         "BroadcastLoader.__iter__",
-        '                    told = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]\n',
+        '                    message = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]\n',
         '                    told = [("end", None, get_streams(_CPU))]\n',
         "tests/test_broadcast.py",
     ),
@@ -401,9 +401,9 @@ MUTANTS = [
     ),
     Mutant(
         "optimizers not compared",
-        "SteppingStrategy._told_of_training",
-        "told_of_optimizer(plain_optimizer(one)) for at",
-        "type(plain_optimizer(one)).__name__ for at",
+        "SteppingStrategy._describe_training",
+        "describe_optimizer(plain_optimizer(optimizer))",
+        "type(plain_optimizer(optimizer)).__name__",
         "tests/test_agreement.py",
     ),
     Mutant(
@@ -597,7 +597,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbers within objects are written as zeros",
-        "_to_file",
+        "_fill_within",
         "place.untyped_storage().copy_(value.untyped_storage())",
         "pass",
         "tests/test_convert.py -k within",
@@ -1193,7 +1193,7 @@ MUTANTS = [
     Mutant(
         "clipping in callbacks goes unseen between due steps",
         "SteppingStrategy._note_hooks",
-        "or any(is_overridden(hook, one, Callback) for hook in _BEHIND_BACKWARD for one in callbacks)",
+        "or any(is_overridden(hook, each, Callback) for hook in _BEHIND_BACKWARD for each in callbacks)",
         "or False",
         "tests/test_guards.py",
     ),
@@ -1492,8 +1492,8 @@ MUTANTS = [
     Mutant(
         "a failure to write kept to the first rank",
         "on_first_rank",
-        "    if told[0] is not None:\n        raise SaveError",
-        "    if told[0] is not None and dist.get_rank(group) == 0:\n        raise SaveError",
+        "    if message[0] is not None:\n        raise SaveError",
+        "    if message[0] is not None and dist.get_rank(group) == 0:\n        raise SaveError",
         "tests/test_files.py -k failure",
     ),
     Mutant(
@@ -1534,7 +1534,7 @@ MUTANTS = [
     ),
     Mutant(
         "what all ranks hold written by none of some",
-        "_Turn.part",
+        "_WriterChoice.part",
         "writes=writer == (dp, tp)",
         "writes=writer == (dp, 0)",
         "tests/test_any_to_any.py",
@@ -1558,7 +1558,7 @@ MUTANTS = [
     ),
     Mutant(
         "the writing dealt to one replica",
-        "_Turn.part",
+        "_WriterChoice.part",
         "        self._loads[row] += math.prod(layout.global_shape) * value.element_size() / self._loads.shape[1]\n",
         "",
         "tests/test_saving_memory.py -k share",
@@ -1566,8 +1566,8 @@ MUTANTS = [
     Mutant(
         "what is written at once is copied first",
         "write_folder",
-        "        return lambda: _write(path, parts, packed, told, group)",
-        "        return lambda: _write(path, {key: part.frozen() for key, part in parts.items()}, packed, told, group)",
+        "        return lambda: _write(path, parts, packed, facts, group)",
+        "        return lambda: _write(path, {key: part.frozen() for key, part in parts.items()}, packed, facts, group)",
         "tests/test_saving_memory.py -k holds_more",
     ),
     Mutant(
@@ -1587,7 +1587,7 @@ MUTANTS = [
     Mutant(
         "a name that is being written is free",
         "SavingStrategy.on_train_start",
-        "                self._tell_names(callback)\n",
+        "                self._reserve_names(callback)\n",
         "                pass\n",
         "tests/test_async.py",
     ),
@@ -1601,8 +1601,8 @@ MUTANTS = [
     Mutant(
         "what one rank can't read the others go on with",
         "on_every_rank",
-        "        if one is not None:\n            raise ValueError",
-        "        if one is not None and rank < 0:\n            raise ValueError",
+        "        if error_of_rank is not None:\n            raise ValueError",
+        "        if error_of_rank is not None and rank < 0:\n            raise ValueError",
         "tests/test_files.py -k one_rank",
     ),
     Mutant(
@@ -1622,7 +1622,7 @@ MUTANTS = [
     Mutant(
         "an order that is agreed on behind the first read",
         "inject_sampler",
-        "        dealt.set_epoch(epoch)\n",
+        "        sampler.set_epoch(epoch)\n",
         "        pass\n",
         "tests/test_data.py -k before",
     ),
@@ -1636,8 +1636,8 @@ MUTANTS = [
     Mutant(
         "weights that differ written as tied ones",
         "HuggingFaceTarget._without_ties",
-        "if identity(one) != identity(other) and not torch.equal(",
-        "if identity(one) != identity(other) and torch.equal(",
+        "if identity(written) != identity(left_out) and not torch.equal(",
+        "if identity(written) != identity(left_out) and torch.equal(",
         "tests/test_huggingface.py -k apart",
     ),
     Mutant(
@@ -1657,8 +1657,8 @@ MUTANTS = [
     Mutant(
         "all of a shard is held while it is written",
         "_scratch",
-        "    store = torch.from_file(str(path), shared=True, size=max(at, 1), dtype=torch.uint8)\n",
-        "    path.touch()\n    store = torch.zeros(max(at, 1), dtype=torch.uint8)\n",
+        "    store = torch.from_file(str(path), shared=True, size=max(size, 1), dtype=torch.uint8)\n",
+        "    path.touch()\n    store = torch.zeros(max(size, 1), dtype=torch.uint8)\n",
         "tests/test_huggingface.py -k held",
     ),
     Mutant(
@@ -1674,6 +1674,34 @@ MUTANTS = [
         "        own.update(self.replaced)\n",
         "",
         "tests/test_parallelize.py",
+    ),
+    Mutant(
+        "an error in the measured batch leaves the counters on",
+        "StepMeter.on_exception",
+        "        self._stop()\n",
+        "        pass\n",
+        "tests/test_step_meter.py",
+    ),
+    Mutant(
+        "figures of a batch that never came are zeros",
+        "StepMeter._read",
+        "        raise RuntimeError(\n",
+        "        return _StepFigures(0, {}, {}, {}, {})\n        raise RuntimeError(\n",
+        "tests/test_step_meter.py",
+    ),
+    Mutant(
+        "a command line without its extra goes on",
+        "main:_run",
+        "    if not has_cli():\n",
+        "    if False:\n",
+        "tests/test_cli.py -k extra",
+    ),
+    Mutant(
+        "a trace without losses is compared",
+        "parity:compare",
+        "    if bool(reference.losses) != bool(candidate.losses):\n",
+        "    if False:\n",
+        "tests/test_parity.py -k without_losses",
     ),
 ]
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
 import sys
 
 import pytest
+import torch
 from lightning.pytorch.cli import LightningCLI
 from models import GPT
-from processes import ROOT
+from processes import PYTHON, ROOT, run
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
-from lightning_seqpar.cli.main import SeqParallelCLI, SeqParallelParser, main
+from lightning_seqpar.cli.main import OWN, SeqParallelCLI, SeqParallelParser, main
 
 CONFIG = ("-c", str(ROOT / "conf" / "cli.yaml"))
 
@@ -112,10 +113,123 @@ def test_schema_is_printed(capsys):
     assert json.loads(capsys.readouterr().out) == ParallelConfig.json_schema()
 
 
-def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-seqpar\[cli\]'"):
-        main(["fit"])
+HIDING = """
+import importlib.metadata, sys
+HIDDEN = ("jsonargparse", "rich", "transformers", "huggingface_hub")  # the last two bring rich along
+sys.modules.update(dict.fromkeys(HIDDEN))
+found = importlib.metadata.Distribution.from_name.__func__
+def from_name(cls, name):
+    if name.lower().replace("-", "_") in HIDDEN:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(cls, name)
+importlib.metadata.Distribution.from_name = classmethod(from_name)
+"""
+"""Makes packages seem not installed; their metadata too, which Lightning asks for."""
+
+RUN_ALL = """
+import contextlib, io, json, sys
+from lightning_seqpar.cli import SeqParallelCLI, main
+def ended(arguments):
+    sys.argv = ["seqpar", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+            code = 0
+        except SystemExit as exit:
+            code = exit.code
+    return code, out.getvalue(), err.getvalue()
+results = [ended(arguments) for arguments in json.loads(sys.argv[1])]
+try:
+    SeqParallelCLI()
+except ImportError as error:
+    results.append(str(error))
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def without_extra(tmp_path_factory):
+    """Exit code, output and errors of command lines by their arguments, where the extra ``cli`` is not installed."""
+    folder = tmp_path_factory.mktemp("without")
+    (folder / "sitecustomize.py").write_text(HIDING)
+    torch.save({"state_dict": {"weight": torch.ones(2)}}, folder / "small.ckpt")
+    (folder / "own_models.py").write_text("from byte_gpt import ByteLM\ndef make():\n    return ByteLM()\n")
+    lines = [
+        "", "-h", "--help", "fit", "fit --help", "validate -c x.yaml", "-c x.yaml fit", "--seed_everything=1", "palm", "schema",
+        "plan own_models:make tp=2 --json", "plan own_models:make tp=2", f"plan {CONFIG[1]}", "plan --help",
+        "inspect small.ckpt --json", "inspect small.ckpt", "convert small.ckpt parts.ckpt",
+        "convert small.ckpt more.ckpt --dry-run",
+    ]  # fmt: skip
+    paths = os.pathsep.join([str(folder), str(ROOT), str(ROOT / "examples")])
+    code, output = run(
+        *(PYTHON, "-c", RUN_ALL, json.dumps([line.split() for line in lines])), cwd=folder, PYTHONPATH=paths
+    )
+    assert code == 0, output
+    return dict(zip([*lines, "SeqParallelCLI()"], json.loads(output.splitlines()[-1]), strict=True))
+
+
+def test_help_without_the_extra_lists_what_works_and_names_the_extra(without_extra):
+    code, told, errors = without_extra["--help"]
+    assert (code, errors) == (0, "")
+    assert "usage: seqpar [-h] {plan,inspect,convert,schema} ..." in told
+    for name in OWN:
+        assert f"\n    {name} " in told
+    assert (
+        "fit, validate, test, predict need jsonargparse, which is not installed:\n  pip install 'lightning-seqpar[cli]'\n"
+        in told
+    )
+    assert without_extra["-h"] == [0, told, ""]
+    assert without_extra[""] == [2, "", told]
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("fit", "fit"),
+        ("fit --help", "fit"),
+        ("validate -c x.yaml", "validate"),
+        ("-c x.yaml fit", "fit"),
+        ("--seed_everything=1", "--seed_everything=1"),
+    ],
+)
+def test_a_subcommand_that_needs_the_extra_says_so_in_one_line(without_extra, line, name):
+    says = f"error: seqpar {name} needs jsonargparse, which is not installed: pip install 'lightning-seqpar[cli]'\n"
+    assert without_extra[line] == [2, "", says]
+
+
+def test_an_own_cli_without_the_extra_raises(without_extra):
+    assert without_extra["SeqParallelCLI()"] == (
+        "the command line needs jsonargparse: pip install 'lightning-seqpar[cli]'"
+    )
+
+
+def test_an_unknown_subcommand_without_the_extra(without_extra):
+    assert without_extra["palm"] == [2, "", "error: no subcommand 'palm'; did you mean 'plan'?\n"]
+
+
+def test_the_subcommands_that_are_listed_work_without_the_extra(without_extra):
+    code, told, _ = without_extra["schema"]
+    assert (code, json.loads(told)) == (0, ParallelConfig.json_schema())
+    code, told, _ = without_extra["plan own_models:make tp=2 --json"]
+    assert (code, json.loads(told)["axes"]) == (0, {"tp": 2})
+    code, told, _ = without_extra["inspect small.ckpt --json"]
+    assert (code, json.loads(told)["tensors"]) == (0, {"weight": [[2], "float32"]})
+    assert without_extra["convert small.ckpt parts.ckpt"] == [0, "", ""]
+    assert without_extra["plan --help"][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("plan own_models:make tp=2", "the table needs rich"),
+        ("inspect small.ckpt", "the table needs rich"),
+        ("convert small.ckpt more.ckpt --dry-run", "the table needs rich"),
+        (f"plan {CONFIG[1]}", "a YAML file with a model needs jsonargparse"),
+    ],
+)
+def test_what_needs_the_extra_within_them_names_it(without_extra, line, what):
+    says = f"error: {what}: pip install 'lightning-seqpar[cli]'\ntip: seqpar {line.split()[0]} --help\n"
+    assert without_extra[line] == [2, "", says]
 
 
 def test_the_saved_configuration_is_read_back(tmp_path):

@@ -82,8 +82,8 @@ def test_numbers_within_objects_go_along(tmp_path, saved):
 def test_what_is_in_it(saved):
     parts, plain = inspect_checkpoint(saved / "parts.ckpt"), inspect_checkpoint(saved / "plain" / "step=3.ckpt")
     assert (parts.form, plain.form) == ("sharded", "single")
-    assert parts.told["topology"]["tp"] == 2
-    assert parts.told["global_step"] == plain.told["global_step"] == 3
+    assert parts.origin["topology"]["tp"] == 2
+    assert parts.origin["global_step"] == plain.origin["global_step"] == 3
     assert parts.parameters == plain.parameters == sum(p.numel() for p in models.GPT().parameters())
     assert parts.tied == plain.tied == {"model.head.weight": "model.tokens.weight"}
     assert parts.model_bytes == 2 * plain.model_bytes == 8 * parts.parameters

@@ -138,4 +138,17 @@ def test_the_engine_sees_a_difference():
 def test_two_empty_traces_are_not_equal_but_refused():
     with pytest.raises(ValueError, match="both traces are empty: no step was recorded"):
         compare(Trace(), Trace())
-    assert not compare(Trace(losses=[1.0]), Trace()).ok
+
+
+def test_one_trace_without_losses_is_refused_and_named():
+    ours = Trace([1.0, 2.0], {"w": torch.tensor([3.0, 4.0])}, 5.0, {"w": torch.ones(2)})
+    for empty in (Trace(), Trace(weights=ours.weights)):
+        with pytest.raises(
+            ValueError, match="the candidate trace has no losses and the other has 2: no step of that run"
+        ):
+            compare(ours, empty)
+        with pytest.raises(ValueError, match="the reference trace has no losses and the other has 2"):
+            compare(empty, ours)
+    # Neither has losses: what there is gets compared.
+    assert compare(Trace(weights=ours.weights), Trace(weights=ours.weights)).ok
+    assert not compare(Trace(weights=ours.weights), Trace(weights={"w": torch.zeros(2)})).ok

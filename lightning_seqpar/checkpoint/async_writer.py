@@ -1,4 +1,4 @@
-"""Writing that goes on while training does: one thread of this rank, one piece of work after the other."""
+"""Writing a checkpoint in a thread of its own while training goes on."""
 
 from __future__ import annotations
 
@@ -12,26 +12,38 @@ from lightning_seqpar.checkpoint.atomic_files import SaveError
 
 
 class Background:
-    """One checkpoint at a time, and what waits for it.
+    """A thread that writes one checkpoint at a time, and then does what must wait until that is complete.
 
-    The same calls must come on every rank in the same order: the work is collective, over a group that nothing else uses.
+    Writing is collective, over a process group that nothing else uses. So every rank must make the same calls of this object
+    in the same order.
+
+    Attributes:
+        path: the checkpoint that is being written; None if there is none.
     """
 
     def __init__(self) -> None:
-        self.path: Path | None = None  # of what is being written
+        self.path: Path | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._saving: Future[None] | None = None
         self._waiting: list[Future[None]] = []
 
     def start(self, path: Path, write: Callable[[], None]) -> None:
-        """Write a checkpoint; the one before must have been awaited."""
+        """Begin to write a checkpoint; :meth:`wait` must have been called for the one before.
+
+        Args:
+            path: where it is written.
+            write: writes it; called in the thread.
+        """
         assert self._saving is None
         self.path = path
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lightning_seqpar-save")
-        self._saving = self._thread.submit(_warned, write)
+        self._saving = self._thread.submit(_write_or_warn, write)
 
     def afterwards(self, work: Callable[[], None]) -> None:
-        """Do ``work`` (remove an older checkpoint) when the one under way is whole; never if it fails. At once if there is none."""
+        """Do something, such as removing an older checkpoint, once the one that is being written is complete.
+
+        It is done at once if none is being written, and never if writing fails.
+        """
         saving = self._saving
         if saving is None or self._thread is None:
             work()
@@ -39,7 +51,7 @@ class Background:
             self._waiting.append(self._thread.submit(lambda: None if saving.exception() else work()))
 
     def wait(self) -> None:
-        """Wait for all of it.
+        """Wait until the checkpoint is written and all that came after it is done.
 
         Raises:
             SaveError: on every rank, if the checkpoint could not be written.
@@ -50,13 +62,14 @@ class Background:
             future.result()
 
     def close(self) -> None:
-        """Let the thread go; what it has begun it ends."""
+        """End the thread as soon as it has finished what it began."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
             self._thread = None
 
 
-def _warned(write: Callable[[], None]) -> None:
+def _write_or_warn(write: Callable[[], None]) -> None:
+    """Write; if that fails, warn at once, and raise, for :meth:`Background.wait`."""
     try:
         write()
     except SaveError as error:

@@ -1,4 +1,8 @@
-"""Checkpoints that are whole or not there: written beside their name, synced, renamed; an error of one rank is one of all."""
+"""Checkpoints that are either complete or not there at all, and errors that all ranks see.
+
+A checkpoint is written under a name beside its own, synced to the disk, and only then renamed. An error of one rank is
+raised on all of them.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +21,29 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch.distributed import ProcessGroup
 
 UNFINISHED = ".unfinished"
-"""What is added to a checkpoint's name until it is whole."""
+"""Suffix of a checkpoint's name until it is complete."""
 REPLACED = ".replaced"
-"""What is added to the name of a folder that is being replaced by a new one of its name."""
-
+"""Suffix of the name of a folder while a new one takes its name."""
+MARKER = "seqpar.json"
+"""The file that is written last into a folder; a folder without it is not complete."""
 
 T = TypeVar("T")
 
 
-MARKER = "seqpar.json"
-"""Written last into a folder; one without it is not whole."""
-
-
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; what stood under its name before is still there."""
+    """A checkpoint could not be written; one that had its name before is still there."""
 
 
-def beside(path: Path, end: str) -> Path:
-    """A name next to ``path``."""
-    return path.with_name(path.name + end)
+def beside(path: Path, suffix: str) -> Path:
+    """The path in the same folder whose name has ``suffix`` added."""
+    return path.with_name(path.name + suffix)
 
 
 def clear_away(path: Path) -> None:
-    """Remove what is there; of a folder the marker first, so that what is left of it is never taken for a whole one."""
+    """Remove a file or a folder, if it is there.
+
+    Of a folder the marker goes first: if removing is interrupted, the rest is not taken for a complete checkpoint.
+    """
     if path.is_dir() and not path.is_symlink():
         (path / MARKER).unlink(missing_ok=True)
         shutil.rmtree(path)
@@ -48,7 +52,7 @@ def clear_away(path: Path) -> None:
 
 
 def local_path(path: Any) -> Path | None:
-    """The path in this file system; none for one of another (``memory://``, ``s3://``)."""
+    """The path, or that of a ``file://`` URL; None for a URL of another file system (``memory://``, ``s3://``)."""
     parts = urlsplit(str(path))
     if parts.scheme == "file":
         return Path(unquote(parts.path))
@@ -56,7 +60,12 @@ def local_path(path: Any) -> Path | None:
 
 
 def write_synced(path: Path, write: Callable[[Any], None]) -> None:
-    """Write a file by ``write(file)``, and wait until the disk has it."""
+    """Write a file and wait until it is on the disk.
+
+    Args:
+        path: the file.
+        write: called with the open binary file; writes what belongs in it.
+    """
     with path.open("wb") as file:
         write(file)
         file.flush()
@@ -64,7 +73,7 @@ def write_synced(path: Path, write: Callable[[Any], None]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the disk has the names in a folder."""
+    """Wait until the names of the files in a folder are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -73,54 +82,67 @@ def sync_folder(path: Path) -> None:
 
 
 def on_first_rank(work: Callable[[], Any], group: ProcessGroup, what: str) -> None:
-    """Do ``work`` on the group's first rank, while the others wait; collective.
+    """Do something on the group's first rank alone, while the others wait. Collective.
+
+    Args:
+        work: what is done.
+        group: the ranks that wait for it.
+        what: the beginning of the error message: what could not be done.
 
     Raises:
-        SaveError: on every rank, beginning with ``what``, if it raised.
+        SaveError: on every rank, if ``work`` raised.
     """
-    told: list[Any] = [None]
+    message: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
             work()
-        except Exception as error:  # the others wait for an answer
-            told[0] = f"{what}: {told_of(error)}"
-    dist.broadcast_object_list(told, src=dist.get_process_group_ranks(group)[0], group=group)
-    if told[0] is not None:
-        raise SaveError(told[0])
+        except Exception as error:  # the other ranks must hear of it before this one raises
+            message[0] = f"{what}: {describe_error(error)}"
+    dist.broadcast_object_list(message, src=dist.get_process_group_ranks(group)[0], group=group)
+    if message[0] is not None:
+        raise SaveError(message[0])
 
 
 def on_every_rank(work: Callable[[], T], group: ProcessGroup, what: str) -> T:
-    """Do ``work`` on every rank; if it fails on one, it fails on all; collective.
+    """Do something on every rank; if it fails on one rank, it fails on all. Collective.
+
+    Args:
+        work: what is done.
+        group: the ranks that do it.
+        what: the beginning of the error message: what could not be done.
+
+    Returns:
+        What ``work`` returned on this rank.
 
     Raises:
-        Exception: its own, where it raised.
-        ValueError: elsewhere, beginning with ``what`` and naming the rank.
+        Exception: what ``work`` raised on this rank.
+        ValueError: on the ranks where it raised nothing, naming a rank where it did.
     """
     failed: Exception | None = None
     try:
-        done = work()
-    except Exception as error:  # the others wait for an answer
+        result = work()
+    except Exception as error:  # the other ranks must hear of it before this one raises
         failed = error
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, None if failed is None else told_of(failed), group=group)
+    errors: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, None if failed is None else describe_error(failed), group=group)
     if failed is not None:
         raise failed
-    for rank, one in enumerate(told):
-        if one is not None:
-            raise ValueError(f"{what}: rank {dist.get_process_group_ranks(group)[rank]}: {one}")
-    return done
+    for rank, error_of_rank in enumerate(errors):
+        if error_of_rank is not None:
+            raise ValueError(f"{what}: rank {dist.get_process_group_ranks(group)[rank]}: {error_of_rank}")
+    return result
 
 
-def told_of(error: BaseException) -> str:
-    """An error in words: that of the system (a full disk) where it lies behind another one."""
-    at: BaseException | None = error
-    while at is not None and not isinstance(at, OSError):
-        at = at.__cause__ or at.__context__
-    return str(at) if at is not None else f"{type(error).__name__}: {error}"
+def describe_error(error: BaseException) -> str:
+    """The message of an error; if an error of the system (a full disk) caused it, the message of that one."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return str(cause) if cause is not None else f"{type(error).__name__}: {error}"
 
 
 def missing(path: Path) -> ValueError:
-    """What to say where no checkpoint is, and what may be there instead."""
+    """The error for a checkpoint that is not there; it names what an interrupted run may have left beside it."""
     hint = ""
     if beside(path, UNFINISHED).exists():
         hint = f"; {beside(path, UNFINISHED)} is one that was being written when its run ended, so go on from the one before"
@@ -130,10 +152,17 @@ def missing(path: Path) -> ValueError:
 
 
 class WholeFileIO(TorchCheckpointIO):
-    """Lightning's files, renamed when they are whole; other file systems as Lightning writes them."""
+    """Lightning's writing and reading of checkpoint files, with files that are renamed when they are complete.
+
+    On other file systems than the local one files are written as Lightning writes them.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write beside the name, straight to the disk, and rename."""
+        """Write a file under another name, wait until it is on the disk, and rename it.
+
+        Raises:
+            IsADirectoryError: if the path is a folder.
+        """
         place = local_path(path)
         if place is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -141,14 +170,14 @@ class WholeFileIO(TorchCheckpointIO):
         if place.is_dir() and not place.is_symlink():
             raise IsADirectoryError(f"{place} is a folder (a sharded checkpoint?), and a file is to be written there")
         place.parent.mkdir(parents=True, exist_ok=True)
-        if beside(place, UNFINISHED).is_dir():  # of a run that was killed, which wrote in parts
+        if beside(place, UNFINISHED).is_dir():  # left by a run that was killed while it wrote a sharded checkpoint
             clear_away(beside(place, UNFINISHED))
         write_synced(beside(place, UNFINISHED), lambda file: torch.save(checkpoint, file))
         beside(place, UNFINISHED).replace(place)
         sync_folder(place.parent)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file; of a local one the tensors' pages come when they are touched, so that a rank reads its parts alone.
+        """Read a file. A local one is mapped into memory, so that a rank reads only the parts of tensors that it uses.
 
         Raises:
             ValueError: if it is missing or damaged.
@@ -157,15 +186,15 @@ class WholeFileIO(TorchCheckpointIO):
         if place is not None and not place.exists():
             raise missing(place)
         kwargs = {} if map_location is None else {"map_location": map_location}
-        found: dict[str, Any]
+        checkpoint: dict[str, Any]
         try:
             if place is not None and zipfile.is_zipfile(place):
-                found = torch.load(place, mmap=True, weights_only=weights_only, map_location=map_location or "cpu")
+                checkpoint = torch.load(place, mmap=True, weights_only=weights_only, map_location=map_location or "cpu")
             else:
-                found = super().load_checkpoint(path, weights_only=weights_only, **kwargs)
+                checkpoint = super().load_checkpoint(path, weights_only=weights_only, **kwargs)
         except pickle.UnpicklingError:
-            raise  # its own words tell of weights_only
+            raise  # its message explains weights_only
         except (EOFError, RuntimeError) as error:
-            told = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"{path}: it can't be read ({told}); it is damaged, or no checkpoint") from None
-        return found
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"{path}: it can't be read ({reason}); it is damaged, or no checkpoint") from None
+        return checkpoint

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and one form of it out of another, tensor by tensor."""
+"""Listing what is in a checkpoint, and converting one from one form to another, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -43,18 +43,18 @@ class Contents:
     Attributes:
         path: where it is.
         form: ``single`` (one file), ``sharded`` (a folder) or ``safetensors`` (Hugging Face's folder).
-        model_bytes: of the model's tensors, tied ones once.
-        optimizer_bytes: of the optimizers' tensors.
-        told: who wrote it: version, topology, epoch, global_step; what is known.
-        tensors: shape and type of each tensor of the model, by name.
-        moments: shape and type of each tensor of the optimizers, by its place.
-        tied: names that stand for the tensor of another name.
+        origin: what is known of the run that wrote it, of: version, topology, epoch, global_step.
+        tensors: shape and dtype of each tensor of the model, by name.
+        moments: shape and dtype of each tensor of the optimizers, by its path in the checkpoint.
+        tied: of each name whose tensor has another name too, that first name.
         other: the checkpoint's other keys.
+        model_bytes: bytes of the model's tensors, of which tied ones count once.
+        optimizer_bytes: bytes of the optimizers' tensors.
     """
 
     path: Path
     form: Form
-    told: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, tuple[list[int], str]] = field(default_factory=dict)
     moments: dict[str, tuple[list[int], str]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
@@ -64,44 +64,44 @@ class Contents:
 
     @property
     def parameters(self) -> int:
-        """Numbers in the model's tensors."""
+        """How many numbers the model's tensors hold; tied ones count once."""
         return sum(torch.Size(shape).numel() for name, (shape, _) in self.tensors.items() if name not in self.tied)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """All fields as plain data, for JSON."""
         return {
-            "path": str(self.path), "form": self.form, "complete": True, **self.told, "parameters": self.parameters,
+            "path": str(self.path), "form": self.form, "complete": True, **self.origin, "parameters": self.parameters,
             "model_bytes": self.model_bytes, "optimizer_bytes": self.optimizer_bytes, "tensors": self.tensors,
             "moments": self.moments, "tied": self.tied, "other": self.other,
         }  # fmt: skip
 
 
 class Source:
-    """A checkpoint whose tensors are read when they are asked for.
+    """A checkpoint whose tensors are read one at a time.
 
     Attributes:
         path: where it is.
         form: its form.
-        tree: the checkpoint, with tensors that :meth:`read` reads.
-        told: who wrote it; what is known.
+        tree: the checkpoint; its tensors may be meta tensors, which :meth:`read` reads.
+        origin: what is known of the run that wrote it.
     """
 
     path: Path
     form: Form
     tree: dict[str, Any]
-    told: dict[str, Any]
+    origin: dict[str, Any]
 
     def read(self, value: Tensor) -> Tensor:
-        """One of the tree's tensors."""
+        """Read a tensor of :attr:`tree`; returns it with its numbers."""
         return value
 
     def fill(self, value: Tensor, target: Tensor) -> None:
-        """Copy one of the tree's tensors into memory that is there."""
+        """Read a tensor of :attr:`tree` into another tensor of its shape."""
         target.copy_(self.read(value))
 
 
 class _File(Source):
-    """One ``.ckpt``: its pages are read as they are touched."""
+    """A checkpoint that is one file. It is mapped into memory, so that only what is used gets read."""
 
     form: Form = "single"
 
@@ -109,18 +109,18 @@ class _File(Source):
         if not path.exists():
             raise missing(path)
         self.path, self.tree = path, _load_file(path, trust=trust)
-        self.told = {key: self.tree[key] for key in ("epoch", "global_step") if key in self.tree}
+        self.origin = {key: self.tree[key] for key in ("epoch", "global_step") if key in self.tree}
 
 
 class _Folder(Source):
-    """A folder in parts."""
+    """A sharded checkpoint."""
 
     form: Form = "sharded"
 
     def __init__(self, path: Path, *, trust: bool) -> None:
         self.opened = Opened(path, weights_only=not trust)
         self.path, self.tree = path, self.opened.checkpoint
-        self.told = {key: value for key, value in self.opened.folder.told.items() if key != "format"}
+        self.origin = {key: value for key, value in self.opened.folder.marker.items() if key != "format"}
 
     def read(self, value: Tensor) -> Tensor:
         if self.opened.key_of(value) is None:
@@ -137,11 +137,11 @@ class _Folder(Source):
 
 
 def open_source(path: str | Path, *, trust: bool = False) -> Source:
-    """A checkpoint of either form.
+    """Open a checkpoint of either of this package's forms.
 
     Args:
-        path: a file, or a folder of the sharded form.
-        trust: read objects that are no tensors or plain data, whose pickles may run code.
+        path: a file, or the folder of a sharded checkpoint.
+        trust: whether to read objects that are neither tensors nor plain data; their pickles may run code.
 
     Raises:
         ValueError: if it is missing, damaged or unfinished.
@@ -151,30 +151,34 @@ def open_source(path: str | Path, *, trust: bool = False) -> Source:
 
 
 def _load_file(path: Path, *, trust: bool) -> dict[str, Any]:
+    """Map a file into memory and check that it is a checkpoint; raises ValueError if not."""
     try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
     except Exception as error:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         hint = "" if trust else "; if it holds objects of yours and you trust who wrote it, add --trust"
-        raise ValueError(f"{path}: it can't be read ({told}){hint}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
+        raise ValueError(f"{path}: it can't be read ({reason}){hint}") from None
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise ValueError(f"{path}: it is no checkpoint of Lightning's (no state_dict in it)")
-    return found
+    return checkpoint
 
 
 def identity(tensor: Tensor) -> Any:
-    """What tied tensors share: one object where a folder holds the numbers, else the place in memory."""
+    """A value that two tensors have in common if they are tied.
+
+    Tied meta tensors are one object; others are tied if they are the same view of the same memory.
+    """
     if tensor.is_meta:
         return id(tensor)
     return storage_id(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
 def inspect_checkpoint(path: str | Path, *, trust: bool = False) -> Contents:
-    """What a checkpoint holds; its tensors are not read.
+    """List what a checkpoint holds, without reading its tensors.
 
     Args:
-        path: a file, or a folder of the sharded form.
-        trust: read objects that are no tensors or plain data, whose pickles may run code.
+        path: a file, or the folder of a sharded checkpoint.
+        trust: whether to read objects that are neither tensors nor plain data; their pickles may run code.
 
     Raises:
         ValueError: if it is missing, damaged or unfinished.
@@ -183,45 +187,45 @@ def inspect_checkpoint(path: str | Path, *, trust: bool = False) -> Contents:
 
 
 def contents_of(source: Source) -> Contents:
-    """What a checkpoint holds; its tensors are not read."""
-    found = Contents(source.path, source.form, source.told)
-    first: dict[Any, str] = {}
+    """List what an open checkpoint holds, without reading its tensors."""
+    contents = Contents(source.path, source.form, source.origin)
+    first_names: dict[Any, str] = {}  # by identity of the tensor
 
     def note(key: str, leaf: Any) -> Any:
         top, _, name = key.partition("/")
         if isinstance(leaf, Tensor) and top in ("state_dict", "optimizer_states"):
-            told = list(leaf.shape), str(leaf.dtype).removeprefix("torch.")
+            shape_and_dtype = list(leaf.shape), str(leaf.dtype).removeprefix("torch.")
             size = leaf.numel() * leaf.element_size()
             if top == "optimizer_states":
-                found.moments[name] = told
-                found.optimizer_bytes += size
+                contents.moments[name] = shape_and_dtype
+                contents.optimizer_bytes += size
                 return leaf
-            found.tensors[name] = told
-            one = identity(leaf)
-            if one in first:
-                found.tied[name] = first[one]
+            contents.tensors[name] = shape_and_dtype
+            tensor_id = identity(leaf)
+            if tensor_id in first_names:
+                contents.tied[name] = first_names[tensor_id]
             else:
-                found.model_bytes += size
-            first.setdefault(one, name)
+                contents.model_bytes += size
+            first_names.setdefault(tensor_id, name)
         return leaf
 
     walk(source.tree, note)
-    found.other = [key for key in source.tree if key not in ("state_dict", "optimizer_states")]
-    return found
+    contents.other = [key for key in source.tree if key not in ("state_dict", "optimizer_states")]
+    return contents
 
 
 def write_checkpoint(
     source: Source, target: Path, form: Form, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Write a checkpoint in a form of ours.
+    """Write a checkpoint in one of this package's two forms.
 
-    Tensors go over one by one: no more than the largest is held.
+    Tensors are copied one by one, so that no more than the largest is in memory.
 
     Args:
-        source: what is read.
-        target: what is written; it must not be there.
+        source: the checkpoint that is read.
+        target: where it is written; nothing may be there.
         form: ``single`` or ``sharded``.
-        progress: called with the bytes that are written and those that will be.
+        progress: called with the bytes that are written and the bytes of all.
 
     Raises:
         ValueError: if the target is there.
@@ -231,19 +235,47 @@ def write_checkpoint(
 
 
 def check_free(target: Path) -> None:
-    """Nothing is written over.
+    """Check that nothing would be overwritten.
 
     Raises:
-        ValueError: if something is there.
+        ValueError: if the target exists.
     """
     if target.exists():
         raise ValueError(f"{target}: it is there already; remove it, or write elsewhere")
 
 
 def _to_file(source: Source, target: Path, progress: Callable[[int, int], None]) -> None:
-    """First the file with holes for its numbers, then the numbers, into the mapped file."""
+    """Write the single form: a file with space for all numbers, which is then mapped into memory and filled."""
     unfinished = beside(target, UNFINISHED)
     target.parent.mkdir(parents=True, exist_ok=True)
+    within = _write_empty_file(source, target, unfinished)
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        mapped = torch.load(unfinished, map_location="cpu", mmap=True, weights_only=False)
+    places: dict[str, Tensor] = {}
+    walk(mapped, lambda key, leaf: places.setdefault(key, leaf) if isinstance(leaf, Tensor) else leaf)
+    _fill_within(within, mapped, places, target, unfinished)
+    tensors: dict[str, Tensor] = {}
+    walk(source.tree, lambda key, leaf: tensors.setdefault(key, leaf) if isinstance(leaf, Tensor) else leaf)
+    total, done = sum(value.numel() * value.element_size() for value in tensors.values()), 0
+    for key, value in tensors.items():
+        source.fill(value, places[key])
+        done += value.numel() * value.element_size()
+        progress(done, total)
+    with unfinished.open("rb+") as file:
+        os.fsync(file.fileno())
+    unfinished.replace(target)
+    sync_folder(target.parent)
+
+
+def _write_empty_file(source: Source, target: Path, unfinished: Path) -> list[Tensor]:
+    """Write a checkpoint's file with space for the numbers of its tensors, but without the numbers.
+
+    Returns:
+        The tensors within objects, which :func:`walk` does not find.
+
+    Raises:
+        ValueError: if one of those is not strided.
+    """
     stand_ins: dict[int, Tensor] = {}
     with FakeTensorMode():
 
@@ -254,19 +286,33 @@ def _to_file(source: Source, target: Path, progress: Callable[[int, int], None])
                 stand_ins[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
             return stand_ins[id(leaf)]
 
-        holes = walk(source.tree, stand_in)
-    within = _Within(stand_ins.values()).of(holes)
+        tree = walk(source.tree, stand_in)
+    within = _Within(stand_ins.values()).of(tree)
     if odd := next((tensor for tensor in within if tensor.layout != torch.strided), None):
         raise ValueError(
             f"{target}: the checkpoint holds a tensor of layout {odd.layout} within an object; convert it to the sharded form, or "
             "take it out"
         )
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(holes, unfinished)
-    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-        mapped = torch.load(unfinished, map_location="cpu", mmap=True, weights_only=False)
-    places: dict[str, Tensor] = {}
-    walk(mapped, lambda key, leaf: places.setdefault(key, leaf) if isinstance(leaf, Tensor) else leaf)
+        torch.save(tree, unfinished)
+    return within
+
+
+def _fill_within(
+    within: list[Tensor], mapped: Any, places: Mapping[str, Tensor], target: Path, unfinished: Path
+) -> None:
+    """Copy the numbers of tensors within objects into the mapped file, and check that all of them arrived.
+
+    Args:
+        within: those tensors, of the source.
+        mapped: the checkpoint in the mapped file.
+        places: the other tensors of the mapped file.
+        target: the checkpoint's name, for the error.
+        unfinished: the file, which is removed if something is missing.
+
+    Raises:
+        ValueError: if the file has other such tensors than the source.
+    """
     for value, place in zip(within, _Within(places.values()).of(mapped), strict=False):
         if place.untyped_storage().nbytes() == value.untyped_storage().nbytes():
             place.untyped_storage().copy_(value.untyped_storage())
@@ -277,54 +323,50 @@ def _to_file(source: Source, target: Path, progress: Callable[[int, int], None])
             f"{target}: the checkpoint holds tensors within objects that can't be written one by one (in a set, sparse, or made "
             "where they are pickled); convert it to the sharded form, or take them out"
         )
-    whole: dict[str, Tensor] = {}
-    walk(source.tree, lambda key, leaf: whole.setdefault(key, leaf) if isinstance(leaf, Tensor) else leaf)
-    total, done = sum(value.numel() * value.element_size() for value in whole.values()), 0
-    for key, value in whole.items():
-        source.fill(value, places[key])
-        done += value.numel() * value.element_size()
-        progress(done, total)
-    with unfinished.open("rb+") as file:
-        os.fsync(file.fileno())
-    unfinished.replace(target)
-    sync_folder(target.parent)
 
 
 class _Within(pickle.Pickler):
-    """Finds tensors in objects that are no plain containers (modules, dataclasses), in the order in which they are pickled.
+    """Finds tensors within objects that :func:`walk` does not look into (modules, dataclasses).
+
+    They are found in the order in which they are pickled, which is the same in a checkpoint that was saved and loaded.
 
     Args:
-        known: those that are found anyway.
+        known: the tensors that :func:`walk` finds.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__(io.BytesIO())
-        self._found: dict[int, Tensor] = {}
+        self._tensors: dict[int, Tensor] = {}
         self._known = {id(tensor) for tensor in known}
 
     def persistent_id(self, thing: Any) -> int | None:
-        """Of a tensor, which is not looked into."""
+        """An id for a tensor, so that its numbers are not pickled; None for any other object."""
         if not isinstance(thing, Tensor):
             return None
         if id(thing) not in self._known:
-            self._found[id(thing)] = thing
+            self._tensors[id(thing)] = thing
         return id(thing)
 
     def of(self, tree: Any) -> list[Tensor]:
-        """Those of a checkpoint."""
+        """The tensors within objects of a checkpoint, without those that are known."""
         self.dump(tree)
-        return [*self._found.values()]
+        return [*self._tensors.values()]
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits (a NaN equals itself)."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    return torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (one, other)))
+    return torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
-class _DeferWgrad(Part):
-    """A whole tensor that is read when it is written."""
+class _DeferredPart(Part):
+    """A whole tensor that is read from the source only when it is about to be written.
+
+    Args:
+        meta: a tensor of its shape and dtype.
+        read: reads it.
+    """
 
     def __init__(self, meta: Tensor, read: Callable[[], Tensor]) -> None:
         super().__init__(meta, None, 0, writes=True)
@@ -335,6 +377,7 @@ class _DeferWgrad(Part):
 
 
 def _to_folder(source: Source, target: Path, progress: Callable[[int, int], None]) -> None:
+    """Write the sharded form, as one process: all parts are whole tensors."""
     parts: dict[Any, Part] = {}
     done = 0
 
@@ -346,17 +389,17 @@ def _to_folder(source: Source, target: Path, progress: Callable[[int, int], None
 
     def part(key: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and key.partition("/")[0] in ("state_dict", "optimizer_states"):
-            return parts.setdefault(identity(leaf), _DeferWgrad(leaf, lambda: read(leaf)))
+            return parts.setdefault(identity(leaf), _DeferredPart(leaf, lambda: read(leaf)))
         return leaf
 
-    state, found = split_parts(walk(source.tree, part))
-    total = sum(one.local.numel() * one.local.element_size() for one in found.values())
+    state, deferred = split_parts(walk(source.tree, part))
+    total = sum(item.local.numel() * item.local.element_size() for item in deferred.values())
     begin_folder(target)
     try:
-        with warnings.catch_warnings():  # that it writes by itself, which is what it is told to do
+        with warnings.catch_warnings():  # torch warns that one process writes alone, which is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(
-                found,
+                deferred,
                 storage_writer=FileSystemWriter(beside(target, UNFINISHED)),
                 planner=SavingPlanner(),
                 no_dist=True,
@@ -364,6 +407,5 @@ def _to_folder(source: Source, target: Path, progress: Callable[[int, int], None
     except Exception:
         shutil.rmtree(beside(target, UNFINISHED), ignore_errors=True)
         raise
-    told = {"version": None, "topology": None, **source.told}
-    finish_folder(target, pack(state), told)
+    finish_folder(target, pack(state), {"version": None, "topology": None, **source.origin})
     progress(total, total)

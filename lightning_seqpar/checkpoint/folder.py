@@ -1,7 +1,7 @@
-"""Checkpoints in parts: a folder of which every rank writes and reads its own share, by torch's distributed checkpointing.
+"""Sharded checkpoints: a folder of which every rank writes and reads its own parts, by torch's distributed checkpointing.
 
-The tensors are canonical: original names, whole shapes, original order. What is no tensor (loops, callbacks, param groups)
-stands beside them in one small file.
+The tensors are those of the whole model: original names, whole shapes, original order. Everything else (loops, callbacks,
+param groups) is in one small file of the folder.
 """
 
 from __future__ import annotations
@@ -44,33 +44,34 @@ from lightning_seqpar.checkpoint.atomic_files import (
     SaveError,
     beside,
     clear_away,
+    describe_error,
     missing,
     on_first_rank,
     sync_folder,
-    told_of,
     write_synced,
 )
 from lightning_seqpar.layout.param_layout import ParamLayout
 
 STATE = "state.pt"
-"""The checkpoint, with meta tensors for what the ranks wrote."""
+"""The file of the checkpoint without numbers: a meta tensor takes the place of each tensor that the ranks wrote."""
 FORMAT = 1
+"""Version of the folder's layout, which its marker names."""
 
 K = TypeVar("K")
 
 
 class Part:
-    """What this rank holds of one whole tensor: a chunk for each range of indices.
+    """This rank's part of one whole tensor: a chunk for each range of indices.
 
     Args:
-        local: the rank's own tensor; the padding of a vocabulary, which no chunk names, included.
-        layout: how the whole is dealt out; none for a tensor that every rank holds whole.
+        local: the rank's own tensor; it may hold padding of a vocabulary, which is in no chunk.
+        layout: how the whole tensor is divided over tp; None for a tensor that every rank holds whole.
         rank: the tensor-parallel rank.
-        writes: whether this rank saves what it shares with others.
+        writes: whether this rank writes its part. What tp ranks hold alike, the first of them writes.
 
     Attributes:
-        local: the tensor.
-        shape: of the whole.
+        local: the rank's own tensor.
+        shape: the shape of the whole tensor.
     """
 
     def __init__(self, local: Tensor, layout: ParamLayout | None, rank: int, *, writes: bool) -> None:
@@ -81,25 +82,25 @@ class Part:
         if shard is None:
             self._chunks[torch.Size([0] * local.ndim)] = self.local, writes
             return
-        first, at = shard.is_first_holder(rank), 0
+        is_first_holder, local_start = shard.is_first_holder(rank), 0
         for start, stop in shard.ranges[rank]:
             if stop > start:
                 offsets = [0] * local.ndim
                 offsets[shard.dim] = start
-                piece = self.local.narrow(shard.dim, at, stop - start)
-                self._chunks[torch.Size(offsets)] = piece, writes and bool(first[at])
-                at += stop - start
+                chunk = self.local.narrow(shard.dim, local_start, stop - start)
+                self._chunks[torch.Size(offsets)] = chunk, writes and bool(is_first_holder[local_start])
+                local_start += stop - start
 
     def piece(self, offsets: torch.Size | None) -> Tensor:
-        """The chunk that begins at these whole indices; a view of :attr:`local`."""
+        """The chunk that begins at these indices of the whole tensor, a view of :attr:`local`."""
         return self._chunks[torch.Size([0] * self.local.ndim) if offsets is None else offsets][0]
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """Every chunk of this rank."""
+        """Where each chunk of this rank lies in the whole tensor."""
         return [ChunkStorageMetadata(offsets, piece.shape) for offsets, (piece, _) in self._chunks.items()]
 
     def frozen(self) -> Part:
-        """What this rank writes of it, copied to the CPU: training may go on meanwhile."""
+        """A copy on the CPU of what this rank writes, so that training may change the tensor in the meantime."""
         out = copy.copy(self)
         out._chunks = {
             offsets: (piece.to("cpu", copy=True), True) for offsets, (piece, writes) in self._chunks.items() if writes
@@ -108,37 +109,41 @@ class Part:
         return out
 
     def write_items(self, key: str) -> Iterator[WriteItem]:
-        """What this rank saves."""
+        """What this rank writes, as torch's distributed checkpointing asks for it.
+
+        Args:
+            key: the tensor's name in the checkpoint.
+        """
         for offsets, (piece, writes) in self._chunks.items():
             if writes:
                 chunk = ChunkStorageMetadata(offsets, piece.shape)
-                told = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.local), self.shape)
-                yield WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=told)
+                data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.local), self.shape)
+                yield WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 class SavingPlanner(DefaultSavePlanner):
-    """Writes parts."""
+    """Tells torch's distributed checkpointing to write a dict of :class:`Part` objects."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the parts by key."""
+        """Take over the parts, by their names in the checkpoint."""
         self.state_dict, self.is_coordinator = state_dict, is_coordinator
         self.flatten_state_dict = False
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank writes."""
+        """The chunks that this rank writes."""
         self.plan = SavePlan([item for key, part in self.state_dict.items() for item in part.write_items(key)])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The numbers of a chunk."""
-        found: Tensor = self.state_dict[index.fqn].piece(index.offset)
-        return found
+        """The tensor of a chunk."""
+        chunk: Tensor = self.state_dict[index.fqn].piece(index.offset)
+        return chunk
 
 
-class _Loading(DefaultLoadPlanner):
-    """Reads into parts."""
+class _LoadingPlanner(DefaultLoadPlanner):
+    """Tells torch's distributed checkpointing to read into a dict of :class:`Part` objects."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -149,21 +154,27 @@ class _Loading(DefaultLoadPlanner):
         assert self.metadata is not None
         items = []
         for key, part in self.state_dict.items():
-            found = self.metadata.state_dict_metadata[key]
-            assert isinstance(found, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(key, found, part.chunks())
+            metadata = self.metadata.state_dict_metadata[key]
+            assert isinstance(metadata, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(key, metadata, part.chunks())
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        found: Tensor = self.state_dict[index.fqn].piece(index.offset)
-        return found
+        chunk: Tensor = self.state_dict[index.fqn].piece(index.offset)
+        return chunk
 
 
 # ---- the tree of a checkpoint ------------------------------------------------------------------------------------
 
 
 def walk(tree: Any, visit: Callable[[str, Any], Any], key: str = "") -> Any:
-    """``tree`` with ``visit(path, leaf)`` in place of each leaf; containers that are no plain dict, list or tuple are leaves."""
+    """Copy nested plain dicts, lists and tuples, with other leaves.
+
+    Args:
+        tree: what is copied; containers of any other type are leaves.
+        visit: from the path of a leaf (keys and indices, joined by ``/``) and the leaf to what takes its place.
+        key: the path of ``tree`` itself, with ``/`` at its end.
+    """
     if type(tree) in (dict, OrderedDict):
         return type(tree)((name, walk(value, visit, f"{key}{name}/")) for name, value in tree.items())
     if type(tree) in (list, tuple):
@@ -172,25 +183,29 @@ def walk(tree: Any, visit: Callable[[str, Any], Any], key: str = "") -> Any:
 
 
 def own_memory(tree: Any) -> Any:
-    """``tree`` with copies of its tensors: what was read may lie in a file."""
+    """Copy a checkpoint with all its tensors, which may be mapped from a file."""
 
     def copied(_: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        made = leaf.detach().clone()
+        clone = leaf.detach().clone()
         return (
-            nn.Parameter(made, leaf.requires_grad)
+            nn.Parameter(clone, leaf.requires_grad)
             if isinstance(leaf, nn.Parameter)
-            else made.requires_grad_(leaf.requires_grad)
+            else clone.requires_grad_(leaf.requires_grad)
         )
 
     return walk(tree, copied)
 
 
 def split_parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Part]]:
-    """The checkpoint with meta tensors for its parts, and the parts by their place in it."""
+    """Separate a checkpoint into what ranks write together and the rest.
+
+    Returns:
+        The checkpoint with a meta tensor in place of each part, and the parts by their path in it.
+    """
     parts: dict[str, Part] = {}
-    stand_ins: dict[int, Tensor] = {}  # tied weights are one part, and stay one tensor
+    stand_ins: dict[int, Tensor] = {}  # by the id of a part: tied weights are one part, and stay one tensor
 
     def visit(key: str, leaf: Any) -> Any:
         if not isinstance(leaf, Part):
@@ -207,42 +222,50 @@ def split_parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def remove_folder(path: Path) -> None:
-    """Take a checkpoint's name away, then its marker, then its parts."""
-    going = beside(path, UNFINISHED)
-    clear_away(going)
-    path.rename(going)
-    clear_away(going)
+    """Remove a checkpoint: first its name, then its marker, then the rest, so that it never looks complete when it is not."""
+    removed = beside(path, UNFINISHED)
+    clear_away(removed)
+    path.rename(removed)
+    clear_away(removed)
 
 
 def begin_folder(path: Path) -> None:
-    """An empty folder beside the name; what a run that was killed left there goes.
+    """Make an empty folder beside a checkpoint's name; what an interrupted run left there is removed.
 
     Raises:
-        OSError: if it can't be made.
+        OSError: if the folder can't be made.
     """
     unfinished = beside(path, UNFINISHED)
     if path.is_file():
         raise FileExistsError(f"{path} is a file; a sharded checkpoint is a folder")
-    clear_away(unfinished)  # of a run that was killed
+    clear_away(unfinished)  # left by a run that was killed
     unfinished.mkdir(parents=True)
 
 
 def pack(state: Any) -> bytes:
-    """What is no tensor of the ranks, as the file has it."""
+    """The bytes of :data:`STATE`: the checkpoint without the tensors that ranks write."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
 
 
-def finish_folder(path: Path, state: bytes, told: Mapping[str, Any]) -> None:
-    """What is no tensor, then the marker, then the name: each waits until the disk has what is before it."""
+def finish_folder(path: Path, state: bytes, facts: Mapping[str, Any]) -> None:
+    """Complete a checkpoint whose tensors are written: write the rest, then the marker, and rename the folder.
+
+    Each step waits until the one before is on the disk.
+
+    Args:
+        path: the checkpoint.
+        state: what :func:`pack` returned.
+        facts: what the marker says of the run.
+    """
     unfinished, replaced = (beside(path, end) for end in (UNFINISHED, REPLACED))
     write_synced(unfinished / STATE, lambda file: file.write(state))
     write_synced(
-        unfinished / MARKER, lambda file: file.write(json.dumps({"format": FORMAT, **told}, indent=1).encode())
+        unfinished / MARKER, lambda file: file.write(json.dumps({"format": FORMAT, **facts}, indent=1).encode())
     )
     sync_folder(unfinished)
-    if path.is_symlink():  # save_last="link" of an earlier run: what it leads to stays
+    if path.is_symlink():  # made by an earlier run with save_last="link"; what it points to stays
         path.unlink()
     if path.exists():
         clear_away(replaced)
@@ -255,26 +278,28 @@ def finish_folder(path: Path, state: bytes, told: Mapping[str, Any]) -> None:
 def write_folder(
     path: Path,
     checkpoint: Mapping[str, Any],
-    told: Mapping[str, Any],
+    facts: Mapping[str, Any],
     group: ProcessGroup,
     later: ProcessGroup | None = None,
 ) -> Callable[[], None]:
-    """Begin a checkpoint whose tensors are parts; collective over ``group``.
+    """Begin a sharded checkpoint. Collective over ``group``.
 
-    It is written beside its name, and renamed when it is whole.
+    It is written under a name beside its own, and renamed when it is complete.
 
     Args:
-        path: the folder; one of that name is replaced.
-        checkpoint: Lightning's, with a :class:`Part` for each tensor that the ranks write.
-        told: what the marker says of the run.
+        path: the folder; one that is there is replaced.
+        checkpoint: Lightning's checkpoint, with a :class:`Part` for each tensor that the ranks write.
+        facts: what the marker says of the run.
         group: all ranks.
-        later: all ranks, for a write in a thread of its own: what it writes is copied to the CPU now.
+        later: a second group of all ranks, to write in another thread while training goes on: what is written is then
+            copied to the CPU at once.
 
     Returns:
-        What writes it; collective over ``later``, or else over ``group``. It raises :class:`~.files.SaveError` on every rank.
+        A function that writes and completes the checkpoint. It is collective over ``later``, or over ``group`` without one,
+        and raises :class:`~lightning_seqpar.checkpoint.atomic_files.SaveError` on every rank if that fails.
 
     Raises:
-        SaveError: on every rank.
+        SaveError: on every rank, if the folder can't be made.
     """
     state, parts = split_parts(checkpoint)
     packed: list[bytes] = []
@@ -285,14 +310,15 @@ def write_folder(
 
     on_first_rank(begin, group, f"the checkpoint {path} can't be begun")
     if later is None:
-        return lambda: _write(path, parts, packed, told, group)
+        return lambda: _write(path, parts, packed, facts, group)
     frozen = {key: part.frozen() for key, part in parts.items()}
-    return lambda: _write(path, frozen, packed, told, later)
+    return lambda: _write(path, frozen, packed, facts, later)
 
 
 def _write(
-    path: Path, parts: Mapping[str, Part], packed: Sequence[bytes], told: Mapping[str, Any], group: ProcessGroup
+    path: Path, parts: Mapping[str, Part], packed: Sequence[bytes], facts: Mapping[str, Any], group: ProcessGroup
 ) -> None:
+    """Write the parts of all ranks, and complete the checkpoint on the first. ``packed`` is empty on the others."""
     try:
         save(
             dict(parts),
@@ -301,25 +327,28 @@ def _write(
             process_group=group,
         )
     except CheckpointException as error:
-        causes = "; ".join(f"rank {rank}: {told_of(cause[0])}" for rank, cause in error.failures.items())
+        causes = "; ".join(f"rank {rank}: {describe_error(cause[0])}" for rank, cause in error.failures.items())
         raise SaveError(f"the checkpoint {path} can't be written: {causes}") from None
-    on_first_rank(lambda: finish_folder(path, packed[0], told), group, f"the checkpoint {path} can't be finished")
+    on_first_rank(lambda: finish_folder(path, packed[0], facts), group, f"the checkpoint {path} can't be finished")
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------
 
 
 class _Index(pickle.Unpickler):
-    """Reads the index of a folder, and nothing that could run code."""
+    """Reads the index that torch writes into a folder, a pickle, and refuses any class that is not part of an index.
+
+    Reading a pickle of arbitrary classes may run code.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class that an index is made of.
+        """The class of that name, if indexes are made of it.
 
         Raises:
-            UnpicklingError: for anything else.
+            UnpicklingError: for any other class.
         """
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
-            return PurePosixPath  # where the folder was written, on another system maybe
+            return PurePosixPath  # the index names the folder as it was called on the system that wrote it
         value = super().find_class(module, name) if "." not in name and module in self._MODULES else None
         plain = isinstance(value, torch.dtype) or value in (torch.Size, OrderedDict, _get_layout)
         if plain or (isinstance(value, type) and value.__module__ == module and module != "torch"):
@@ -336,7 +365,7 @@ class _Index(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """Reads with an index that was read already."""
+    """Reads the files of a folder with an index that was read before."""
 
     def __init__(self, path: Path, index: Metadata) -> None:
         super().__init__(path)
@@ -348,7 +377,11 @@ class _Reader(FileSystemReader):
 
 
 def find_folder(path: Path) -> Path:
-    """The folder, or what a run that was killed between two renames left of it whole: the new one, else the one before."""
+    """The folder of a checkpoint, wherever it is.
+
+    A run that was killed while one checkpoint replaced another may have left no folder of that name. Then it is the folder of
+    the new one, if that is complete, or that of the one before.
+    """
     if not path.exists():
         for end, what in ((UNFINISHED, "the new one"), (REPLACED, "the one before")):
             if (beside(path, end) / MARKER).is_file():
@@ -361,15 +394,15 @@ def find_folder(path: Path) -> Path:
 
 
 class Folder:
-    """A sharded checkpoint, to be read by any number of ranks; each reads for itself.
+    """A sharded checkpoint that is read. Reading is not collective, and any number of ranks may read.
 
     Args:
         path: the folder.
 
     Attributes:
         path: the folder.
-        told: what its marker says.
-        index: of its tensors.
+        marker: what its marker says: the format, and facts of the run that wrote it.
+        index: where each tensor's parts lie in its files.
 
     Raises:
         ValueError: if it is not whole, or not one of ours.
@@ -379,13 +412,13 @@ class Folder:
         self.path = find_folder(Path(path))
         self._check_there()
         try:
-            self.told: dict[str, Any] = json.loads((self.path / MARKER).read_text())
+            self.marker: dict[str, Any] = json.loads((self.path / MARKER).read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.path / MARKER}: it can't be read ({error}); the checkpoint is damaged") from None
-        if self.told.get("format") != FORMAT:
+        if self.marker.get("format") != FORMAT:
             raise ValueError(
-                f"{self.path}: written in format {self.told.get('format')!r}, and this version reads {FORMAT}; use the version "
-                f"of lightning_seqpar that wrote it ({self.told.get('version', 'unknown')})"
+                f"{self.path}: written in format {self.marker.get('format')!r}, and this version reads {FORMAT}; use the version "
+                f"of lightning_seqpar that wrote it ({self.marker.get('version', 'unknown')})"
             )
         try:
             with (self.path / ".metadata").open("rb") as file:
@@ -397,6 +430,7 @@ class Folder:
         self._check_files()
 
     def _check_there(self) -> None:
+        """Raise ValueError unless the folder is there and has its marker."""
         if (self.path / MARKER).is_file():
             return
         if self.path.is_dir():
@@ -406,60 +440,78 @@ class Folder:
         raise missing(self.path)
 
     def _check_files(self) -> None:
-        """Every file must be as long as the index says."""
+        """Raise ValueError unless every file is as long as the index says."""
         ends: dict[str, int] = {}
         for info in self.index.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, length in ends.items():
             file = self.path / name
-            found = file.stat().st_size if file.is_file() else None
-            if found is None or found < length:
-                what = "is missing" if found is None else f"holds {found} bytes of {length}"
+            size = file.stat().st_size if file.is_file() else None
+            if size is None or size < length:
+                what = "is missing" if size is None else f"holds {size} bytes of {length}"
                 raise ValueError(f"{file}: it {what}; the checkpoint is damaged")
 
     def state(self, *, weights_only: bool | None = None) -> dict[str, Any]:
-        """The checkpoint, with a meta tensor for each one that :meth:`read` reads; its place is its key."""
+        """The checkpoint with a meta tensor for each tensor that :meth:`read` reads, whose key is its path in it.
+
+        Args:
+            weights_only: as for ``torch.load``.
+
+        Raises:
+            ValueError: if the file is damaged.
+        """
         try:
-            found: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=weights_only)
+            state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=weights_only)
         except (OSError, EOFError, RuntimeError) as error:
             raise ValueError(f"{self.path / STATE}: it can't be read ({error}); the checkpoint is damaged") from None
-        return found
+        return state
 
     def read(self, parts: Mapping[str, Part]) -> None:
-        """Fill the parts from the files.
+        """Read parts of tensors from the files, into the memory of :attr:`Part.local`.
+
+        Args:
+            parts: what to read, by key.
 
         Raises:
             ValueError: for a tensor that is not there, or has another shape, and if the disk fails.
         """
         for key, part in parts.items():
-            found = self.index.state_dict_metadata.get(key)
-            if not isinstance(found, TensorStorageMetadata):
+            metadata = self.index.state_dict_metadata.get(key)
+            if not isinstance(metadata, TensorStorageMetadata):
                 raise ValueError(f"{self.path}: there is no tensor {key} in it")
-            if found.size != part.shape:
+            if metadata.size != part.shape:
                 raise ValueError(
-                    f"{key}: the checkpoint {self.path} holds {list(found.size)}, and the model has {list(part.shape)}; it belongs "
-                    "to another model or configuration"
+                    f"{key}: the checkpoint {self.path} holds {list(metadata.size)}, and the model has {list(part.shape)}; it "
+                    "belongs to another model or configuration"
                 )
         if parts:
-            with warnings.catch_warnings():  # that it reads for itself, which is what it is told to do
+            with warnings.catch_warnings():  # torch warns that each rank reads alone, which is intended
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 try:
-                    load(dict(parts), storage_reader=_Reader(self.path, self.index), planner=_Loading(), no_dist=True)
+                    load(
+                        dict(parts),
+                        storage_reader=_Reader(self.path, self.index),
+                        planner=_LoadingPlanner(),
+                        no_dist=True,
+                    )
                 except CheckpointException as error:
-                    told = "; ".join(told_of(cause[0]) for cause in error.failures.values())
-                    raise ValueError(f"{self.path}: a part can't be read: {told}") from None
+                    causes = "; ".join(describe_error(cause[0]) for cause in error.failures.values())
+                    raise ValueError(f"{self.path}: a part can't be read: {causes}") from None
 
 
 class Opened:
-    """A folder that is being restored: its checkpoint, as Lightning hands it around, and what its tensors stand for.
+    """A sharded checkpoint that is being restored.
+
+    Lightning gets a checkpoint of meta tensors and passes it around. This object knows which tensor of the folder each of
+    them takes the place of.
 
     Args:
         path: the folder.
-        weights_only: as ``torch.load`` has it, for what is no tensor.
+        weights_only: as for ``torch.load``, for everything that the ranks did not write in parts.
 
     Attributes:
-        folder: where the tensors are.
-        checkpoint: with meta tensors.
+        folder: the folder, from which tensors are read.
+        checkpoint: the checkpoint with meta tensors.
     """
 
     def __init__(self, path: str | Path, *, weights_only: bool | None = None) -> None:
@@ -469,17 +521,27 @@ class Opened:
         walk(self.checkpoint, self._note)
 
     def _note(self, key: str, leaf: Any) -> Any:
+        """Note the key of a meta tensor."""
         if isinstance(leaf, Tensor) and leaf.is_meta and id(leaf) not in self._keys:
             self._keys[id(leaf)] = leaf, key
         return leaf
 
     def key_of(self, value: object) -> str | None:
-        """The key of a tensor that is still in the folder."""
-        found = self._keys.get(id(value))
-        return None if found is None else found[1]
+        """The key of the tensor in the folder that a meta tensor takes the place of; None for anything else."""
+        noted = self._keys.get(id(value))
+        return None if noted is None else noted[1]
 
     def take(self, tensors: Mapping[K, Any], layouts: Mapping[K, ParamLayout | None], rank: int) -> dict[K, Any]:
-        """This rank's part of each of ``tensors`` (by any name) that is still in the folder; the others as they are."""
+        """Read this rank's parts of tensors.
+
+        Args:
+            tensors: meta tensors of :attr:`checkpoint`, by any names; anything else is returned as it is.
+            layouts: by the same names, how a tensor is divided over tp; a tensor without a layout is read whole.
+            rank: the tensor-parallel rank.
+
+        Raises:
+            ValueError: for a tensor of another shape than its layout has, naming it.
+        """
         out = dict(tensors)
         parts: dict[str, Part] = {}
         for name, value in tensors.items():
@@ -500,14 +562,19 @@ class Opened:
 
 
 class FolderTensors(Mapping[str, Tensor]):
-    """Tensors of a folder by name, each read whole when it is asked for."""
+    """A mapping from names to tensors of a folder, each of which is read whole on every access.
+
+    Args:
+        opened: the folder.
+        tensors: its meta tensors, by name.
+    """
 
     def __init__(self, opened: Opened, tensors: Mapping[str, Any]) -> None:
         self._opened, self._tensors = opened, tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        found: Tensor = self._opened.take({name: self._tensors[name]}, {}, 0)[name]
-        return found
+        tensor: Tensor = self._opened.take({name: self._tensors[name]}, {}, 0)[name]
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -1,4 +1,4 @@
-"""Checkpoints ↔ safetensors in Hugging Face's layout: what ``save_pretrained`` writes and ``from_pretrained`` reads."""
+"""Converting checkpoints to and from the folders of safetensors that Hugging Face's ``save_pretrained`` writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from lightning_seqpar.init.meta_weights import WeightFiles
 from lightning_seqpar.init.model_source import model_from_folder
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+"""Files of which such a folder has one: all weights, or the index of several files."""
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json", ".ckpt")
+"""Endings of files that hold weights, and are not copied from the folder that a model was made from."""
 
 
 def is_huggingface(path: Path) -> bool:
@@ -31,42 +33,44 @@ def is_huggingface(path: Path) -> bool:
     return path.is_dir() and not (path / MARKER).exists() and any((path / name).is_file() for name in WEIGHTS)
 
 
-def _prefix(given: str | None) -> str:
-    return f"{given.rstrip('.')}." if given else ""
+def _with_dot(prefix: str | None) -> str:
+    """The prefix as names of tensors begin with it: ``model`` → ``model.``; an empty one stays empty."""
+    return f"{prefix.rstrip('.')}." if prefix else ""
 
 
 # ---- from safetensors ----------------------------------------------------------------------------------------------
 
 
 class HuggingFaceSource(Source):
-    """A folder of ``save_pretrained``'s as a checkpoint of weights, whose tensors are read when they are asked for.
+    """A folder that ``save_pretrained`` wrote, as a checkpoint of weights whose tensors are read one at a time.
 
     Args:
         path: the folder.
-        prefix: under which attribute of the LightningModule the model stands (``model`` for ``self.model``).
+        prefix: the attribute of the LightningModule that holds the model (``model`` for ``self.model``).
 
     Raises:
-        ValueError: for a folder that holds no such model, or another one than its config says.
+        ValueError: if the folder holds no model, or another one than its config says.
     """
 
     form: Form = "safetensors"
 
     def __init__(self, path: Path, prefix: str | None) -> None:
         model: Any = model_from_folder(path)
-        self.path, self.told = path, {}
+        self.path, self.origin = path, {}
         try:
             self._files = WeightFiles(path, model)
             self._files.check()
         except ValueError as error:
             raise ValueError(str(error).removeprefix("weights_from: ")) from None
         own = model.state_dict(keep_vars=True)
-        first = {id(value): name for name, value in reversed(own.items()) if self._files.has(name)}
-        found = {
-            one: torch.empty(own[name].shape, dtype=self._files.dtype(name), device="meta")
-            for one, name in first.items()
+        # By the id of a parameter, the first of its names that is in the files: tied ones are one tensor.
+        first_names = {id(value): name for name, value in reversed(own.items()) if self._files.has(name)}
+        metas = {
+            parameter: torch.empty(own[name].shape, dtype=self._files.dtype(name), device="meta")
+            for parameter, name in first_names.items()
         }
-        self._names = {id(found[one]): name for one, name in first.items()}
-        state = {_prefix(prefix) + name: found[id(value)] for name, value in own.items() if id(value) in found}
+        self._names = {id(metas[parameter]): name for parameter, name in first_names.items()}
+        state = {_with_dot(prefix) + name: metas[id(value)] for name, value in own.items() if id(value) in metas}
         self.tree = {
             "epoch": 0,
             "global_step": 0,
@@ -75,13 +79,13 @@ class HuggingFaceSource(Source):
         }
 
     def read(self, value: Tensor) -> Tensor:
-        """One of the tree's tensors."""
+        """Read a tensor of :attr:`tree`; returns it with its numbers."""
         name = self._names.get(id(value))
         return value if name is None else self._files.read(name)
 
 
 def inspect_folder(path: Path) -> Contents:
-    """The tensors of a folder of ``save_pretrained``'s, by the names in its files.
+    """List the tensors of a folder that ``save_pretrained`` wrote, by the names in its files.
 
     Raises:
         ValueError: if a file is missing or damaged.
@@ -91,30 +95,30 @@ def inspect_folder(path: Path) -> Contents:
         files = WeightFiles(path, torch.nn.Module())
     except ValueError as error:
         raise ValueError(str(error).removeprefix("weights_from: ")) from None
-    found = Contents(path, "safetensors")
+    contents = Contents(path, "safetensors")
     for name, (shape, dtype) in files.contents().items():
-        found.tensors[name] = list(shape), str(dtype).removeprefix("torch.")
-        found.model_bytes += torch.Size(shape).numel() * dtype.itemsize
-    found.other = sorted(file.name for file in path.iterdir() if not file.name.endswith(".safetensors"))
-    return found
+        contents.tensors[name] = list(shape), str(dtype).removeprefix("torch.")
+        contents.model_bytes += torch.Size(shape).numel() * dtype.itemsize
+    contents.other = sorted(file.name for file in path.iterdir() if not file.name.endswith(".safetensors"))
+    return contents
 
 
 # ---- to safetensors ------------------------------------------------------------------------------------------------
 
 
 class HuggingFaceTarget:
-    """A checkpoint's model in Hugging Face's layout.
+    """Writes the model of a checkpoint as a folder that ``from_pretrained`` reads.
 
     Args:
         source: the checkpoint.
-        like: the folder that the model was made from: its ``config.json`` says what the tensors are called, and it is copied
-            with what stands beside it (tokenizer, generation config).
-        prefix: under which attribute of the LightningModule the model stands; none finds it.
-        max_shard_size: of a file, as ``save_pretrained`` has it.
+        like: the folder that the model was made from. Its ``config.json`` says what the tensors are called; that file and
+            the others that hold no weights (tokenizer, generation config) are copied.
+        prefix: the attribute of the LightningModule that holds the model; None to find it by the names of the tensors.
+        max_shard_size: the size of a file at most, as for ``save_pretrained``.
 
     Attributes:
-        tensors: shape and type of each tensor that is written, by its name in the files.
-        left_out: names of the checkpoint's that are no part of the model.
+        tensors: shape and dtype of each tensor that is written, by its name in the files.
+        left_out: names of tensors of the checkpoint that are no part of the model.
 
     Raises:
         ValueError: if the checkpoint does not hold this model, or the size can't be read.
@@ -142,12 +146,12 @@ class HuggingFaceTarget:
         self._check(own)
         groups = self._grouped([name for name in self._without_ties() if name not in ignored])
         self._metas = {
-            name: (torch.empty(value.shape, dtype=value.dtype, device="meta"), group)  # no view of a larger one
+            name: (torch.empty(value.shape, dtype=value.dtype, device="meta"), group)  # not a view of a larger tensor
             for group in groups
             for name, value in self._converted(group, meta=True).items()
         }
-        at_once = self._converted([name for group in groups for name in group], meta=True)
-        if set(at_once) != set(self._metas):
+        all_together = self._converted([name for group in groups for name in group], meta=True)
+        if set(all_together) != set(self._metas):
             raise ValueError(
                 f"{type(self._model).__name__}: its library names tensors by what other tensors there are, so they can't be "
                 "written one by one; use lightning_seqpar.unshard(model) and save_pretrained"
@@ -159,6 +163,7 @@ class HuggingFaceTarget:
         self._split = self._shards(max_shard_size)
 
     def _shards(self, max_shard_size: str | int) -> Any:
+        """Which tensors go into which file; raises ValueError for a size that can't be read."""
         from huggingface_hub import split_torch_state_dict_into_shards
 
         try:
@@ -174,31 +179,34 @@ class HuggingFaceTarget:
 
     @property
     def nbytes(self) -> int:
-        """Of all that is written."""
+        """Bytes of all tensors that are written."""
         return sum(_nbytes(value) for value, _ in self._metas.values())
 
     def _find_names(self, own: Mapping[str, Tensor], prefix: str | None) -> dict[str, str]:
-        """The checkpoint's name of each of the model's; one of a tied pair will do."""
+        """Find the name in the checkpoint of each tensor of the model. Of tied tensors the checkpoint needs to have one.
+
+        Args:
+            own: the tensors of the model, by the names of the library.
+            prefix: where the model is in the checkpoint; None to try all places.
+
+        Raises:
+            ValueError: if the checkpoint does not hold all of the model, or holds it in several places.
+        """
         tied: dict[int, list[str]] = defaultdict(list)
         for name, value in own.items():
             tied[id(value)].append(name)
 
         def under(start: str) -> dict[str, str]:
-            found = {}
+            """The names of those tensors of the model that the checkpoint has under a prefix."""
+            names_there = {}
             for names in tied.values():
                 there = [start + name for name in names if start + name in self._state]
-                found.update({name: start + name if start + name in there else there[0] for name in names if there})
-            return found
+                names_there.update(
+                    {name: start + name if start + name in there else there[0] for name in names if there}
+                )
+            return names_there
 
-        if prefix is not None:
-            starts = [_prefix(prefix)]
-        else:
-            ends = {name.rpartition(".")[2] for name in self._state}
-            last = [name for name in own if name.rpartition(".")[2] in ends]
-            starts = sorted({
-                key.removesuffix(name) for name in last[:50] for key in self._state
-                if key == name or key.endswith(f".{name}")
-            })  # fmt: skip
+        starts = self._prefixes(own) if prefix is None else [_with_dot(prefix)]
         whole = [start for start in starts if len(under(start)) == len(own)]
         if len(whole) > 1:
             raise ValueError(
@@ -222,13 +230,22 @@ class HuggingFaceTarget:
         self._start = whole[0]
         return under(self._start)
 
+    def _prefixes(self, own: Mapping[str, Tensor]) -> list[str]:
+        """Prefixes under which names of the checkpoint end like names of the model; some tensors of the model are enough."""
+        last_parts = {name.rpartition(".")[2] for name in self._state}
+        candidates = [name for name in own if name.rpartition(".")[2] in last_parts]
+        return sorted({
+            key.removesuffix(name) for name in candidates[:50] for key in self._state
+            if key == name or key.endswith(f".{name}")
+        })  # fmt: skip
+
     def _check(self, own: Mapping[str, Tensor]) -> None:
-        """The shapes are the model's, and nothing under its prefix is not."""
+        """Raise ValueError unless shapes are the model's, and everything under its prefix belongs to it; set ``left_out``."""
         for name, value in own.items():
-            found = self._state[self._names[name]]
-            if found.shape != value.shape:
+            saved = self._state[self._names[name]]
+            if saved.shape != value.shape:
                 raise ValueError(
-                    f"{self._names[name]}: the checkpoint {self._source.path} holds {list(found.shape)}, and the model of "
+                    f"{self._names[name]}: the checkpoint {self._source.path} holds {list(saved.shape)}, and the model of "
                     f"{self._like / 'config.json'} has {list(value.shape)}; change that config to what was trained"
                 )
         known = {self._start + name for name in self._model.state_dict()}
@@ -241,39 +258,58 @@ class HuggingFaceTarget:
         self.left_out = [name for name in self._state if name not in known]
 
     def _without_ties(self) -> list[str]:
-        """The names that the library writes: of tied tensors one, whose numbers must be those of the others."""
+        """The names that the library writes: of tied tensors one alone.
+
+        Raises:
+            ValueError: if the tensors of the checkpoint that it leaves out have other values.
+        """
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
         own = self._model.state_dict(keep_vars=True)
         kept: dict[str, Tensor] = remove_tied_weights_from_state_dict(dict(self._model.state_dict()), self._model)
-        first = {id(own[name]): name for name in kept}
+        kept_names = {id(own[name]): name for name in kept}
         for name in set(self._names) - set(kept):
-            one, other = (self._state[self._names[key]] for key in (first[id(own[name])], name))
-            if identity(one) != identity(other) and not torch.equal(self._source.read(one), self._source.read(other)):
+            kept_name = kept_names[id(own[name])]
+            written, left_out = (self._state[self._names[key]] for key in (kept_name, name))
+            if identity(written) != identity(left_out) and not torch.equal(
+                self._source.read(written), self._source.read(left_out)
+            ):
                 raise ValueError(
-                    f"{self._source.path}: {self._names[name]} and {self._names[first[id(own[name])]]} differ, and "
+                    f"{self._source.path}: {self._names[name]} and {self._names[kept_name]} differ, and "
                     f"{self._like / 'config.json'} ties them; set tie_word_embeddings to false there if they were trained apart"
                 )
         return list(kept)
 
     def _grouped(self, names: list[str]) -> list[list[str]]:
-        """The model's tensors in groups of which the library makes those of the files (experts, say)."""
+        """Divide the model's tensors into groups that the library converts together to tensors of the files.
+
+        Most groups are one tensor; the weights of experts, which the model stacks and the files do not, are an example of
+        others.
+        """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightConverter, apply_converters, dot_natural_key
 
-        found: list[Any] = get_model_conversion_mapping(self._model, add_legacy=False)
-        mapping = [one for one in found if not isinstance(one, PrefixChange)]  # which says how a file was read
+        conversions: list[Any] = get_model_conversion_mapping(self._model, add_legacy=False)
+        # A change of prefix is only about the file that the model was read from.
+        mapping = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
         self._model._weight_conversions = mapping or None
         if not mapping:
             return [[name] for name in names]
-        converters: list[Any] = [one.reverse_transform() for one in mapping[::-1] if isinstance(one, WeightConverter)]
+        converters: list[Any] = [
+            conversion.reverse_transform() for conversion in mapping[::-1] if isinstance(conversion, WeightConverter)
+        ]
         groups: dict[str, list[str]] = defaultdict(list)
         for name in sorted(names, key=dot_natural_key):
             groups[apply_converters(name, converters)[0]].append(name)
         return list(groups.values())
 
     def _converted(self, group: list[str], *, meta: bool) -> dict[str, Tensor]:
-        """The tensors of the files that are made of a group."""
+        """Convert a group to tensors of the files.
+
+        Args:
+            group: names of the model's tensors.
+            meta: whether to convert meta tensors, to learn names and shapes without reading.
+        """
         from transformers.core_model_loading import revert_weight_conversion
 
         values = {name: self._state[self._names[name]] for name in group}
@@ -283,17 +319,17 @@ class HuggingFaceTarget:
         }
         if self._model._weight_conversions is None:
             return tensors
-        out: dict[str, Tensor] = revert_weight_conversion(self._model, tensors)
-        return out
+        converted: dict[str, Tensor] = revert_weight_conversion(self._model, tensors)
+        return converted
 
     # ---- writing ---------------------------------------------------------------------------------------------
 
     def write(self, target: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Write the folder beside its name, shard by shard, of each tensor by tensor, and rename it.
+        """Write the folder under another name, one file and one group of tensors after the other, and rename it.
 
         Args:
-            target: the folder; it must not be there.
-            progress: called with the bytes that are written and those that will be.
+            target: the folder; nothing may be there.
+            progress: called with the bytes that are written and the bytes of all.
 
         Raises:
             ValueError: if the target is there.
@@ -306,8 +342,8 @@ class HuggingFaceTarget:
             self._write_shards(folder, split.filename_to_tensors, progress)
             if split.is_sharded:
                 parameters = sum(value.numel() for value, _ in self._metas.values())
-                told = {"total_parameters": parameters, **split.metadata}
-                _write_json(folder / WEIGHTS[1], {"metadata": told, "weight_map": split.tensor_to_filename})
+                metadata = {"total_parameters": parameters, **split.metadata}
+                _write_json(folder / WEIGHTS[1], {"metadata": metadata, "weight_map": split.tensor_to_filename})
             self._copy_others(folder)
             sync_folder(folder)
         except Exception:
@@ -317,6 +353,7 @@ class HuggingFaceTarget:
         sync_folder(target.parent)
 
     def _write_shards(self, folder: Path, files: Mapping[str, list[str]], progress: Callable[[int, int], None]) -> None:
+        """Write the files of weights; ``files`` has the names of the tensors in each."""
         done = 0
         for file, names in files.items():
             with _scratch(folder / f"{file}.scratch", {name: self._metas[name][0] for name in names}) as room:
@@ -332,7 +369,7 @@ class HuggingFaceTarget:
                 _save(room, folder / file)
 
     def _copy_others(self, folder: Path) -> None:
-        """What stands beside the weights; the config tells the type that is written."""
+        """Copy the files that hold no weights; the config gets the dtype that is written."""
         for file in sorted(self._like.rglob("*")):
             inner = file.relative_to(self._like)
             if (
@@ -343,34 +380,42 @@ class HuggingFaceTarget:
                 (folder / inner).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, folder / inner)
         config = json.loads((self._like / "config.json").read_text())
-        config.pop("quantization_config", None)  # what is written is not quantised
+        config.pop("quantization_config", None)  # the weights that are written are not quantised
         names = [self._names[name] for name, _ in self._model.named_parameters() if name in self._names]
-        kinds = [self._state[name].dtype for name in names]
-        if kind := next(
-            (kind for kind in kinds if kind.is_floating_point), None
-        ):  # as the library tells a model's type
+        dtypes = [self._state[name].dtype for name in names]
+        # The first floating dtype, as the library determines a model's dtype.
+        if dtype := next((dtype for dtype in dtypes if dtype.is_floating_point), None):
             config.pop("torch_dtype", None)
-            config["dtype"] = str(kind).removeprefix("torch.")
+            config["dtype"] = str(dtype).removeprefix("torch.")
         config.setdefault("architectures", [type(self._model).__name__])
         _write_json(folder / "config.json", config)
 
 
 def _nbytes(value: Tensor) -> int:
+    """Bytes of a tensor's numbers, whatever its device."""
     return value.numel() * value.element_size()
 
 
 def _write_json(path: Path, value: Any) -> None:
+    """Write a JSON file, and wait until it is on the disk."""
     write_synced(path, lambda file: file.write((json.dumps(value, indent=2, sort_keys=True) + "\n").encode()))
 
 
 @contextmanager
 def _scratch(path: Path, metas: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Room for tensors in a file, so that a shard of any size is written of little memory."""
-    places, at = {}, 0
+    """A context manager that gives tensors whose memory is a mapped file, which is removed at the end.
+
+    So a file of weights of any size can be put together in little memory.
+
+    Args:
+        path: the file.
+        metas: tensors with the shapes and dtypes that are wanted, by name.
+    """
+    places, size = {}, 0
     for name, meta in metas.items():
-        places[name] = at
-        at += -(-_nbytes(meta) // 64) * 64
-    store = torch.from_file(str(path), shared=True, size=max(at, 1), dtype=torch.uint8)
+        places[name] = size
+        size += -(-_nbytes(meta) // 64) * 64
+    store = torch.from_file(str(path), shared=True, size=max(size, 1), dtype=torch.uint8)
     yield {
         name: store[start : start + _nbytes(metas[name])].view(metas[name].dtype).view(metas[name].shape)
         for name, start in places.items()
@@ -379,6 +424,7 @@ def _scratch(path: Path, metas: Mapping[str, Tensor]) -> Iterator[dict[str, Tens
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file, and wait until it is on the disk."""
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})

@@ -1,4 +1,7 @@
-"""Canonical state dicts ↔ shards: a checkpoint has the original names, shapes and order, at any topology."""
+"""State dicts of the whole model, made from the shards of the ranks and loaded into them.
+
+They have the names, shapes and order of the model as it was written, whatever the topology.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,18 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device: torch.device) -> Tensor:
-    """The whole tensor on the writer (tp rank 0 of replica 0), in its own place; a meta tensor elsewhere.
+    """Gather a tensor on the rank that writes (tp rank 0 of replica 0). Collective over tp.
 
-    Collective over tp. No rank but the writer holds more than its own part.
+    No other rank holds more than its own part.
+
+    Args:
+        local: this rank's part.
+        layout: how the whole tensor is divided over tp.
+        groups: the process groups.
+        device: where the collective of the groups' backend runs.
+
+    Returns:
+        The whole tensor on the rank that writes, on the device of ``local``; elsewhere a meta tensor of its shape.
     """
     local = local.detach()
     if layout.shard is None:
@@ -36,18 +48,19 @@ def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device
 
 
 def _is_writer(groups: ParallelGroups) -> bool:
+    """Whether this rank writes a checkpoint that is one file."""
     return groups.rank("dp") == 0 and groups.rank("tp") == 0
 
 
 def full_state_dict(record: ShardedModel, device: torch.device) -> dict[str, Any]:
-    """``state_dict()`` of the model as it was before parallelisation; collective.
+    """``state_dict()`` of the model as it was before it was sharded. Collective.
 
     Args:
-        record: the parallelised model's record.
+        record: the record of the sharded model.
         device: where collectives of the groups' backend run.
 
     Returns:
-        The whole tensors on the writer (the first rank); meta tensors of the same names and shapes elsewhere.
+        The whole tensors on the first rank, which writes; meta tensors of the same names and shapes elsewhere.
 
     Raises:
         RuntimeError: on every rank, for a copy of a sharded module.
@@ -55,22 +68,30 @@ def full_state_dict(record: ShardedModel, device: torch.device) -> dict[str, Any
     refuse_copies(record)
     with record.allow_state_dict():
         local = record.model.state_dict(keep_vars=True)
-    made: dict[int, Tensor] = {}  # tied weights are one tensor
+    whole: dict[int, Tensor] = {}  # by the id of the local tensor: tied weights are one tensor
     for name, value in local.items():
-        if isinstance(value, Tensor) and id(value) not in made:
+        if isinstance(value, Tensor) and id(value) not in whole:
             layout = _layout_of(record, name, value)
-            made[id(value)] = value.detach() if layout is None else _assemble(value, layout, record.groups, device)
-    return {name: made.get(id(value), value) for name, value in local.items()}
+            whole[id(value)] = value.detach() if layout is None else _assemble(value, layout, record.groups, device)
+    return {name: whole.get(id(value), value) for name, value in local.items()}
 
 
 def _layout_of(record: ShardedModel, name: str, value: object) -> ParamLayout | None:
+    """The layout of a parameter or buffer of the state dict; None for anything that is not sharded."""
     if not isinstance(value, Tensor):
         return None
     return record.layout.of(value) or record.buffers.get(name)
 
 
 def model_parts(model: nn.Module, record: ShardedModel | None, groups: ParallelGroups) -> dict[str, Any]:
-    """``state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each tensor: what this rank writes of it.
+    """``state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each tensor. Nothing is sent.
+
+    A part holds this rank's shard of the tensor, and says what of it this rank writes.
+
+    Args:
+        model: the model.
+        record: the record of the sharded model; None if the model is not sharded.
+        groups: the process groups.
 
     Raises:
         RuntimeError: on every rank, for a copy of a sharded module.
@@ -79,25 +100,31 @@ def model_parts(model: nn.Module, record: ShardedModel | None, groups: ParallelG
         refuse_copies(record)
     with nullcontext() if record is None else record.allow_state_dict():
         local = model.state_dict(keep_vars=True)
-    turn = _Turn(groups)
-    found: dict[int, Part] = {}  # tied weights are one part
+    writers = _WriterChoice(groups)
+    parts: dict[int, Part] = {}  # by the id of the local tensor: tied weights are one part
     for name, value in local.items():
-        if isinstance(value, Tensor) and id(value) not in found:
+        if isinstance(value, Tensor) and id(value) not in parts:
             layout = None if record is None else _layout_of(record, name, value)
-            found[id(value)] = turn.part(value, layout, alike=isinstance(value, nn.Parameter))
-    return {name: found.get(id(value), value) for name, value in local.items()}
+            parts[id(value)] = writers.part(value, layout, alike=isinstance(value, nn.Parameter))
+    return {name: parts.get(id(value), value) for name, value in local.items()}
 
 
 def optimizer_parts(optimizer: Optimizer, layout: ModelLayout | None, groups: ParallelGroups) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each moment."""
+    """``optimizer.state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each moment. Nothing is sent.
+
+    Args:
+        optimizer: an optimizer over the sharded parameters.
+        layout: the layouts of the parameters; None if the model is not sharded.
+        groups: the process groups.
+    """
     state: dict[str, Any] = optimizer.state_dict()
-    parameters, turn = _parameters(optimizer), _Turn(groups)
+    parameters, writers = _parameters(optimizer), _WriterChoice(groups)
     parts = {}
     for index, entry in state["state"].items():
         parameter = parameters[index]
-        found = None if layout is None else layout.of(parameter)
+        layout_of_parameter = None if layout is None else layout.of(parameter)
         parts[index] = {
-            key: turn.part(value, found if value.shape == parameter.shape else None)
+            key: writers.part(value, layout_of_parameter if value.shape == parameter.shape else None)
             if isinstance(value, Tensor)
             else value
             for key, value in entry.items()
@@ -105,27 +132,29 @@ def optimizer_parts(optimizer: Optimizer, layout: ModelLayout | None, groups: Pa
     return {**state, "state": parts}
 
 
-class _Turn:
-    """Deals out what several ranks hold alike: the one writes it that has the fewest bytes yet."""
+class _WriterChoice:
+    """Chooses which rank writes what several ranks hold alike: the one that has the fewest bytes to write so far."""
 
     def __init__(self, groups: ParallelGroups) -> None:
         self._groups = groups
         self._loads = torch.zeros(groups.size("dp"), groups.size("tp"), dtype=torch.float64)
 
     def part(self, value: Tensor, layout: ParamLayout | None, *, alike: bool = True) -> Part:
-        """The next tensor's part; every rank must ask for the same tensors in the same order.
+        """The part of the next tensor. Every rank must ask for the same tensors in the same order.
 
         Args:
-            value: what this rank holds.
-            layout: how the whole is dealt out.
-            alike: whether replicas hold the same; of what they count for themselves (buffers) the first one's is saved.
+            value: this rank's tensor.
+            layout: how the whole tensor is divided over tp; None if it is not.
+            alike: whether all replicas hold the same values. Buffers may differ between replicas, which count on their own;
+                those of the first replica are written.
         """
         dp, tp = self._groups.rank("dp"), self._groups.rank("tp")
-        if layout is None or layout.shard is None:  # all ranks hold it
+        if layout is None or layout.shard is None:  # all ranks of a replica hold the whole tensor
             writer = divmod(int(self._loads.argmin()), self._loads.shape[1]) if alike else (0, 0)
             self._loads[writer] += value.numel() * value.element_size()
             return Part(value, layout, tp, writes=writer == (dp, tp))
-        row = int(self._loads.sum(1).argmin()) if alike else 0  # every tensor-parallel rank of one replica
+        # A replica, of which every tensor-parallel rank writes its part.
+        row = int(self._loads.sum(1).argmin()) if alike else 0
         self._loads[row] += math.prod(layout.global_shape) * value.element_size() / self._loads.shape[1]
         return Part(value, layout, tp, writes=row == dp)
 
@@ -133,13 +162,13 @@ class _Turn:
 def load_full_state_dict(
     record: ShardedModel, state: Mapping[str, Any], *, strict: bool, opened: Opened | None = None
 ) -> Any:
-    """Load a whole model's state dict into a parallelised one; each rank takes its part.
+    """Load the state dict of a whole model into a sharded one; each rank takes its part.
 
     Args:
-        record: the parallelised model's record.
+        record: the record of the sharded model.
         state: the whole tensors.
-        strict: as ``load_state_dict`` has it.
-        opened: the folder that they are read from, where they are meta tensors.
+        strict: as for ``load_state_dict``.
+        opened: the folder from which tensors are read that are meta tensors in ``state``.
 
     Raises:
         ValueError: for a tensor of another shape than the model's, naming it.
@@ -156,22 +185,36 @@ def load_full_state_dict(
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer in the order in which its state dict numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def full_optimizer_state(
     optimizer: Optimizer, layout: ModelLayout, groups: ParallelGroups, device: torch.device
 ) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with whole moments; collective. Whole tensors on the writer, meta elsewhere."""
+    """``optimizer.state_dict()`` with the moments of whole parameters. Collective over tp.
+
+    Args:
+        optimizer: an optimizer over the sharded parameters.
+        layout: the layouts of the parameters.
+        groups: the process groups.
+        device: where collectives of the groups' backend run.
+
+    Returns:
+        Whole moments on the first rank, which writes; meta tensors of their shapes elsewhere.
+    """
     state: dict[str, Any] = optimizer.state_dict()
     parameters = _parameters(optimizer)
     whole: dict[Any, Any] = {}
     for index, entry in state["state"].items():
         parameter = parameters[index]
-        found = layout.of(parameter)
+        layout_of_parameter = layout.of(parameter)
         whole[index] = {
-            key: _assemble(value, found, groups, device)
-            if found is not None and isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
+            key: _assemble(value, layout_of_parameter, groups, device)
+            if layout_of_parameter is not None
+            and isinstance(value, Tensor)
+            and value.shape == parameter.shape
+            and value.ndim > 0
             else value
             for key, value in entry.items()
         }
@@ -185,7 +228,14 @@ def load_full_optimizer_state(
     groups: ParallelGroups,
     opened: Opened | None = None,
 ) -> None:
-    """Load a whole optimizer state; each rank takes its part of every moment.
+    """Load the optimizer state of a whole model; each rank takes its part of every moment.
+
+    Args:
+        optimizer: an optimizer over the sharded parameters.
+        state: the state dict with whole moments.
+        layout: the layouts of the parameters; None if the model is not sharded.
+        groups: the process groups.
+        opened: the folder from which tensors are read that are meta tensors in ``state``.
 
     Raises:
         ValueError: if the state was written for other parameters.
@@ -203,10 +253,9 @@ def load_full_optimizer_state(
     taken = flat if opened is None else opened.take(flat, layouts, rank)
     local: dict[Any, Any] = {index: {} for index in state["state"]}
     for (index, key), value in taken.items():
-        found = layouts[index, key]
-        is_whole = found is not None and isinstance(value, Tensor) and value.ndim > 0 and value is flat[index, key]
-        if found is not None and is_whole:
-            value = found.take(value, rank)
-        # In memory of its own: the optimizer keeps it, and what was read may lie in a file.
+        moment_layout = layouts[index, key]
+        if moment_layout is not None and isinstance(value, Tensor) and value.ndim > 0 and value is flat[index, key]:
+            value = moment_layout.take(value, rank)  # it was not read from a folder, so it is whole
+        # A copy in memory of its own: the optimizer keeps it, and what was read may be mapped from a file.
         local[index][key] = own_memory(value) if value is flat[index, key] else value
     optimizer.load_state_dict({**state, "state": local})

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -43,13 +42,16 @@ OWN = {
     "convert": "write a checkpoint in another form: one ordinary file, a folder in parts, or Hugging Face's safetensors",
     "schema": "print the JSON schema of ParallelConfig, for editors",
 }
-"""Subcommands beside Lightning's."""
+"""Subcommands beside Lightning's; they work without the extra ``cli``."""
+
+_INSTALL = "pip install 'lightning-seqpar[cli]'"
 
 _UNKNOWN = re.compile(
     r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected|unrecognized arguments?: -*([\w.]+)"
     r"|does not accept option '([^']+)'"
 )
-_TOLD = re.compile(r"no option '[^']+'; did you mean .*\?")
+_OWN_HINT = re.compile(r"no option '[^']+'; did you mean .*\?")
+"""A hint of :class:`SeqParallelParser` within a longer message."""
 
 
 class SeqParallelParser(LightningArgumentParser):
@@ -59,7 +61,7 @@ class SeqParallelParser(LightningArgumentParser):
     """
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Exit with code 2; within another parser's argument, raise for that one to tell."""
+        """Print one sentence and exit with code 2; within an argument of another parser, raise, and that one prints it."""
         text = self._hint(message) or _cause(message)
         if not self.exit_on_error:
             super().error(text, ex)
@@ -67,36 +69,38 @@ class SeqParallelParser(LightningArgumentParser):
         self.exit(2, f"error: {text}\ntip: {prog} --help\n")
 
     def _hint(self, message: str) -> str:
-        """The unknown key and the nearest known one; empty if the message is about something else."""
-        if told := _TOLD.findall(message):
-            return str(told[-1])
-        found = _UNKNOWN.search(message)
-        if found is None:
+        """A sentence with the unknown option and the nearest known one; empty if the message is about something else."""
+        if hints := _OWN_HINT.findall(message):
+            return str(hints[-1])
+        unknown = _UNKNOWN.search(message)
+        if unknown is None:
             return ""
-        path = next(group for group in found.groups() if group)
+        path = next(group for group in unknown.groups() if group)
         options = [action.dest for action in self._actions if action.dest not in ("help", "config", "print_config")]
-        parts, head = path.split("."), ""
-        for part in parts:  # down to the first name that does not exist
-            known = sorted({o.removeprefix(head).split(".")[0] for o in options if o.startswith(head)})
+        prefix = ""
+        for part in path.split("."):  # down to the first name that does not exist
+            known = sorted(
+                {option.removeprefix(prefix).split(".")[0] for option in options if option.startswith(prefix)}
+            )
             if part not in known:
                 return f"no option {path!r}; did you mean {nearest(part, known)}?" if known else ""
-            head += f"{part}."
+            prefix += f"{part}."
         return ""
 
 
 def _cause(message: str) -> str:
-    """What went wrong with a class, out of the alternatives that were tried and the dump of the value."""
+    """The causes in a message of jsonargparse's, without the types that it tried and the value that it shows."""
     message = re.sub(r"\d+ validation errors? for \w+\n(?:\s*\w+\n)?", "", message)
     message = re.sub(r" \[type=\w+\]", "", message)
     if "Errors:" not in message:
         return message
-    told = message.split("Errors:")[-1].split("Given value type")[0]
-    causes = [" ".join(part.split()) for part in re.split(r"\n\s*- ", told)]
+    alternatives = message.split("Errors:")[-1].split("Given value type")[0]
+    causes = [" ".join(part.split()) for part in re.split(r"\n\s*- ", alternatives)]
     return "; ".join(cause for cause in causes if cause and not cause.startswith("Expected a <class")) or message
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    """Whether an exception is a sentence of this package, rather than of the user's code or of a library."""
+    """Whether an exception was raised by this package, rather than by the user's code or a library."""
     frames = traceback.extract_tb(error.__traceback__)
     return Path(frames[-1].filename).is_relative_to(Path(__file__).parent.parent)
 
@@ -113,14 +117,14 @@ class SeqParallelCLI(LightningCLI):
         super().__init__(*args, **kwargs)
 
     def instantiate_classes(self) -> None:
-        """A strategy or a launch that breaks a rule ends with the rule's sentence, not with a traceback."""
+        """Make the Trainer, the model and the data; an error of this package is printed as a sentence, without a traceback."""
         try:
             super().instantiate_classes()
         except ValueError as error:
-            if found := re.search(r"invalid strategy name: `strategy='([^']*)'`", str(error)):
-                names = nearest(found.group(1), StrategyRegistry.available_strategies())
+            if unknown := re.search(r"invalid strategy name: `strategy='([^']*)'`", str(error)):
+                names = nearest(unknown.group(1), StrategyRegistry.available_strategies())
                 self._refuse(
-                    f"no strategy {found.group(1)!r}; did you mean {names}? For other sizes: "
+                    f"no strategy {unknown.group(1)!r}; did you mean {names}? For other sizes: "
                     "--trainer.strategy=lightning_seqpar.SeqParallelStrategy --trainer.strategy.tp=3"
                 )
             ours = "class_path='lightning_seqpar.SeqParallelStrategy'" in str(error) or _is_raised_here(error)
@@ -129,26 +133,69 @@ class SeqParallelCLI(LightningCLI):
             self._refuse(str(error))
 
     def _refuse(self, message: str) -> NoReturn:
+        """Exit with a message of the parser of the subcommand."""
         parsers = self._subcommand_parsers if self.subcommand else {}
         parsers.get(str(self.subcommand), self.parser).error(message)
 
 
+def has_cli() -> bool:
+    """Whether Lightning found jsonargparse, on which its command line is built; the extra ``cli`` installs it."""
+    return argparse.ArgumentParser in LightningArgumentParser.__mro__  # Lightning derives from object otherwise
+
+
 def require_cli() -> None:
-    """The command line needs an extra.
+    """Check that Lightning's command line can be used.
 
     Raises:
-        ImportError: naming it.
+        ImportError: without jsonargparse; the sentence names the extra that installs it.
     """
-    if importlib.util.find_spec("jsonargparse") is None:
-        raise ImportError("the command line needs jsonargparse: pip install 'lightning-seqpar[cli]'")
+    if not has_cli():
+        raise ImportError(f"the command line needs jsonargparse: {_INSTALL}")
+
+
+def _program() -> str:
+    """What the user typed to come here."""
+    return "python -m lightning_seqpar" if sys.argv[0].endswith("__main__.py") else "seqpar"
+
+
+def _main_without_cli(given: Sequence[str]) -> None:
+    """What the command line says where the extra is not installed: its help, or that a subcommand needs the extra.
+
+    Args:
+        given: arguments of the command line, of which the first is no subcommand of :data:`OWN`.
+    """
+    needs_extra = list(SeqParallelCLI.subcommands())
+    parser = argparse.ArgumentParser(
+        prog=_program(),
+        description="Tensor + sequence parallel training for PyTorch Lightning.",
+        epilog=f"{', '.join(needs_extra)} need jsonargparse, which is not installed:\n  {_INSTALL}\n\n"
+        "The same extra is needed for the tables of plan and inspect (--json works without\n"
+        "it, and plan --yaml), for YAML files with a model that plan reads, and for\n"
+        "convert --dry-run and its bar of progress.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    own = parser.add_subparsers(title="subcommands that work as installed", metavar=f"{{{','.join(OWN)}}}")
+    for name, text in OWN.items():
+        own.add_parser(name, help=text)
+    if not given:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    if given[0] in ("-h", "--help"):
+        parser.print_help()
+        return
+    name = next((argument for argument in given if argument in needs_extra), given[0])
+    if name in needs_extra or name.startswith("-"):
+        parser.exit(2, f"error: {parser.prog} {name} needs jsonargparse, which is not installed: {_INSTALL}\n")
+    parser.exit(2, f"error: no subcommand {name!r}; did you mean {nearest(name, [*OWN, *needs_extra])}?\n")
 
 
 def print_schema() -> None:
-    """``seqpar schema``."""
+    """Run ``seqpar schema``."""
     print(json.dumps(ParallelConfig.json_schema(), indent=2))  # noqa: T201
 
 
 def _plan_parser() -> argparse.ArgumentParser:
+    """The parser of ``seqpar plan``."""
     parser = argparse.ArgumentParser(
         prog="seqpar plan",
         description="Before any launch, without GPUs: what becomes of each module, and what a rank keeps and sends.",
@@ -177,27 +224,27 @@ def _plan_parser() -> argparse.ArgumentParser:
 
 
 def print_plan(args: Sequence[str]) -> None:
-    """``seqpar plan``."""
+    """Run ``seqpar plan`` with its arguments; exits with code 2 if the target or a field is wrong."""
     parser = _plan_parser()
     given = parser.parse_args(list(args))
     try:
-        found = load_target(given.target, getattr(torch, given.dtype) if given.dtype else None)
-        fields = found.fields
+        target = load_target(given.target, getattr(torch, given.dtype) if given.dtype else None)
+        fields = target.fields
         if given.config:
             fields = ParallelConfig.from_yaml(given.config).model_dump()
         for override in given.overrides:
             if "=" not in override:
                 raise ValueError(f"override {override!r}: write it as field=value, such as tp=4")
         described = describe(
-            found.model,
+            target.model,
             ParallelConfig.from_omegaconf(OmegaConf.merge(fields, OmegaConf.from_dotlist(given.overrides))),
-            world_size=given.world_size or found.world_size,
-            batch=found.batch,
+            world_size=given.world_size or target.world_size,
+            batch=target.batch,
             batch_size=given.batch_size,
             length=given.length,
             optimizer=given.optimizer,
         )
-        described.notes += found.notes
+        described.notes += target.notes
         text = (
             json.dumps(described.to_dict(), indent=2)
             if given.json
@@ -211,7 +258,7 @@ def print_plan(args: Sequence[str]) -> None:
 
 
 def print_contents(args: Sequence[str]) -> None:
-    """``seqpar inspect``."""
+    """Run ``seqpar inspect`` with its arguments; exits with code 2 if the checkpoint can't be read."""
     parser = argparse.ArgumentParser(prog="seqpar inspect", description=OWN["inspect"])
     parser.add_argument("path", help="a .ckpt file, the folder of a sharded checkpoint, or a Hugging Face folder")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
@@ -226,8 +273,8 @@ def print_contents(args: Sequence[str]) -> None:
     print(text.rstrip())  # noqa: T201
 
 
-def convert(args: Sequence[str]) -> None:
-    """``seqpar convert``."""
+def _convert_parser() -> argparse.ArgumentParser:
+    """The parser of ``seqpar convert``."""
     parser = argparse.ArgumentParser(prog="seqpar convert", description=OWN["convert"])
     parser.add_argument("source", help="a .ckpt file, the folder of a sharded checkpoint, or a Hugging Face folder")
     parser.add_argument("target", help="where to write; it must not be there")
@@ -248,6 +295,12 @@ def convert(args: Sequence[str]) -> None:
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (5GB)")
     parser.add_argument("--dry-run", action="store_true", help="list names and shapes of what would be written")
     parser.add_argument("--trust", action="store_true", help="read objects whose pickles may run code")
+    return parser
+
+
+def convert(args: Sequence[str]) -> None:
+    """Run ``seqpar convert`` with its arguments; exits with code 2 if something can't be read or written."""
+    parser = _convert_parser()
     given = parser.parse_args(list(args))
     target = Path(given.target)
     try:
@@ -272,6 +325,7 @@ def convert(args: Sequence[str]) -> None:
 
 
 def _source_of(given: argparse.Namespace) -> Source:
+    """Open the checkpoint or Hugging Face folder that is converted; raises ValueError if it can't be read."""
     path = Path(given.source)
     if not is_huggingface(path):
         return open_source(path, trust=given.trust)
@@ -284,45 +338,56 @@ def _source_of(given: argparse.Namespace) -> Source:
 
 
 def _to_safetensors(source: Source, target: Path, given: argparse.Namespace) -> None:
+    """Write a checkpoint as a Hugging Face folder, or list what would be written; raises ValueError if it can't be."""
     if given.like is None:
         raise ValueError(
             "--to safetensors needs --like FOLDER: the Hugging Face folder that the model was made from; its config.json says what "
             "the tensors are called, and it is copied with the tokenizer"
         )
-    made = HuggingFaceTarget(source, Path(given.like), given.prefix, given.max_shard_size)
-    told = f"safetensors in Hugging Face's layout, {human(made.nbytes)}: {target}"
-    left = f"left out, as no part of the model: {', '.join(made.left_out)}" if made.left_out else ""
+    folder = HuggingFaceTarget(source, Path(given.like), given.prefix, given.max_shard_size)
     if given.dry_run:
-        print(f"{render_tensors(made.tensors)}\n\nwould write {told}")  # noqa: T201
+        text = f"would write safetensors in Hugging Face's layout, {human(folder.nbytes)}: {target}"
+        print(f"{render_tensors(folder.tensors)}\n\n{text}")  # noqa: T201
     else:
-        with _progress(f"safetensors: {target}", made.nbytes) as progress:
-            made.write(target, progress)
-    if left:
-        print(left)  # noqa: T201
+        with _progress(f"safetensors: {target}", folder.nbytes) as progress:
+            folder.write(target, progress)
+    if folder.left_out:
+        print(f"left out, as no part of the model: {', '.join(folder.left_out)}")  # noqa: T201
 
 
 @contextmanager
 def _progress(what: str, size: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes."""
-    require_cli()
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+    """A bar of bytes on the terminal; nothing is shown without rich.
 
+    Yields:
+        what to call with the bytes that are done and all of them.
+    """
+    try:
+        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+    except ImportError:
+        yield lambda done, total: None
+        return
     with Progress("{task.description}", BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=size)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The command line; ``args`` default to the process's own."""
+    """Run the command line.
+
+    Args:
+        args: its arguments; None for those of this process.
+    """
     try:
         _run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads our output has read enough
+    except BrokenPipeError:  # the program that reads the output has closed it, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
 def _run(args: Sequence[str] | None) -> None:
+    """Run a subcommand of :data:`OWN`, or Lightning's command line."""
     given = list(sys.argv[1:] if args is None else args)
     if given[:1] == ["schema"]:
         parser = argparse.ArgumentParser(prog="seqpar schema", description=OWN["schema"])
@@ -330,7 +395,7 @@ def _run(args: Sequence[str] | None) -> None:
         print_schema()
         return
     if "" not in sys.path:
-        sys.path.insert(0, "")  # classes of the user's are found in the current folder, as under python -m
+        sys.path.insert(0, "")  # so that the user's classes are found in the current folder, as with python -m
     if given[:1] == ["plan"]:
         print_plan(given[1:])
         return
@@ -340,11 +405,13 @@ def _run(args: Sequence[str] | None) -> None:
     if given[:1] == ["convert"]:
         convert(given[1:])
         return
-    require_cli()
+    if not has_cli():
+        _main_without_cli(given)
+        return
     SeqParallelCLI(
         save_config_kwargs={"overwrite": True},
         parser_kwargs={
-            "prog": "python -m lightning_seqpar" if sys.argv[0].endswith("__main__.py") else "seqpar",
+            "prog": _program(),
             "description": "Tensor + sequence parallel training: Lightning's command line, with "
             "--trainer.strategy=lightning_seqpar.SeqParallelStrategy in it. Also: "
             + "; ".join(f"seqpar {name}: {text}" for name, text in OWN.items()),

@@ -1,4 +1,4 @@
-"""A description of a plan as text for a terminal."""
+"""Plans and checkpoints as text for a terminal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from lightning_seqpar.checkpoint.convert import Contents
 from lightning_seqpar.verify.describe import Description, ModuleRow
 
 _WIDTH = 100
+"""Columns of the text if nothing else is asked for."""
 
 
 def human(count: float) -> str:
-    """Bytes in the unit that fits: ``1.50 GiB``."""
+    """A number of bytes in the largest unit of which there is at least one: ``1.50 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
@@ -24,6 +25,7 @@ def human(count: float) -> str:
 
 
 def _console(width: int | None) -> tuple[Any, Any]:
+    """A console that prints into memory, and rich's class of tables; raises ImportError without rich."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -33,12 +35,12 @@ def _console(width: int | None) -> tuple[Any, Any]:
 
 
 def _text(console: Any) -> str:
-    """What was printed, without blanks at the ends of lines."""
+    """What was printed on a console, without blanks at the ends of lines."""
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
 def render_contents(contents: Contents, width: int | None = None) -> str:
-    """What a checkpoint holds: the headline, and a table of its tensors.
+    """Render what a checkpoint holds: a headline, a table of its tensors, and its other keys.
 
     Args:
         contents: what :func:`~lightning_seqpar.checkpoint.convert.inspect_checkpoint` returned.
@@ -48,19 +50,19 @@ def render_contents(contents: Contents, width: int | None = None) -> str:
         ImportError: without the extra ``cli``.
     """
     console, table_class = _console(width)
-    told = contents.told
-    sizes = [f"{axis} {size}" for axis, size in (told.get("topology") or {}).items() if size > 1]
+    origin = contents.origin
+    sizes = [f"{axis} {size}" for axis, size in (origin.get("topology") or {}).items() if size > 1]
     form = {"safetensors": "safetensors in Hugging Face's layout"}.get(contents.form, contents.form)
-    facts = [
+    headline = [
         f"{form}, whole",
         *([f"written by {' × '.join(sizes)}"] if sizes else []),
         *(
-            f"{name.replace('_', ' ')} {told[name]}"
+            f"{name.replace('_', ' ')} {origin[name]}"
             for name in ("epoch", "global_step", "version")
-            if told.get(name) is not None
+            if origin.get(name) is not None
         ),
     ]
-    console.print(f"{contents.path}: {', '.join(facts)}", soft_wrap=True)
+    console.print(f"{contents.path}: {', '.join(headline)}", soft_wrap=True)
     optimizer = f"; optimizer {human(contents.optimizer_bytes)}" if contents.optimizer_bytes else "; no optimizer"
     console.print(f"{contents.parameters:,} numbers, {human(contents.model_bytes)}{optimizer}\n")
     _add_tensors(console, table_class, contents.tensors, contents.tied)
@@ -69,7 +71,11 @@ def render_contents(contents: Contents, width: int | None = None) -> str:
 
 
 def render_tensors(tensors: Mapping[str, tuple[list[int], str]], width: int | None = None) -> str:
-    """A table of tensors, given by name with shape and type.
+    """Render a table of tensors.
+
+    Args:
+        tensors: shape and dtype of each tensor, by name.
+        width: columns of the terminal; the default is 100.
 
     Raises:
         ImportError: without the extra ``cli``.
@@ -82,7 +88,14 @@ def render_tensors(tensors: Mapping[str, tuple[list[int], str]], width: int | No
 def _add_tensors(
     console: Any, table_class: Any, tensors: Mapping[str, tuple[list[int], str]], ties: Mapping[str, str]
 ) -> None:
-    """A table of tensors, of which those that differ in an index alone are one row."""
+    """Print a table of tensors; those whose names differ in an index alone, and nothing else, are one row.
+
+    Args:
+        console: where to print.
+        table_class: rich's class of tables.
+        tensors: shape and dtype of each tensor, by name.
+        ties: of tied tensors, the other name.
+    """
     counts: Counter[tuple[str, str, str, str]] = Counter()
     for name, (shape, dtype) in tensors.items():
         tied = re.sub(r"\.\d+(?=\.)", ".*", ties.get(name, ""))
@@ -97,7 +110,7 @@ def _add_tensors(
 
 
 def render(described: Description, width: int | None = None) -> str:
-    """The table and the totals.
+    """Render what a plan makes of a model: a headline, a table of the modules, the totals of a rank, and notes.
 
     Args:
         described: what :func:`~lightning_seqpar.verify.describe.describe` returned.
@@ -131,6 +144,7 @@ def render(described: Description, width: int | None = None) -> str:
 
 
 def _headline(described: Description) -> str:
+    """A line with the number of ranks, the axes and the parameters."""
     sizes = " × ".join(f"{axis} {size}" for axis, size in described.axes.items()) or "one rank, nothing is sharded"
     sp = ", sequence parallel" if described.sp else ""
     ranks = f"{described.world_size:,} rank{'s' * (described.world_size > 1)}"
@@ -138,16 +152,21 @@ def _headline(described: Description) -> str:
 
 
 def _shape(tensor: tuple[str, tuple[int, ...], tuple[int, ...]]) -> str:
+    """A tensor's name with its dims, of which sharded ones show the whole length and the rank's: ``weight [64→32, 16]``."""
     name, whole, local = tensor
-    dims = ", ".join(str(a) if a == b else f"{a}→{b}" for a, b in zip(whole, local, strict=True))
+    dims = ", ".join(
+        str(length) if length == own else f"{length}→{own}" for length, own in zip(whole, local, strict=True)
+    )
     return f"{name} [{dims}]"
 
 
 def _sync(row: ModuleRow) -> str:
+    """The axes over which gradients are summed, without the reason."""
     return row.sync.partition(":")[0].replace("sum over", "sum")
 
 
 def _totals(described: Description, table_class: Any) -> Any:
+    """A table of the bytes that a rank keeps, and those that it sends in a step."""
     table = table_class(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("per rank")
     table.add_column("", justify="right")
@@ -165,14 +184,14 @@ def _totals(described: Description, table_class: Any) -> Any:
             ("", described.activation_bytes_by_formula, "at least, by formula: what columns write and norms read")
         )
     rows.append(("together", described.total_bytes, ""))
-    for name, count, told in rows:
-        table.add_row(name, human(count), told)
-    for at, (name, count) in enumerate(described.sent_bytes.items()):
+    for name, count, remark in rows:
+        table.add_row(name, human(count), remark)
+    for number, (name, count) in enumerate(described.sent_bytes.items()):
         calls = described.sent_calls.get(name)
-        told = (
+        remark = (
             f"{name}, {calls} call{'s' * (calls > 1)}"
             if calls
             else f"{name.partition(' ')[0]} of the gradients over the replicas, in buckets"
         )
-        table.add_row("sent in a step" if at == 0 else "", human(count), told)
+        table.add_row("sent in a step" if number == 0 else "", human(count), remark)
     return table

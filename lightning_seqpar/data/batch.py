@@ -1,4 +1,7 @@
-"""Tensors in whatever users put them into: torch's pytrees, and the mappings, sequences and dataclasses that it does not know."""
+"""The tensors of a batch, in whatever containers the user put them.
+
+torch's pytrees know lists, tuples, dicts and a few more. Here other mappings, sequences and dataclasses count too.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-_NO_HOLDERS = (Tensor, str, UserString, bytes, bytearray, memoryview, range, array.array)
+_NO_CONTAINERS = (Tensor, str, UserString, bytes, bytearray, memoryview, range, array.array)
+"""Types that are sequences, or tensors, and hold no tensors."""
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -25,7 +29,14 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
-    """The batch with ``change`` of each tensor in its place, in containers of the same kinds; what holds none is as it was."""
+    """Make a batch in which each tensor is replaced by what ``change`` makes of it.
+
+    Containers are of the same types as before. One that holds no tensors is the very object of the old batch.
+
+    Args:
+        change: from a tensor to what takes its place.
+        batch: the batch.
+    """
 
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -38,8 +49,11 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def _items(leaf: Any) -> dict[Any, Any]:
-    """What is in something that torch takes for a leaf (Hugging Face's ``BatchEncoding`` is a mapping of its own)."""
-    if isinstance(leaf, _NO_HOLDERS):
+    """The items of a container that torch's pytrees take for a leaf, by key, index or field; empty if it is none.
+
+    Hugging Face's ``BatchEncoding``, a mapping that is no dict, is one.
+    """
+    if isinstance(leaf, _NO_CONTAINERS):
         return {}
     if isinstance(leaf, Mapping):
         return dict(leaf.items())
@@ -52,7 +66,7 @@ def _items(leaf: Any) -> dict[Any, Any]:
 
 
 def _with(leaf: Any, items: dict[Any, Any]) -> Any:
-    """Another one that holds these."""
+    """A container of the type of ``leaf`` with other items, given as :func:`_items` returned them."""
     if isinstance(leaf, Mapping) and not isinstance(leaf, MutableMapping):
         return type(leaf)(items)  # type: ignore[call-arg]
     if isinstance(leaf, Sequence) and not isinstance(leaf, MutableSequence):
@@ -62,5 +76,5 @@ def _with(leaf: Any, items: dict[Any, Any]) -> Any:
         if isinstance(leaf, Mapping | Sequence):
             other[key] = value
         else:
-            object.__setattr__(other, key, value)  # frozen ones too
+            object.__setattr__(other, key, value)  # works for frozen dataclasses too
     return other

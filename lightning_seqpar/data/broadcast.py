@@ -17,21 +17,22 @@ _CPU = torch.device("cpu")
 
 
 class _End:
-    """Stands for the end of a loader."""
+    """Takes the place of a batch when the loader has no more."""
 
 
 class BroadcastLoader:
     """A loader that is read on the first rank of each replica, which sends every batch to the others.
 
-    For iterable data sets that give each process other samples (streams, unseeded shuffles). One that deals itself out
-    must deal by replica (``strategy.dp_rank``, ``dp_size``): what the other ranks of the replica would have read is read
-    by nobody. The random streams of the reading process travel along, so that a draw while reading leaves the ranks in
-    step. An exception of the reader ends all ranks of the replica, with its message.
+    For iterable data sets that give each process other samples (streams, unseeded shuffles). A data set that gives each
+    process a share of the samples must share by replica (``strategy.dp_rank``, ``dp_size``), not by rank: only one rank of
+    a replica reads, so the shares of its other ranks would never be read. The states of the reading process's random
+    generators are sent with each batch, so that numbers drawn while reading leave all ranks with the same states. An
+    exception of the reader ends all ranks of the replica, with its message.
 
-    Making one is collective: the reader's length counts for all.
+    The constructor is collective, since it sends the length: the reader's length is the length on all ranks.
 
     Args:
-        loader: the user's loader, on every rank; the others never iterate it.
+        loader: the user's loader, on every rank; only the reading rank iterates it.
         group: the ranks of one replica.
         source: world rank of the one that reads.
     """
@@ -46,28 +47,29 @@ class BroadcastLoader:
         reads = dist.get_rank() == self._source
         reader = self._read() if reads else None
         while True:
-            told: list[Any] = [None]
+            message: list[Any] = [None]
             failed: Exception | None = None
             if reader is not None:
                 try:
                     batch = next(reader, _End)
-                    told = [("end" if batch is _End else "batch", pickle.dumps(batch), get_streams(_CPU))]
-                except Exception as error:  # told to the others first, then raised
+                    message = [("end" if batch is _End else "batch", pickle.dumps(batch), get_streams(_CPU))]
+                except Exception as error:  # sent to the other ranks first, and raised here afterwards
                     failed = error
-                    told = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]
-            dist.broadcast_object_list(told, src=self._source, group=self._group)
-            kind, value, streams = told[0]
+                    message = [("failed", f"{type(error).__name__}: {error}", get_streams(_CPU))]
+            dist.broadcast_object_list(message, src=self._source, group=self._group)
+            event, value, streams = message[0]
             if failed is not None:
                 raise failed
             if not reads:
                 set_streams(streams, _CPU)
-            if kind == "failed":
+            if event == "failed":
                 raise RuntimeError(f"rank {self._source}, which reads the batches of this replica, raised {value}")
-            if kind == "end":
+            if event == "end":
                 return
             yield batch if reads else pickle.loads(value)
 
     def _read(self) -> Iterator[Any]:
+        """Iterate the user's loader: a generator, so that an error on making its iterator comes with the first batch."""
         yield from self.loader
 
     def __len__(self) -> int:
@@ -76,7 +78,7 @@ class BroadcastLoader:
         return int(self._length)
 
     def __getattr__(self, name: str) -> Any:
-        # Whatever else is asked (sampler, dataset, batch_size, ...) is the user's loader's.
+        # All other attributes (sampler, dataset, batch_size, ...) are those of the user's loader.
         if name.startswith("__") or name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)

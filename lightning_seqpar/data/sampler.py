@@ -30,44 +30,53 @@ from lightning_seqpar.distributed.rng import kept_streams, share_streams
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _DRAWN_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, BatchSampler)
+"""Samplers whose order follows from the states of torch's generators alone."""
 
 
 class OrderSeed:
-    """What the orders of a run's epochs follow from: the number of ``seed_everything``, else one that is drawn once.
+    """The number from which the order of the samples follows in each epoch of a run.
 
-    A run that goes on from a checkpoint has the orders that it would have had.
+    It is the seed of ``seed_everything``, or a number that is drawn once. A checkpoint holds it, so that a run that is
+    resumed has the orders that it would have had.
 
     Attributes:
-        value: the number; none until it is needed.
+        value: the number; None until it is needed.
     """
 
     def __init__(self) -> None:
         self.value: int | None = None
 
     def of_epoch(self, epoch: int, place: int = 0) -> int:
-        """The number of one epoch; of several loaders each has its own."""
+        """The seed of one epoch's order.
+
+        Args:
+            epoch: the epoch.
+            place: which of several loaders it is for (0-based); each has another seed.
+        """
         if self.value is None:
-            told = os.environ.get("PL_GLOBAL_SEED")
-            drawn = int(torch.empty((), dtype=torch.int64).random_(2**31)) if told is None else int(told)
-            self.value = drawn
+            seed = os.environ.get("PL_GLOBAL_SEED")
+            self.value = int(torch.empty((), dtype=torch.int64).random_(2**31)) if seed is None else int(seed)
         return (self.value + epoch + 1_000_003 * place) % 2**32
 
 
 class ReplicaSampler(Sampler[Any]):
-    """Deals the order of another sampler out over the data-parallel replicas.
+    """Divides the order of another sampler among the data-parallel replicas.
 
-    The ranks agree at the start of each epoch, in :meth:`set_epoch`, which Lightning calls on all of them; iterating
-    speaks to nobody, so that one rank may peek. With one replica and a sampler of torch's they share their random state,
-    and draw what one process would. Otherwise every rank runs the user's sampler, from a seed of the epoch's own, and the
-    first rank's order counts for all: one permutation, seeded or not. Replica ``r`` reads samples ``r``, ``r + dp``, ...
+    Replica ``r`` reads the samples at positions ``r``, ``r + dp``, ... of one order that all ranks agree on. They agree at
+    the start of each epoch, in :meth:`set_epoch`, which Lightning calls on all of them. Iterating is not collective, so one
+    rank may look at the first samples alone.
+
+    With one replica and one of torch's samplers, the ranks share the states of their generators and then draw the order
+    that one process would. In all other cases every rank runs the user's sampler with generators that are seeded for the
+    epoch, and the order of the first rank is sent to all, so that it is one order even if the sampler draws elsewhere.
 
     Args:
         order: any sampler, of samples or of batches.
         groups: the process groups.
-        seed: of the order with several replicas.
-        repeat: fill the last round up from the beginning, as torch's ``DistributedSampler`` does, so that all replicas
-            read equally many; without it no sample comes twice.
-        place: the loader's place among several.
+        seed: the seed of the order with several replicas.
+        repeat: whether to take samples from the beginning again until all replicas read equally many, as torch's
+            ``DistributedSampler`` does; without it no sample comes twice.
+        place: which of several loaders the sampler is for (0-based).
     """
 
     def __init__(
@@ -85,11 +94,11 @@ class ReplicaSampler(Sampler[Any]):
 
     @property
     def sampler(self) -> ReplicaSampler:
-        """Itself: Lightning looks for ``set_epoch`` on a batch sampler's ``sampler``."""
+        """This object itself: of a batch sampler, Lightning calls ``set_epoch`` on its attribute ``sampler``."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """A new epoch: pass it on to the user's sampler and agree on the order; collective over dp × tp."""
+        """Start an epoch: call the user's sampler's ``set_epoch``, and agree on the order. Collective over dp × tp."""
         for part in (self.order, getattr(self.order, "sampler", None)):
             forward = getattr(part, "set_epoch", None)
             if callable(forward):
@@ -109,7 +118,7 @@ class ReplicaSampler(Sampler[Any]):
         self._agreed = box[0]
 
     def _share_generator(self, source: int) -> None:
-        """A sampler may draw from a generator of its own."""
+        """Send the state of a generator that the sampler has of its own to the other ranks of the replica. Collective."""
         for part in (self.order, getattr(self.order, "sampler", None)):
             generator = getattr(part, "generator", None)
             if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
@@ -130,7 +139,7 @@ class ReplicaSampler(Sampler[Any]):
         return -(-count // self.num_replicas) if self.repeat else len(range(self.rank, count, self.num_replicas))
 
     def __getattr__(self, name: str) -> Any:
-        # Whatever else is asked (batch_size, drop_last, state_dict, ...) is the user's sampler's.
+        # All other attributes (batch_size, drop_last, state_dict, ...) are those of the user's sampler.
         if name.startswith("__") or name == "order":
             raise AttributeError(name)
         return getattr(self.order, name)
@@ -145,11 +154,23 @@ def inject_sampler(
     place: int = 0,
     epoch: int = 0,
 ) -> DataLoader[Any]:
-    """A copy of the loader whose order is dealt out over the replicas; the loader itself where nothing is to be dealt.
+    """Make a loader whose samples are divided among the replicas, as :class:`ReplicaSampler` does.
+
+    Args:
+        dataloader: the user's loader, which is not changed.
+        groups: the process groups.
+        seed: the seed of the order with several replicas.
+        predicting: whether it is for ``Trainer.predict``, where no sample may come twice.
+        place: which of several loaders it is (0-based).
+        epoch: the epoch that begins now.
+
+    Returns:
+        A copy of the loader, or the loader itself where nothing has to be divided: for an iterable data set, with one
+        replica and a sequential order, or with a ``DistributedSampler`` of the user's.
 
     Raises:
         ValueError: for a ``DistributedSampler`` of the user's that counts ranks instead of replicas, or a sampler
-            without a length that would have to be dealt out.
+            without a length that would have to be divided.
     """
     if isinstance(dataloader.dataset, IterableDataset):
         return dataloader
@@ -157,8 +178,8 @@ def inject_sampler(
     indexed = isinstance(batches, _IndexBatchSamplerWrapper)
     if indexed:
         batches = batches._batch_sampler
-    deals_samples = batches is None or type(batches) is BatchSampler
-    order: Any = dataloader.sampler if batches is None else batches.sampler if deals_samples else batches
+    of_samples = batches is None or type(batches) is BatchSampler
+    order: Any = dataloader.sampler if batches is None else batches.sampler if of_samples else batches
     if isinstance(order, DistributedSampler):
         check_users_sampler(order, groups)
         return dataloader
@@ -171,24 +192,28 @@ def inject_sampler(
             f"the sampler {type(order).__name__} has no length, so it can't be dealt out over dp={groups.size('dp')} "
             "replicas; give it __len__, or set Trainer(use_distributed_sampler=False) and deal by strategy.dp_rank"
         )
-    dealt: Any = ReplicaSampler(order, groups, seed, repeat=not predicting, place=place)
-    if groups.size("dp") > 1:  # now: Lightning begins to iterate before the epoch is told, and workers read at once
-        dealt.set_epoch(epoch)
-    made = copy.copy(dataloader)
-    # A DataLoader guards these attributes, but a fresh copy has not been iterated.
-    if batches is None or deals_samples:
-        vars(made)["sampler"] = dealt
+    sampler: Any = ReplicaSampler(order, groups, seed, repeat=not predicting, place=place)
+    if groups.size("dp") > 1:  # at once: Lightning begins to iterate, and workers to read, before it calls set_epoch
+        sampler.set_epoch(epoch)
+    divided = copy.copy(dataloader)
+    # A DataLoader refuses to set these attributes once it was iterated, which the copy was not.
+    if batches is None or of_samples:
+        vars(divided)["sampler"] = sampler
     if batches is not None:
-        if deals_samples:
-            inner = copy.copy(batches)
-            inner.sampler = dealt
-            dealt = inner
-        vars(made)["batch_sampler"] = _IndexBatchSamplerWrapper(dealt) if indexed else dealt
-    return made
+        if of_samples:
+            batch_sampler = copy.copy(batches)
+            batch_sampler.sampler = sampler
+            sampler = batch_sampler
+        vars(divided)["batch_sampler"] = _IndexBatchSamplerWrapper(sampler) if indexed else sampler
+    return divided
 
 
 def check_users_sampler(sampler: DistributedSampler[Any], groups: ParallelGroups) -> None:
-    """A sampler that the user made must count data-parallel replicas, not ranks."""
+    """Check a sampler that the user made.
+
+    Raises:
+        ValueError: if it counts ranks rather than data-parallel replicas.
+    """
     expected = (groups.size("dp"), groups.rank("dp"))
     if (sampler.num_replicas, sampler.rank) != expected:
         raise ValueError(
@@ -199,6 +224,13 @@ def check_users_sampler(sampler: DistributedSampler[Any], groups: ParallelGroups
 
 
 def replica_workers(dataloader: DataLoader[Any], dp_rank: int) -> None:
-    """Seed workers by replica: Lightning would seed them by rank, and one replica would read different augmentations."""
+    """Seed the loader's worker processes by replica, where Lightning was asked to seed them.
+
+    Lightning would seed them by rank, and the ranks of one replica would augment the same samples differently.
+
+    Args:
+        dataloader: the loader, which is changed in place unless it has a ``worker_init_fn`` of the user's.
+        dp_rank: this rank's replica.
+    """
     if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=dp_rank)

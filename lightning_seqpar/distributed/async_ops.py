@@ -1,9 +1,9 @@
 """Collectives that a caller may start, compute under, and wait for; and the same as plain functions.
 
 None of them is differentiable: :mod:`~lightning_seqpar.distributed.collectives` makes the autograd pairs of them. Each
-``Pending`` class starts its collective when it is made and hands out the result, a new tensor, in ``wait``. Where the
-backend does better with something else than its own collective, that stands in a module of the backend's own
-(:mod:`~lightning_seqpar.distributed.gloo`), and the class passes on to it.
+``Pending`` class starts its collective in ``__init__`` and returns the result, a new tensor, from ``wait``. Where a backend
+is faster with something else than its own collective, a module about that backend
+(:mod:`~lightning_seqpar.distributed.gloo`) holds it, and the class calls that.
 """
 
 from __future__ import annotations
@@ -116,25 +116,35 @@ class PendingReduceScatter:
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of ``x`` over the group, in a new tensor. Not differentiable.
+    """The sum of ``x`` over the group, in a new tensor of the same shape. Not differentiable.
 
-    Where it is made of exchanges, ranks sum the same parts in the same order: their results are equal to the last bit.
+    Where it is made of exchanges, all ranks add the same tensors in the same order, so their results are equal to the last
+    bit.
     """
     return PendingAllReduce(x, group, async_op=False).wait()
 
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
-    """All shards along ``dim``, trimmed to ``length``, in a new tensor. Not differentiable."""
+    """All shards along ``dim``, trimmed to ``length``, in a new tensor. Not differentiable.
+
+    ``[b, ceil(s/tp), h]`` → ``[b, s, h]`` for ``dim=1`` and ``length=s``.
+    """
     return PendingGather(x, dim, group, length, async_op=False).wait()
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's shard along ``dim`` of the sum over the group, zero-padded. Not differentiable."""
+    """This rank's shard along ``dim`` of the sum over the group, zero-padded. Not differentiable.
+
+    ``[b, s, h]`` → ``[b, ceil(s/tp), h]`` for ``dim=1``.
+    """
     return PendingReduceScatter(x, dim, group, async_op=False).wait()
 
 
 def split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's shard of a whole tensor along ``dim``, zero-padded. Nothing is sent. Not differentiable."""
+    """This rank's shard of a whole tensor along ``dim``, zero-padded. Nothing is sent. Not differentiable.
+
+    ``[b, s, h]`` → ``[b, ceil(s/tp), h]`` for ``dim=1``.
+    """
     size = group.size()
     chunk = shard_length(x.shape[dim], size)
     start = min(group.rank() * chunk, x.shape[dim])

@@ -1,6 +1,6 @@
-"""torch's private calls, each behind a name that says what it tells; and the walk over an autograd graph.
+"""torch's private autograd calls, each behind a function whose name says what it answers; and walks over a graph.
 
-The only module of the package that knows them: where a new torch changes one, it is mended here.
+No other module of this package calls them, so that a change in a new version of torch is mended here alone.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 NO_BACKWARD = -1
-"""What :func:`current_backward` answers where none runs."""
+"""What :func:`current_backward` answers when no backward runs."""
 
 # ---- the engine ------------------------------------------------------------------------------------------------
 
 
 def current_backward() -> int:
-    """Which backward runs in this thread: a number of its own for each, or :data:`NO_BACKWARD`.
+    """The number of the backward that runs in this thread, or :data:`NO_BACKWARD`; each backward has another number.
 
     A forward inside a backward is a recompute (activation checkpointing), and a hook may start another backward inside one.
     """
@@ -29,35 +29,38 @@ def current_backward() -> int:
 
 
 def in_backward() -> bool:
-    """Whether a backward runs: a forward that runs now is a recompute."""
+    """Whether a backward runs in this thread; a forward that runs now is then a recompute."""
     return torch._C._current_graph_task_id() != NO_BACKWARD
 
 
 def will_run(node: Any) -> bool:
-    """Whether the running backward comes to a node: ``torch.autograd.grad`` asks for some of a graph.
+    """Whether the backward that runs will run a node; ``torch.autograd.grad`` runs only a part of the graph.
 
     Raises:
-        RuntimeError: for the accumulator of a leaf whose gradient ``torch.autograd.grad`` was asked for.
+        RuntimeError: for the node that accumulates into a leaf whose gradient ``torch.autograd.grad`` was asked for.
     """
     return torch._C._will_engine_execute_node(node)
 
 
 def sequence_nr(node: Any) -> int:
-    """A node's place in the order in which nodes were made; the engine runs ready nodes youngest first."""
+    """The number that a node got when it was made. Of the nodes that are ready, the engine runs the highest number first."""
     number: int = node._sequence_nr()
     return number
 
 
 def set_sequence_nr(x: Tensor, number: int) -> None:
-    """Give the node that made ``x`` another place in that order, where this torch can."""
+    """Give the node that made ``x`` another sequence number, so that the engine runs it earlier or later.
+
+    Does nothing in versions of torch that cannot.
+    """
     node: Any = x.grad_fn
     if hasattr(node, "_set_sequence_nr"):
         node._set_sequence_nr(number)
 
 
 def next_sequence_nr() -> int:
-    """The number of a node that is made now."""
-    with torch.enable_grad():  # a reentrant checkpoint runs its forward without
+    """The sequence number that a node would get if it were made now."""
+    with torch.enable_grad():  # a reentrant activation checkpoint runs its forward with gradients off
         leaf = torch.empty(0, requires_grad=True)
         return sequence_nr(leaf.view_as(leaf).grad_fn)
 
@@ -66,28 +69,33 @@ def next_sequence_nr() -> int:
 
 
 def children(node: Any) -> list[Any]:
-    """The nodes that a node's gradient goes to."""
+    """The nodes to which a node passes gradients on: those that made its inputs."""
     return [child for child in input_nodes(node) if child is not None]
 
 
 def input_nodes(node: Any) -> list[Any]:
-    """The same for each argument of the function, none where an argument needs no gradient."""
+    """One entry for each argument of a node's function: the node that made it, or None where it needs no gradient."""
     return [child for child, _ in node.next_functions]
 
 
 def input_node(node: Any, at: int) -> Any:
-    """The node that the gradient of a function's argument number ``at`` goes to; none where it needs no gradient."""
+    """The node that made the argument number ``at`` of a node's function; None where it needs no gradient."""
     return node.next_functions[at][0] if at < len(node.next_functions) else None
 
 
 def leaf_of(node: Any) -> Tensor | None:
-    """The leaf whose gradient a node accumulates; none for any other node."""
+    """The leaf tensor whose gradient a node accumulates; None if the node is no accumulator."""
     leaf: Tensor | None = getattr(node, "variable", None)
     return leaf
 
 
 def reach(start: Any, follow: Callable[[Any], list[Any]] = children) -> Iterator[Any]:
-    """Every node of a graph once, from ``start`` on; ``follow`` says where to."""
+    """Walk over a graph, and yield every node once.
+
+    Args:
+        start: the node to begin at, which is yielded too; None has no graph.
+        follow: from a node to the nodes that are visited next.
+    """
     seen: set[Any] = set()
     todo = [start]
     while todo:
@@ -100,7 +108,7 @@ def reach(start: Any, follow: Callable[[Any], list[Any]] = children) -> Iterator
 
 
 def is_node_of(node: Any, function: type[torch.autograd.Function]) -> bool:
-    """Whether a node is one of ``function``'s, by class."""
+    """Whether a node was made by applying an autograd function of the class ``function``."""
     return isinstance(node, function._backward_cls)
 
 
@@ -127,19 +135,19 @@ def node_classes(*operations: str) -> frozenset[type]:
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:
-    """Whether hooks see the gradient of a tensor, before or after it is accumulated."""
+    """Whether hooks are registered on the gradient of a tensor, before or after it is accumulated."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def tensor_hooks(tensor: Tensor) -> list[int]:
-    """The ids of a tensor's hooks, those before accumulation first."""
+    """The ids of the hooks on a tensor's gradient, first those that run before it is accumulated."""
     return [*(tensor._backward_hooks or {}), *(getattr(tensor, "_post_accumulate_grad_hooks", None) or {})]
 
 
 def has_node_hooks(node: Any) -> bool:
-    """Whether Python code has hooks on a node."""
+    """Whether Python code registered hooks on a node."""
     for register in (node.register_prehook, node.register_hook):
-        handle = register(_ignore)  # the one way to those that are there
+        handle = register(_ignore)  # the handle of a new hook is the only way to see the others
         hooks = handle.hooks_dict_ref()
         handle.remove()
         if hooks:
@@ -148,30 +156,33 @@ def has_node_hooks(node: Any) -> bool:
 
 
 def _ignore(*grads: Any) -> None:
-    return None
+    """A hook that does nothing."""
 
 
 # ---- hooks and modes that are active ---------------------------------------------------------------------------
 
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The innermost pair of hooks that decides what autograd keeps now; none where nobody does."""
-    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found
+    """The innermost pair of hooks (pack, unpack) on saved tensors, which applies now; None if there are no hooks."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 def push_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    """Add an innermost pair; not as a context, since user code runs between here and its end."""
+    """Add an innermost pair of hooks on saved tensors, until :func:`pop_saved_tensor_hooks`.
+
+    It is no context manager, for callers that begin and end it in two hooks of a module, with the user's code in between.
+    """
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def pop_saved_tensor_hooks() -> None:
-    """Take the innermost pair away."""
+    """Remove the innermost pair of hooks on saved tensors."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def function_mode() -> Any:
-    """The innermost ``TorchFunctionMode``; none where there is none."""
+    """The innermost active ``TorchFunctionMode``, or None."""
     return _get_current_function_mode()
 
 
@@ -181,28 +192,31 @@ def dispatch_modes() -> list[Any]:
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """A context in which no dispatch mode sees what is computed."""
+    """A context manager in which no ``TorchDispatchMode`` sees what is computed."""
     if torch._C._len_torch_dispatch_stack() == 0:
         return nullcontext()
     return _disable_current_modes()
 
 
 def without_subclasses() -> AbstractContextManager[Any]:
-    """A context in which tensor subclasses are computed as what they wrap."""
+    """A context manager in which functions of tensor subclasses run as those of plain tensors."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 # ---- identities ------------------------------------------------------------------------------------------------
 
 
-def storage_id(held: Tensor | torch.UntypedStorage) -> int:
-    """A number for the memory that a tensor lies on, on every device: on meta no storage has an address."""
-    storage = held.untyped_storage() if isinstance(held, Tensor) else held
+def storage_id(owner: Tensor | torch.UntypedStorage) -> int:
+    """A number that identifies a storage, or that of a tensor, for as long as the storage lives.
+
+    Unlike the address of its memory it exists on every device; on the meta device storages have no memory.
+    """
+    storage = owner.untyped_storage() if isinstance(owner, Tensor) else owner
     number: int = storage._cdata
     return number
 
 
 def generator_id(generator: torch.Generator) -> int:
-    """A number for a random generator; torch wraps its own anew in each call."""
+    """A number that identifies a random generator; torch may wrap the same one in another Python object on each call."""
     number: int = generator._cdata  # type: ignore[attr-defined]
     return number

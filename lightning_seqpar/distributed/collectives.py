@@ -1,11 +1,16 @@
 """The autograd pairs of tensor and sequence parallelism, after arXiv 2205.05198.
 
-Conjugates stand next to each other. A different backward is a different function, never a flag. The process
-group is always a required argument, and inputs are never modified in place. Each backward is itself made of
-these functions, so that gradients of gradients are right too.
+Conjugates, of which each is the backward of the other, stand next to each other. A different backward is a different
+function, never a flag. The process group is always a required argument, and inputs are never modified in place. Each
+backward is itself made of these functions, so that gradients of gradients are right too. None of them keeps a tensor for
+its backward.
+
+In the equations ``x_r`` and ``y_r`` are the input and the output of rank ``r`` of the group, ``dx_r`` and ``dy_r`` their
+gradients. ``shard_r(x)`` is what rank ``r`` holds of a tensor that is divided along ``dim``, and ``gather_r(x_r)`` puts the
+shards of all ranks together again.
 
 A sequence dim that does not divide by the group is padded where it is scattered and trimmed where it is
-gathered: a shard holds ``ceil(s / tp)`` positions on every rank.
+gathered: a shard holds ``ceil(s / tp)`` positions on every rank, which the shapes below write as ``s/tp``.
 
 The collectives that the pairs are made of are those of :mod:`~lightning_seqpar.distributed.async_ops`; they can be
 imported from here too.
@@ -40,29 +45,37 @@ __all__ = [
 ]
 
 
-def _fill_padding(piece: Tensor, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Replace the zero padding of a shard by copies of the last real position.
+def _fill_padding(shard: Tensor, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Replace the zero padding of a shard, in place, by copies of the last real position; returns the shard.
 
     Padding passes through norms; a row of zeros may become NaN there, and NaN times a zero gradient is NaN.
+
+    Args:
+        shard: this rank's shard of ``x``, ``[b, s/tp, h]`` for ``dim=1``.
+        x: the whole tensor, ``[b, s, h]``.
+        dim: the dim that is divided.
+        group: the ranks over which it is divided.
     """
-    chunk = piece.shape[dim]
+    chunk = shard.shape[dim]
     real = max(0, min(chunk, x.shape[dim] - group.rank() * chunk))
     if real == chunk or x.shape[dim] == 0:
-        return piece
+        return shard
     last = x.detach().narrow(dim, x.shape[dim] - 1, 1)
-    piece.narrow(dim, real, chunk - real).copy_(last.expand_as(piece.narrow(dim, real, chunk - real)))
-    return piece
+    shard.narrow(dim, real, chunk - real).copy_(last.expand_as(shard.narrow(dim, real, chunk - real)))
+    return shard
 
 
 def _scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's shard of ``x``, whose padding repeats the last position. Not differentiable."""
     return _fill_padding(split(x, dim, group), x, dim, group)
 
 
 def passes_none(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that returns no gradients where it gets none, as torch's own do: none is not zero to an optimizer.
+    """Decorate a backward so that it returns None for every input where the output has no gradient, as torch's own do.
 
-    For functions of one output that call ``ctx.set_materialize_grads(False)``. Nothing is sent for it: what has no gradient
-    on one rank has none on the others.
+    To an optimizer a gradient that is None is not the same as zero: it skips the parameter. The decorated function must have
+    one output and call ``ctx.set_materialize_grads(False)``. No collective runs in that case, and none is missed: what has
+    no gradient on one rank has none on the others.
     """
 
     @functools.wraps(backward)
@@ -73,6 +86,8 @@ def passes_none(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Copy(torch.autograd.Function):
+    """Forward ``y_r = x``; input-grad ``dx = sum over r of dy_r``. All are ``[b, s, h]``."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -86,6 +101,8 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
+    """Forward ``y = sum over r of x_r``; input-grad ``dx_r = dy``. All are ``[b, s, h]``."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -99,6 +116,8 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
+    """Forward ``y_r = shard_r(x)``, ``[b, s, h]`` → ``[b, s/tp, h]``; input-grad ``dx = gather_r(dy_r)``."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -116,6 +135,8 @@ class _Scatter(torch.autograd.Function):
 
 
 class _GatherReplicated(torch.autograd.Function):
+    """Forward ``y = gather_r(x_r)``, ``[b, s/tp, h]`` → ``[b, s, h]``; input-grad ``dx_r = shard_r(dy)``."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -129,7 +150,10 @@ class _GatherReplicated(torch.autograd.Function):
 
 
 class _SplitGrad(torch.autograd.Function):
-    """A split whose padding is zero, as a gradient's must be."""
+    """Forward ``y_r = shard_r(x)`` with zero padding, as a gradient must have; input-grad ``dx = gather_r(dy_r)``.
+
+    The backward of :class:`_GatherReplicated`, which is differentiated for gradients of gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -148,6 +172,8 @@ class _SplitGrad(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """Forward ``y = gather_r(x_r)``, ``[b, s/tp, h]`` → ``[b, s, h]``; input-grad ``dx_r = shard_r(sum over q of dy_q)``."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -161,6 +187,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
+    """Forward ``y_r = shard_r(sum over q of x_q)``, ``[b, s, h]`` → ``[b, s/tp, h]``; input-grad ``dx_r = gather_q(dy_q)``."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -178,15 +206,23 @@ REDUCTIONS = (_Reduce, _ReduceScatter)
 
 
 def _applied(function: Any, plain: Callable[..., Tensor], *args: Any) -> Tensor:
-    """``function``'s forward, ``plain``; a node of a graph only where there is one: in most backwards there is none."""
-    made: Tensor = function.apply(*args) if torch.is_grad_enabled() else plain(*args)
-    return made
+    """Apply an autograd function, or only its forward where gradients are off, as they are in most backwards.
+
+    Args:
+        function: the ``torch.autograd.Function``.
+        plain: what its forward computes, without a node in the graph.
+        args: arguments of either.
+    """
+    result: Tensor = function.apply(*args) if torch.is_grad_enabled() else plain(*args)
+    return result
 
 
 def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """f: a replicated activation enters the tensor-parallel region.
+    """f: a replicated activation enters the tensor-parallel region, ``[b, s, h]`` → ``[b, s, h]``.
 
-    Forward: identity. Backward: all-reduce. Dim: none.
+    Each rank multiplies it by columns of its own, so each has one addend of the gradient.
+
+    Forward: identity, ``y_r = x``. Backward: all-reduce, ``dx = sum over r of dy_r``. Dim: none.
     """
     return _applied(_Copy, lambda x, group: x.view_as(x), x, group)
 
@@ -194,15 +230,18 @@ def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
 def reduce_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """f̄: partial sums leave the tensor-parallel region; conjugate of :func:`copy_to_tensor_parallel_region`.
 
-    Forward: all-reduce. Backward: identity. Dim: none.
+    Each rank gives a partial sum ``[b, s, h]``, and all get the same sum ``[b, s, h]``.
+
+    Forward: all-reduce, ``y = sum over r of x_r``. Backward: identity, ``dx_r = dy``. Dim: none.
     """
     return _applied(_Reduce, all_reduce, x, group)
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """A replicated activation enters the sequence region: ``[b, s, h]`` → ``[b, ceil(s/tp), h]`` for ``dim=1``.
+    """A replicated activation enters the sequence region: ``[b, s, h]`` → ``[b, s/tp, h]`` for ``dim=1``.
 
-    Forward: slice; padding repeats the last position. Backward: all-gather, trimmed. Dim: ``dim``.
+    Forward: slice, ``y_r = shard_r(x)``; padding repeats the last position. Backward: all-gather, trimmed to ``s``,
+    ``dx = gather_r(dy_r)``. Dim: ``dim``.
     """
     return _applied(_Scatter, _scatter, x, dim, group)
 
@@ -212,9 +251,11 @@ def gather_replicated_from_sequence_parallel_region(
 ) -> Tensor:
     """Shards leave for a *replicated* consumer; conjugate of :func:`scatter_to_sequence_parallel_region`.
 
-    Every rank computes the same with the result and so has the same, whole gradient: it is sliced, not summed.
+    ``[b, s/tp, h]`` → ``[b, s, h]`` for ``dim=1``. Every rank computes the same with the result and so has the same, whole
+    gradient: it is sliced, not summed.
 
-    Forward: all-gather, trimmed to ``length``. Backward: slice. Dim: ``dim``.
+    Forward: all-gather, trimmed to ``length``, ``y = gather_r(x_r)``. Backward: slice, ``dx_r = shard_r(dy)``, whose padding
+    is zero. Dim: ``dim``.
     """
     return _applied(_GatherReplicated, all_gather, x, dim, group, length)
 
@@ -222,9 +263,10 @@ def gather_replicated_from_sequence_parallel_region(
 def gather_from_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
     """g: shards enter a *tensor-parallel* consumer: ``[b, s/tp, h]`` → ``[b, s, h]`` for ``dim=1``.
 
-    Every rank holds a part of the gradient of the result: the parts are summed.
+    Each rank multiplies the result by columns of its own, so each has one addend of its gradient, and they are summed.
 
-    Forward: all-gather, trimmed to ``length``. Backward: reduce-scatter. Dim: ``dim``.
+    Forward: all-gather, trimmed to ``length``, ``y = gather_r(x_r)``. Backward: reduce-scatter,
+    ``dx_r = shard_r(sum over q of dy_q)``. Dim: ``dim``.
     """
     return _applied(_Gather, all_gather, x, dim, group, length)
 
@@ -232,6 +274,9 @@ def gather_from_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGrou
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """ḡ: partial sums enter the sequence region; conjugate of :func:`gather_from_sequence_parallel_region`.
 
-    Forward: reduce-scatter, zero-padded. Backward: all-gather, trimmed. Dim: ``dim``.
+    Each rank gives a partial sum ``[b, s, h]`` and gets its shard ``[b, s/tp, h]`` of the sum, for ``dim=1``.
+
+    Forward: reduce-scatter, zero-padded, ``y_r = shard_r(sum over q of x_q)``. Backward: all-gather, trimmed to ``s``,
+    ``dx_r = gather_q(dy_q)``. Dim: ``dim``.
     """
     return _applied(_ReduceScatter, reduce_scatter, x, dim, group)

@@ -1,13 +1,15 @@
 """Counters of what a step keeps for its backward and of what it sends.
 
-:class:`SavedBytes` counts what autograd keeps, :class:`Traffic` the collectives of a rank and their bytes, and
-:class:`StepMeter` is a Lightning callback that reads both for one training batch. They measure; nothing is estimated.
+:class:`SavedBytes` counts the bytes that autograd keeps, :class:`Traffic` counts the collectives of a rank and their bytes,
+and :class:`StepMeter` is a Lightning callback that counts both for one training batch. Everything is measured, nothing
+estimated.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 from typing import Any
@@ -22,6 +24,7 @@ from lightning_seqpar.distributed.autograd import dispatch_modes, storage_id
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
+    """All tensors in a tensor, a list or a tuple, nested to any depth."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -44,10 +47,10 @@ class SavedBytes:
         exclude: tensors whose storages are not counted, such as a model's parameters, which stay in any case.
     """
 
-    is_transparent = True  # what is kept is kept as it would be without
+    is_transparent = True  # the hooks change nothing: autograd keeps the tensors that it would keep without them
 
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
-        # By the storage's own address: on the meta device no storage has a memory's.
+        # Storages are told apart by an id, not by the address of their memory: on the meta device they have none.
         self._excluded = {storage_id(_local(tensor)) for tensor in exclude}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor)
@@ -56,7 +59,7 @@ class SavedBytes:
         """Count the storage of a tensor that autograd keeps; returns the tensor, as autograd's pack hook must."""
         storage = _local(tensor).untyped_storage()
         if storage_id(storage) not in self._excluded:
-            # The storage is held so that its address can't be given out twice.
+            # The storage is kept alive, so that no other one can get the same id.
             self._storages[storage_id(storage)] = storage
         return tensor
 
@@ -70,9 +73,9 @@ class SavedBytes:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+        self._hooks.__exit__(error_type, error, trace)
 
 
 class ExchangeRole(Enum):
@@ -159,6 +162,7 @@ class Traffic(TorchDispatchMode):
 
     @staticmethod
     def _add(calls: Counter[str], sizes: Counter[str], name: str, given: int) -> None:
+        """Count one call under a name, and the bytes that were given to it."""
         calls[name] += 1
         sizes[name] += given
 
@@ -178,6 +182,7 @@ _GIVES_NOTHING = ("barrier", "monitored_barrier", "recv", "recv_any_source", "ch
 
 
 def _nbytes(value: Any) -> int:
+    """Bytes of all tensors in a tensor, a list or a tuple."""
     return sum(tensor.nbytes for tensor in _tensors(value))
 
 
@@ -204,27 +209,82 @@ def announce_exchange(role: ExchangeRole) -> None:
             mode.announce(role)
 
 
+@dataclass(frozen=True)
+class _StepFigures:
+    """What :class:`StepMeter` measured of one training batch."""
+
+    saved_bytes: int
+    calls: dict[str, int]
+    bytes: dict[str, int]
+    backend_calls: dict[str, int]
+    backend_bytes: dict[str, int]
+
+
 class StepMeter(Callback):
-    """Measures one training batch on each rank: bytes kept for the backward, and collectives.
+    """Measures one training batch of an epoch on each rank: bytes kept for the backward, and collectives.
+
+    The figures exist once that batch has ended; reading one earlier, or after epochs that were too short for it, raises
+    ``RuntimeError``. With several epochs they are those of the last one that had the batch.
 
     Args:
-        batch: which batch (0-based); the default is one at which no run-time check is due.
-
-    Attributes:
-        saved_bytes: bytes that autograd kept for the backward, as :class:`SavedBytes` counts them.
-        calls: number of collectives by name, and ``bytes`` given to them, as :class:`Traffic` counts them.
-        backend_calls: number of operations of process groups, and ``backend_bytes`` given to them, likewise.
+        batch: index within an epoch of the batch to measure (0-based); the default is one at which no run-time check is due.
     """
 
     def __init__(self, batch: int = 16) -> None:
         self._batch = batch
+        self._ended = 0  # training batches so far, over all epochs
+        self._highest = -1  # the highest index of any of them
+        self._saved_bytes = 0
         self._saved: SavedBytes | None = None
         self._traffic: Traffic | None = None
-        self.saved_bytes = 0
-        self.calls: dict[str, int] = {}
-        self.bytes: dict[str, int] = {}
-        self.backend_calls: dict[str, int] = {}
-        self.backend_bytes: dict[str, int] = {}
+        self._figures: _StepFigures | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether the batch has ended, so that the figures can be read."""
+        return self._figures is not None
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd kept for the backward on this rank, as :class:`SavedBytes` counts them."""
+        return self._read().saved_bytes
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Number of collectives by name, as :class:`Traffic` counts them."""
+        return self._read().calls
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes of the tensors given to those collectives, by name."""
+        return self._read().bytes
+
+    @property
+    def backend_calls(self) -> dict[str, int]:
+        """Number of operations that the process groups really got, by torch's name of them."""
+        return self._read().backend_calls
+
+    @property
+    def backend_bytes(self) -> dict[str, int]:
+        """Bytes that the process groups were really given to send, by the same names."""
+        return self._read().backend_bytes
+
+    def _read(self) -> _StepFigures:
+        """The figures; raises RuntimeError, which says what to do, if there are none."""
+        if self._figures is not None:
+            return self._figures
+        if self._ended == 0:
+            came = "no training batch has ended yet"
+            fix = "give the meter to the Trainer's callbacks, and read it when fit is done"
+        else:
+            came = f"{self._ended} ended, of which the highest index in an epoch was {self._highest}"
+            fix = (
+                f"use StepMeter(batch={self._highest}) or less, or let an epoch have {self._batch + 1} batches or more"
+            )
+        raise RuntimeError(
+            f"StepMeter(batch={self._batch}) has measured nothing: it waited for the training batch with index {self._batch} of an "
+            f"epoch (0-based), and {came}; {fix}"
+        )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start to count, in front of the batch that is measured."""
@@ -236,16 +296,42 @@ class StepMeter(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Stop counting kept bytes: the forward is over, and what is kept now is kept for the backward."""
-        if self._saved is not None:
-            self._saved.__exit__(None, None, None)
-            self.saved_bytes, self._saved = self._saved.total, None
+        self._stop_saved()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take over the counts: the step is over."""
-        if self._traffic is not None:
-            self._traffic.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            traffic, self._traffic = self._traffic, None
-            self.calls, self.bytes = dict(traffic.calls), dict(traffic.bytes)
-            self.backend_calls, self.backend_bytes = dict(traffic.backend_calls), dict(traffic.backend_bytes)
+        self._ended += 1
+        self._highest = max(self._highest, batch_idx)
+        traffic = self._stop()
+        if traffic is not None:
+            self._figures = _StepFigures(
+                self._saved_bytes,
+                dict(traffic.calls),
+                dict(traffic.bytes),
+                dict(traffic.backend_calls),
+                dict(traffic.backend_bytes),
+            )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop counting where the batch began but was skipped (a hook of the module may return -1 to end the epoch)."""
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop counting where the batch ended with an error: later work on this thread must not be counted."""
+        self._stop()
+
+    def _stop_saved(self) -> None:
+        """Stop counting kept bytes, if they are being counted."""
+        if self._saved is not None:
+            self._saved.__exit__(None, None, None)
+            self._saved_bytes, self._saved = self._saved.total, None
+
+    def _stop(self) -> Traffic | None:
+        """Stop counting altogether; returns what was counted of collectives, None if nothing was being counted."""
+        self._stop_saved()
+        traffic, self._traffic = self._traffic, None
+        if traffic is not None:
+            traffic.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return traffic

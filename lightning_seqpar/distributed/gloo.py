@@ -44,12 +44,12 @@ class _Exchange:
         self._rank = group.rank()
         self._own, *others = given[self._rank], *given[: self._rank], *given[self._rank + 1 :]
         if async_op and self._own.nbytes < self._own.untyped_storage().nbytes():
-            self._own = self._own.clone()  # what it is a part of may go meanwhile
+            self._own = self._own.clone()  # the caller may free the tensor that this is a view of
         count, self._count = self._own.numel(), len(others)
         splits = [count] * len(given)
-        splits[self._rank] = 0  # its own stays where it is
-        sent = others[0].reshape(-1) if len(others) == 1 else torch.cat([one.reshape(-1) for one in others])
-        self._sent = sent.contiguous()  # kept until it has gone
+        splits[self._rank] = 0  # this rank's own tensor is not sent
+        sent = others[0].reshape(-1) if len(others) == 1 else torch.cat([other.reshape(-1) for other in others])
+        self._sent = sent.contiguous()  # kept until the backend has sent it
         self._out = self._own.new_empty(len(others) * count)
         announce_exchange(role)
         # The group's own call: torch.distributed's wrapper of it costs host time.
@@ -71,9 +71,10 @@ class _Exchange:
         """
         first, second, *others = self.wait()
         if not others:
-            return (first if self._rank else second).add_(self._own)  # what came
-        kind = torch.promote_types(first.dtype, torch.float32) if first.is_floating_point() else first.dtype
-        total = first.to(kind) + second
+            received = first if self._rank else second
+            return received.add_(self._own)
+        dtype = torch.promote_types(first.dtype, torch.float32) if first.is_floating_point() else first.dtype
+        total = first.to(dtype) + second
         for part in others:
             total += part
         return total.to(first.dtype).contiguous()

@@ -1,4 +1,4 @@
-"""How a dim is divided over a group: lengths of shards, and the padding that makes them equal."""
+"""How a dim is divided over a group: the length of a shard, and the padding that makes all shards equally long."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def shard_length(length: int, size: int) -> int:
 
 
 def pad(x: Tensor, dim: int, length: int) -> Tensor:
-    """``x`` with zeros behind it along ``dim``, up to ``length``; ``x`` itself where nothing is missing."""
+    """Append zeros to ``x`` along ``dim`` until it has ``length`` there; returns ``x`` itself if it has."""
     missing = length - x.shape[dim]
     if missing == 0:
         return x

@@ -1,7 +1,7 @@
 """Ranks compare what they were started with: configuration, versions, plan, model and optimizer.
 
 Ranks that were given different ones would hang in a collective or train wrong numbers. So each of them describes its own as
-texts (the functions ``told_...``), and :func:`check_agreement` compares the texts before anything depends on them.
+texts (the functions ``describe_...``), and :func:`check_agreement` compares the texts before anything depends on them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _SHOWN = 4
 """How many ranks, and how many differing entries, an error names one by one."""
 
 
-def check_agreement(told: Mapping[str, Any], group: ProcessGroup, device: torch.device) -> None:
+def check_agreement(own: Mapping[str, Any], group: ProcessGroup, device: torch.device) -> None:
     """Compare descriptions over the ranks of ``group``. Collective.
 
     Where they agree, this is one reduction of two numbers, however many ranks there are. Only where they differ do the
     ranks exchange the texts, to say which of them differ in what.
 
     Args:
-        told: what this rank was started with, by name; values that are not texts are compared as JSON.
+        own: the description of this rank, by name; values that are not texts are compared as JSON.
         group: the ranks that are compared.
         device: where the group's backend takes tensors.
 
     Raises:
         ValueError: on every rank alike, naming the entries that differ and which ranks have which value.
     """
-    texts = {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in told.items()}
+    texts = {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in own.items()}
     digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
     extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
@@ -49,9 +49,10 @@ def check_agreement(told: Mapping[str, Any], group: ProcessGroup, device: torch.
     everybody: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everybody, texts, group=group)
     ranks = dist.get_process_group_ranks(group)
-    names = list(dict.fromkeys(name for one in everybody for name in one))
-    differing = [name for name in names if len({one.get(name) for one in everybody}) > 1]
-    said = "; ".join(_who_says_what(name, [one.get(name) for one in everybody], ranks) for name in differing[:_SHOWN])
+    names = list(dict.fromkeys(name for described in everybody for name in described))
+    values = {name: [described.get(name) for described in everybody] for name in names}
+    differing = [name for name in names if len(set(values[name])) > 1]
+    said = "; ".join(_who_says_what(name, values[name], ranks) for name in differing[:_SHOWN])
     said += f"; and {len(differing) - _SHOWN} more things" if len(differing) > _SHOWN else ""
     raise ValueError(
         f"the ranks were not told the same: {said}. Start every rank with the same code, files and arguments"
@@ -80,7 +81,7 @@ def _short(text: str) -> str:
     return f"digest {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def told_at_start(config: ParallelConfig, version: str) -> dict[str, Any]:
+def describe_start(config: ParallelConfig, version: str) -> dict[str, Any]:
     """Describe a rank at its start: the configuration, field by field, and the versions of the libraries.
 
     Of a plan that is a file only that fact is compared: its path may differ from node to node, and its content is compared
@@ -90,16 +91,16 @@ def told_at_start(config: ParallelConfig, version: str) -> dict[str, Any]:
         config: this rank's configuration.
         version: the version of this package.
     """
-    told = {**config.model_dump(mode="json"), "timeout": f"{config.timeout.total_seconds()} s"}
+    fields = {**config.model_dump(mode="json"), "timeout": f"{config.timeout.total_seconds()} s"}
     if isinstance(config.plan, str) and config.plan.endswith((".yaml", ".yml")):
-        told["plan"] = "a file"
+        fields["plan"] = "a file"
     versions = {"torch": str(torch.__version__), "lightning": lightning.__version__, "lightning_seqpar": version}
     # torch names a group by how many there are: ranks with other numbers of groups would never meet in a new one.
     groups = {"process groups made before": len(dist.distributed_c10d._world.pg_names)}
-    return {**told, **{f"version of {name}": value for name, value in versions.items()}, **groups}
+    return {**fields, **{f"version of {name}": value for name, value in versions.items()}, **groups}
 
 
-def told_of_model(model: nn.Module) -> dict[str, str]:
+def describe_model(model: nn.Module) -> dict[str, str]:
     """Describe a model: its modules, parameters and buffers, by name.
 
     A parameter or buffer is described by its shape and dtype, and by whether it is frozen. A module is described by its
@@ -107,15 +108,15 @@ def told_of_model(model: nn.Module) -> dict[str, str]:
     out are attributes that may rightly differ between ranks (a rank, a device, training or not), and those of the outermost
     module, where users keep state of their own.
     """
-    told = {
-        f"parameter {name}": f"{list(one.shape)} {one.dtype}{'' if one.requires_grad else ' frozen'}"
-        for name, one in model.named_parameters()
+    entries = {
+        f"parameter {name}": f"{list(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ' frozen'}"
+        for name, parameter in model.named_parameters()
     }
-    told |= {f"buffer {name}": f"{list(one.shape)} {one.dtype}" for name, one in model.named_buffers()}
+    entries |= {f"buffer {name}": f"{list(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()}
     for name, module in model.named_modules():
         if name:
-            told[f"module {name}"] = f"{type(module).__name__}({module.extra_repr()}){_settings(module)}"
-    return told
+            entries[f"module {name}"] = f"{type(module).__name__}({module.extra_repr()}){_settings(module)}"
+    return entries
 
 
 def _settings(module: nn.Module) -> str:
@@ -130,7 +131,7 @@ def _settings(module: nn.Module) -> str:
     return f" with {', '.join(shown)}" if shown else ""
 
 
-def told_of_optimizer(optimizer: Optimizer) -> list[Any]:
+def describe_optimizer(optimizer: Optimizer) -> list[Any]:
     """Describe an optimizer: its class, then of each parameter group the settings and the number of parameters."""
     groups = [
         {

@@ -116,24 +116,26 @@ class RankStreams:
         self._started: list[_State] = []
         self._depth = 0
         self._paused = False
-        self._done: dict[tuple[Any, int], list[_State] | None] = {}  # the state that a switch led to; None if ambiguous
-        self._again = _Again()
+        self._led_to: dict[
+            tuple[Any, int], list[_State] | None
+        ] = {}  # the state that a switch led to; None if ambiguous
+        self._recompute = _RecomputeState()
 
     @property
     def on(self) -> bool:
         """Whether :meth:`begin` was called and not yet ended, paused or not."""
-        return (self._again.depth if in_backward() else self._depth) > 0
+        return (self._recompute.depth if in_backward() else self._depth) > 0
 
     @property
     def own(self) -> bool:
         """Whether a draw would come from the rank's own stream now."""
-        return self._again.own if in_backward() else self._depth > 0 and not self._paused
+        return self._recompute.own if in_backward() else self._depth > 0 and not self._paused
 
     def forget(self) -> None:
         """Start a new step: end what is begun, and drop what was noted for recomputes, since none is to come."""
         while self._depth:
             self._end()
-        self._done, self._again = {}, _Again()
+        self._led_to, self._recompute = {}, _RecomputeState()
         self.drawn, self._behind = [], []
 
     def begin(self, *, nests: bool = True) -> None:
@@ -145,9 +147,9 @@ class RankStreams:
         """
         if in_backward():
             if self._repeat("begin"):
-                self._again.depth, self._again.own = 1, True
-            elif nests and self._again.depth:
-                self._again.depth += 1
+                self._recompute.depth, self._recompute.own = 1, True
+            elif nests and self._recompute.depth:
+                self._recompute.depth += 1
             return
         if self._depth:
             self._depth += nests
@@ -168,12 +170,13 @@ class RankStreams:
         if not in_backward():
             self._end()
             return
-        self._again.depth = max(0, self._again.depth - 1)
-        if self._again.depth == 0:
+        self._recompute.depth = max(0, self._recompute.depth - 1)
+        if self._recompute.depth == 0:
             self._repeat("end")
-            self._again.own = False
+            self._recompute.own = False
 
     def _end(self) -> None:
+        """End the innermost begin of the forward, if there is one; the outermost one goes back to the replicated stream."""
         if self._depth == 0:
             return
         self._depth -= 1
@@ -194,7 +197,7 @@ class RankStreams:
         Does nothing where the own stream is not begun, or paused already.
         """
         if in_backward():
-            self._again.own &= not self._repeat("pause")
+            self._recompute.own &= not self._repeat("pause")
             return
         if self._paused or self._depth == 0:
             return
@@ -213,7 +216,7 @@ class RankStreams:
                 results, so that it is not known which of the two is run again.
         """
         if in_backward():
-            self._again.own |= self._repeat(("resume", where))
+            self._recompute.own |= self._repeat(("resume", where))
         elif self._paused:
             self._resume(where, _states())
 
@@ -245,8 +248,8 @@ class RankStreams:
         A switch that led to two different states from the same one is noted as ambiguous.
         """
         key = (what, _key(before))
-        known = self._done.get(key, after)
-        self._done[key] = after if known is after or (known is not None and not _differ(known, after)) else None
+        known = self._led_to.get(key, after)
+        self._led_to[key] = after if known is after or (known is not None and not _differ(known, after)) else None
 
     def _repeat(self, what: Any) -> bool:
         """Repeat in a recompute what the switch ``what`` of the forward did at the present state of the generators.
@@ -258,20 +261,20 @@ class RankStreams:
             ValueError: if the forward made it twice at this state, with different results.
         """
         key = (what, _key(_states()))
-        if key not in self._done:
+        if key not in self._led_to:
             return False
-        found = self._done[key]
-        if found is None:
+        after = self._led_to[key]
+        if after is None:
             raise ValueError(
                 f"random numbers: {what[1] if isinstance(what, tuple) else what} ran twice at one state of the generators, and an "
                 "activation checkpoint that begins between a whole activation and its columns can't tell which of the two it runs "
                 "again; let the checkpoint begin in front of the module, or set its dropout to 0"
             )
-        _restore(found)
+        _restore(after)
         return True
 
 
-class _Again:
+class _RecomputeState:
     """Where the switches of the recompute under way stand.
 
     Attributes:
@@ -305,10 +308,12 @@ class _State(NamedTuple):
 
 
 def _differ(a: list[_State], b: list[_State]) -> bool:
+    """Whether any generator has another state in ``b`` than in ``a``."""
     return any(x.bits != y.bits for x, y in zip(a, b, strict=True))
 
 
 def _key(states: list[_State]) -> int:
+    """A number for the states of all generators, to look them up by."""
     return hash(tuple(state.bits for state in states))
 
 
@@ -329,18 +334,21 @@ class OneStream(RankStreams):
 
 
 def _generators() -> list[torch.Generator]:
-    found = [torch.default_generator]
+    """torch's own generators: the CPU's, and the current CUDA device's once CUDA is in use."""
+    generators = [torch.default_generator]
     if torch.cuda.is_initialized():
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return found
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return generators
 
 
 def _states() -> list[_State]:
+    """The states of torch's own generators now."""
     states = [generator.get_state() for generator in _generators()]
     return [_State(state, state.numpy().tobytes()) for state in states]
 
 
 def _restore(states: list[_State]) -> None:
+    """Set torch's own generators to states that :func:`_states` returned."""
     for generator, state in zip(_generators(), states, strict=False):
         generator.set_state(state.tensor)
 
@@ -434,9 +442,9 @@ def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     name = func.name().split("::")[-1].split(".")[0].rstrip("_")
     if name not in DRAWS:
         return None
-    given: Any = next((one for one in (*args, *(kwargs or {}).values()) if isinstance(one, torch.Generator)), None)
-    known: list[Any] = [*_generators()]
-    seeded = given is not None and generator_id(given) not in [generator_id(one) for one in known]
+    passed: Any = next((arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, torch.Generator)), None)
+    own = [generator_id(generator) for generator in _generators()]
+    seeded = passed is not None and generator_id(passed) not in own
     return Drawn(name, tuple((out[0] if isinstance(out, tuple) else out).shape), seeded)
 
 

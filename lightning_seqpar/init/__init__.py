@@ -1,5 +1,5 @@
-"""Models that never were whole on one rank: initialisation replayed from meta, weights read in slices from files.
+"""Models that never were whole on one rank: initialisation on the meta device replayed, weights read in slices from files.
 
-Also what a command line names as the model.
+Also finding the model that a command line names.
 May import: ``config`` to ``inference``.
 """

@@ -1,7 +1,8 @@
-"""Initialisation that waits: what is done to tensors on the meta device is remembered, and done later, one tensor at a time.
+"""Deferred initialisation: operations on tensors of the meta device are recorded, and replayed later, one tensor at a time.
 
-A model that is made under a :class:`DeferredInit` costs no memory. Replayed, each of its tensors gets the very numbers that
-it would have got at once, whoever keeps which part of it: random draws are made in the same order, from the same stream.
+A model that is made under a :class:`DeferredInit` needs no memory. When the record is replayed, each of its tensors gets
+exactly the numbers that it would have got at once, whichever part of it a rank keeps: random numbers are drawn in the same
+order and from the same stream.
 """
 
 from __future__ import annotations
@@ -24,16 +25,24 @@ from lightning_seqpar.distributed.autograd import dispatch_modes, generator_id, 
 from lightning_seqpar.inference.model_copy import default_dtype
 
 _OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_")
-"""Operations that leave nothing of what was in their first argument."""
+"""Operations after which nothing is left of the old values of their first argument."""
 _VALUES_DECIDE = ("multinomial", "poisson", "_standard_gamma", "_sample_dirichlet", "binomial")
-"""Random operations that draw as many numbers as their arguments' values ask for."""
+"""Random operations of which the values of the arguments decide how many numbers they draw."""
 _EMPTY = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
-"""Operations that fill nothing."""
+"""Operations that make tensors without values."""
 
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor on the meta device, as a view of its storage."""
+    """A tensor of the meta device in the record: which view of which storage it is.
+
+    Attributes:
+        storage: the id of the storage, as :func:`~lightning_seqpar.distributed.autograd.storage_id` gives it.
+        shape: its shape.
+        stride: its strides, in elements.
+        offset: where it begins in the storage, in elements.
+        dtype: its dtype.
+    """
 
     storage: int
     shape: tuple[int, ...]
@@ -43,7 +52,7 @@ class TensorRef:
 
     @property
     def is_all(self) -> bool:
-        """Whether it begins its storage and has no holes; with the storage's size, whether it covers it."""
+        """Whether it is contiguous and begins where its storage begins. If it has as many bytes, it covers the storage."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:
@@ -59,58 +68,80 @@ class TensorRef:
 
 @dataclass
 class _Op:
+    """A recorded operation, with a :class:`TensorRef` in place of each meta tensor.
+
+    Attributes:
+        func: what was called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        out: its result.
+        writes: storages that it changes in place.
+        overwrites: that one of them of whose old values nothing is left; None if there is none.
+        dtype: the default dtype when it was called.
+        stream: the generator that it draws from, by id; 0 is torch's own.
+        state: index of the state that the generator was set to before the operation; -1 if it was not set.
+        restored: index of the operation after which the generator had the state that it was set back to; -1 if it was not.
+    """
+
     func: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     out: Any
-    writes: frozenset[int]  # storages that it changes in place
-    overwrites: int | None  # the one of which it leaves nothing
-    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)  # the default when it was called
-    stream: int = 0  # which generator it draws from; 0 is torch's own
-    state: int = -1  # number of the random state that the stream was set to before it; -1 if it goes on
-    restored: int = -1  # or of the operation behind which its state was restored
+    writes: frozenset[int]
+    overwrites: int | None
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    stream: int = 0
+    state: int = -1
+    restored: int = -1
 
     @property
     def name(self) -> str:
+        """The name of what was called."""
         return _name(self.func)
 
     @property
     def is_random(self) -> bool:
+        """Whether it draws random numbers; of a function of ``torch.nn.init`` that is assumed."""
         tags = getattr(self.func, "tags", None)
         return self.func is not _constant if tags is None else torch.Tag.nondeterministic_seeded in tags
 
     def reads(self) -> set[int]:
-        found = {leaf.storage for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, TensorRef)}
-        return found if self.overwrites is None else found - {self.overwrites} | self._others()
+        """The storages whose values before the operation its result depends on."""
+        storages = {leaf.storage for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, TensorRef)}
+        return storages if self.overwrites is None else storages - {self.overwrites} | self._storages_behind_first()
 
-    def _others(self) -> set[int]:
+    def _storages_behind_first(self) -> set[int]:
+        """The storages of all arguments but the first, which is the one that an operation in place changes."""
         rest = tree_leaves((self.args[1:], dict(self.kwargs)))
         return {leaf.storage for leaf in rest if isinstance(leaf, TensorRef)}
 
     def makes(self) -> set[int]:
+        """The storages of its results."""
         return {leaf.storage for leaf in tree_leaves(self.out) if isinstance(leaf, TensorRef)}
 
 
 class DeferredInit(TorchDispatchMode):
-    """Remembers every operation on tensors of the meta device while it is active.
+    """A dispatch mode that records every operation on tensors of the meta device while it is active.
 
-    A draw there moves no random stream; each one that is remembered moves the real one elsewhere instead, so that a seed set
-    in between is noticed.
+    On the meta device nothing is drawn, so the generators would stay where they are. Here each recorded draw sets its
+    generator to a state that cannot occur otherwise. If the next draw finds another state there, the generator was seeded or
+    used in between, and that state is recorded too.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ops: list[_Op] = []
-        self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that their addresses stay theirs
-        self._filled: set[int] = set()
-        self._made: set[int] = set()
-        self._writes: Counter[int] = Counter()
-        self._watch = _SkipWatch(self)
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no other gets the same id
+        self._filled: set[int] = set()  # storages that have values
+        self._made: set[int] = set()  # storages that were made here, and not before
+        self._writes: Counter[int] = Counter()  # by storage: recorded operations that changed it in place
+        self._hidden_calls = _HiddenCalls(self)
         self._depth = 0
-        self._states: list[Tensor] = []
+        self._states: list[Tensor] = []  # states that generators were set to from outside
         self._generators: dict[int, torch.Generator] = {0: torch.default_generator}
-        self._seen: dict[int, dict[bytes, int]] = defaultdict(dict)  # by stream: states that we left behind
-        self._latest: dict[int, bytes] = {}
+        # By stream: the states to which recorded draws set the generator, each with the index of that draw.
+        self._left_states: dict[int, dict[bytes, int]] = defaultdict(dict)
+        self._latest_state: dict[int, bytes] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -118,20 +149,21 @@ class DeferredInit(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs, out))):
-            told_args, told_kwargs = (tree_map(self._refer, told) for told in (args, kwargs))
+            ref_args, ref_kwargs = tree_map(self._refer, args), tree_map(self._refer, kwargs)
             known = len(self._storages)
-            told_out = tree_map(self._refer, out)
+            ref_out = tree_map(self._refer, out)
             made = list(self._storages)[known:]
             written = [
-                told_args[at] if at < len(told_args) else told_kwargs.get(argument.name)
-                for at, argument in enumerate(func._schema.arguments)
+                ref_args[position] if position < len(ref_args) else ref_kwargs.get(argument.name)
+                for position, argument in enumerate(func._schema.arguments)
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
             writes = frozenset(leaf.storage for leaf in tree_leaves(written) if isinstance(leaf, TensorRef))
-            self._note(_Op(func, told_args, told_kwargs, told_out, writes, self._overwritten(func, told_args)), made)
+            self._note(_Op(func, ref_args, ref_kwargs, ref_out, writes, self._overwritten(func, ref_args)), made)
         return out
 
     def _note(self, op: _Op, made: Iterable[int] = ()) -> None:
+        """Record an operation, which made the storages ``made``."""
         if op.is_random:
             self._note_stream(op)
         self._ops.append(op)
@@ -141,48 +173,53 @@ class DeferredInit(TorchDispatchMode):
             self._filled.update(op.writes, made)
 
     def _note_stream(self, op: _Op) -> None:
-        """Where its draws come from."""
-        given = [leaf for leaf in tree_leaves((op.args, dict(op.kwargs))) if isinstance(leaf, torch.Generator)]
-        op.stream = generator_id(given[0]) if given else 0
-        generator = self._generators.setdefault(op.stream, given[0] if given else torch.default_generator)
+        """Note which generator a random operation draws from, and how the generator came to its present state."""
+        passed = [leaf for leaf in tree_leaves((op.args, dict(op.kwargs))) if isinstance(leaf, torch.Generator)]
+        op.stream = generator_id(passed[0]) if passed else 0
+        generator = self._generators.setdefault(op.stream, passed[0] if passed else torch.default_generator)
         state = generator.get_state()
         now = state.numpy().tobytes()
-        if now in self._seen[op.stream]:
-            if now != self._latest[op.stream]:
-                op.restored = self._seen[op.stream][now]
-        else:  # the first draw, or seeded in between, or something else drew
+        if now in self._left_states[op.stream]:
+            if now != self._latest_state[op.stream]:
+                op.restored = self._left_states[op.stream][now]
+        else:  # it is the first draw, or the generator was seeded or used in between
             op.state = len(self._states)
             self._states.append(state)
         digest = hashlib.blake2b(now + len(self._ops).to_bytes(8, "little"), digest_size=8).digest()
         generator.manual_seed(int.from_bytes(digest, "little") >> 1)
         left = generator.get_state().numpy().tobytes()
-        self._seen[op.stream][left], self._latest[op.stream] = len(self._ops), left
+        self._left_states[op.stream][left], self._latest_state[op.stream] = len(self._ops), left
 
     def note_constant(self, out: Tensor, value: Tensor) -> None:
-        """A tensor of numbers that the meta device forgets."""
+        """Record a meta tensor that was made of numbers, which the meta device does not keep.
+
+        Args:
+            out: the meta tensor.
+            value: the same with its numbers.
+        """
         known = len(self._storages)
         ref = self.ref(out)
         self._note(_Op(_constant, (value,), {}, ref, frozenset(), None), list(self._storages)[known:])
 
     @property
     def shared(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What may differ between ranks: the random states, and the numbers that were given."""
+        """The parts of the record that may differ between ranks: states of generators, and tensors of given numbers."""
         return self._states, [
             leaf for op in self._ops for leaf in tree_leaves((op.args, dict(op.kwargs))) if isinstance(leaf, Tensor)
         ]
 
     @shared.setter
-    def shared(self, told: tuple[list[Tensor], list[Tensor]]) -> None:
-        self._states = told[0]
-        numbers = iter(told[1])
+    def shared(self, states_and_numbers: tuple[list[Tensor], list[Tensor]]) -> None:
+        self._states = states_and_numbers[0]
+        numbers = iter(states_and_numbers[1])
         for op in self._ops:
             op.args, op.kwargs = tree_map(
                 lambda x: next(numbers) if isinstance(x, Tensor) else x, (op.args, dict(op.kwargs))
             )
 
     def digest(self) -> str:
-        """What is done, random states and given numbers aside."""
-        told = hashlib.sha256()
+        """A digest of the record without :attr:`shared`, to compare it over ranks."""
+        digest = hashlib.sha256()
         for op in self._ops:
             leaves = tree_leaves((op.args, dict(op.kwargs)))
             plain = [
@@ -190,30 +227,34 @@ class DeferredInit(TorchDispatchMode):
                 for leaf in leaves
                 if not isinstance(leaf, torch.Generator)
             ]
-            told.update(repr((op.name, plain)).encode())
-        return told.hexdigest()
+            digest.update(repr((op.name, plain)).encode())
+        return digest.hexdigest()
 
     def written_elsewhere(self, tensor: Tensor) -> bool:
-        """Whether more was written to a meta tensor than is remembered; what it was made with before counts once."""
+        """Whether a meta tensor was changed in place more often than was recorded.
+
+        A tensor that was made before the record began may have been initialised once before, by as many operations.
+        """
         key = storage_id(tensor)
         known = self._writes[key]
         return tensor._version > (known if key in self._made else 2 * known)
 
     @staticmethod
     def count() -> int:
-        """How many operations are remembered now; none outside any such context."""
+        """How many operations the innermost active record has so far; 0 where none is active."""
         active = [mode for mode in dispatch_modes() if isinstance(mode, DeferredInit)]
         return len(active[-1]._ops) if active else 0
 
     def check(self, wanted: Iterable[TensorRef], elsewhere: Mapping[int, tuple[str, int]]) -> None:
-        """Whether all that the wanted tensors are made of is known.
+        """Check that everything from which the values of some tensors follow is recorded.
 
         Args:
             wanted: the tensors.
-            elsewhere: storages that others fill: the name of what lies in them, and the operation from which on.
+            elsewhere: storages that files fill: the name of the tensor there, and the number of operations that were recorded
+                when that was decided.
 
         Raises:
-            ValueError: if an operation reads a tensor that nothing filled, or that others fill.
+            ValueError: if an operation reads a tensor that has no values, or, after it was decided, one that files fill.
         """
         needed = self._needed({ref.storage for ref in wanted})
         for at, (op, is_needed) in enumerate(zip(self._ops, needed, strict=True)):
@@ -234,16 +275,25 @@ class DeferredInit(TorchDispatchMode):
                 )
 
     def note_call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        """A function of ``torch.nn.init`` that leaves meta tensors alone: it is done as a whole, later."""
-        told = {name: self._refer(value) for name, value in arguments.items()}
-        target = told["tensor"]
-        whole = target.is_all and target.nbytes == self._storages[target.storage].nbytes()
-        self._note(_Op(function, (), told, None, frozenset([target.storage]), target.storage if whole else None))
+        """Record a call of a function of ``torch.nn.init`` that does nothing to meta tensors.
+
+        Args:
+            function: the function, which is called as a whole when the record is replayed.
+            arguments: its arguments by name; ``tensor`` is the one that it fills.
+        """
+        ref_arguments = {name: self._refer(value) for name, value in arguments.items()}
+        target = ref_arguments["tensor"]
+        overwritten = target.storage if self._covers_storage(target) else None
+        self._note(_Op(function, (), ref_arguments, None, frozenset([target.storage]), overwritten))
+
+    def _covers_storage(self, ref: TensorRef) -> bool:
+        """Whether a tensor is all of its storage."""
+        return ref.is_all and ref.nbytes == self._storages[ref.storage].nbytes()
 
     def __enter__(self) -> DeferredInit:
         self._depth += 1
-        if self._depth == 1:  # contexts inside each other are one
-            self._watch.__enter__()  # type: ignore[no-untyped-call]
+        if self._depth == 1:  # entering it again inside itself changes nothing
+            self._hidden_calls.__enter__()  # type: ignore[no-untyped-call]
             super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -252,15 +302,16 @@ class DeferredInit(TorchDispatchMode):
         if self._depth:
             return
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        self._watch.__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._hidden_calls.__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def _refer(self, value: Any) -> Any:
+        """What takes the place of an argument in the record: a reference to a meta tensor, a copy of any other tensor."""
         if not isinstance(value, Tensor):
             return value
         return self.ref(value) if value.is_meta else value.detach().clone()
 
     def ref(self, tensor: Tensor) -> TensorRef:
-        """How a meta tensor is known here."""
+        """The reference to a meta tensor."""
         storage = tensor.untyped_storage()
         self._storages.setdefault(storage_id(storage), storage)
         return TensorRef(
@@ -268,36 +319,38 @@ class DeferredInit(TorchDispatchMode):
         )
 
     def fills(self, tensor: Tensor) -> bool:
-        """Whether something was written to a meta tensor, or it was made with content."""
+        """Whether the record gives values to a meta tensor."""
         return storage_id(tensor) in self._filled
 
     def _overwritten(self, func: Any, args: tuple[Any, ...]) -> int | None:
+        """The storage of whose old values an operation leaves nothing; None if there is none."""
         if _name(func) not in _OVERWRITES or not isinstance(args[0], TensorRef):
             return None
-        first = args[0]
-        whole = first.is_all and first.nbytes == self._storages[first.storage].nbytes()
-        return first.storage if whole else None
+        return args[0].storage if self._covers_storage(args[0]) else None
 
     def replay(self, wanted: Iterable[TensorRef], take: Callable[[int, Callable[[TensorRef], Tensor]], None]) -> None:
-        """Make the storages of ``wanted`` for real, each for as long as it is needed.
+        """Do what was recorded on real tensors, so far as the wanted tensors depend on it.
+
+        A storage exists only from the first operation that uses it to the last.
 
         Args:
             wanted: the tensors.
-            take: is called once per storage, when it is final: with its key, and what gives any ref to it as a tensor.
+            take: called once for each storage of wanted tensors, when it has its final values. Gets the storage's id and a
+                function from a reference into it to the real tensor, which must not be used after the call.
+
+        Raises:
+            RuntimeError: if an operation makes another shape or dtype than when it was recorded.
         """
-        wished = {ref.storage for ref in wanted}
-        needed = self._needed(wished)
-        last: dict[int, int] = {}
-        for at, op in enumerate(self._ops):
-            if needed[at]:
-                last.update(dict.fromkeys(op.reads() | op.writes | op.makes(), at))
-        before = torch.get_rng_state()
-        generators = {key: torch.Generator() if key else torch.default_generator for key in self._generators}
-        restored = {op.restored for op in self._ops}
-        marks: dict[int, Tensor] = {}  # states behind operations that a later one goes back to
+        wanted_storages = {ref.storage for ref in wanted}
+        needed = self._needed(wanted_storages)
+        last_uses = self._last_uses(needed)
+        ends: dict[int, list[int]] = defaultdict(list)  # by operation: the storages that it is the last to use
+        for key, at in last_uses.items():
+            ends[at].append(key)
         real: dict[int, torch.UntypedStorage] = {}
 
         def tensor(ref: TensorRef) -> Tensor:
+            """The real tensor of a reference, whose storage is made if there is none."""
             if ref.storage not in real:
                 real[ref.storage] = torch.zeros(
                     self._storages[ref.storage].nbytes(), dtype=torch.uint8
@@ -305,53 +358,47 @@ class DeferredInit(TorchDispatchMode):
             empty = torch.empty(0, dtype=ref.dtype)
             return empty.set_(real[ref.storage], ref.offset, ref.shape, ref.stride)
 
-        ends: dict[int, list[int]] = defaultdict(list)
-        for key, at in last.items():
-            ends[at].append(key)
+        streams = _ReplayedStreams(self._generators, self._states, self._ops)
+        before = torch.get_rng_state()
         try:
             with torch.no_grad():
                 for at, op in enumerate(self._ops):
-                    if op.state >= 0:
-                        generators[op.stream].set_state(self._states[op.state])
-                    elif op.restored >= 0:
-                        generators[op.stream].set_state(marks[op.restored])
+                    streams.before(op)
                     if not needed[at]:
                         if op.is_random:
-                            _run(op, _fresh, generators)  # the stream moves on as it did
-                        if at in restored:
-                            marks[at] = generators[op.stream].get_state()
+                            _run(op, _fresh, streams.generators)  # only to draw what it drew
+                        streams.after(at, op)
                         continue
-                    out = _run(op, tensor, generators)
-                    if at in restored:
-                        marks[at] = generators[op.stream].get_state()
-                    for ref, made in zip(tree_leaves(op.out), tree_leaves(out), strict=True):
-                        if isinstance(ref, TensorRef) and ref.storage not in real:
-                            if made.stride() != ref.stride and made.shape == ref.shape:
-                                made = _fresh(ref).copy_(made)
-                            if (made.shape, made.dtype) != (ref.shape, ref.dtype):
-                                raise RuntimeError(
-                                    f"{op.name}: made {made.dtype} {list(made.shape)}, not what it did before"
-                                )
-                            real[ref.storage] = made.untyped_storage()
+                    out = _run(op, tensor, streams.generators)
+                    streams.after(at, op)
+                    _keep_results(op, out, real)
                     for key in ends[at]:
-                        if key in wished:
+                        if key in wanted_storages:
                             take(key, tensor)
                         real.pop(key, None)
-                for key in wished - last.keys():  # made, and never filled
+                for key in wanted_storages - last_uses.keys():  # made, and never filled
                     take(key, tensor)
                     real.pop(key, None)
         finally:
             torch.set_rng_state(before)
 
-    def _needed(self, wished: set[int]) -> list[bool]:
-        """Which operations the final content of the storages depends on."""
-        live = set(wished)
+    def _last_uses(self, needed: list[bool]) -> dict[int, int]:
+        """The index of the last needed operation that uses each storage."""
+        last_uses: dict[int, int] = {}
+        for at, op in enumerate(self._ops):
+            if needed[at]:
+                last_uses.update(dict.fromkeys(op.reads() | op.writes | op.makes(), at))
+        return last_uses
+
+    def _needed(self, wanted_storages: set[int]) -> list[bool]:
+        """For each operation, whether the final values of some storages depend on it."""
+        live = set(wanted_storages)  # storages whose values at this point matter, going backwards
         needed = [False] * len(self._ops)
         for at in range(len(self._ops) - 1, -1, -1):
             op = self._ops[at]
             made = op.makes() - op.reads() - op.writes
             if op.name in _EMPTY:
-                live -= made  # nothing is in it
+                live -= made  # it gives them no values
                 continue
             if not (op.writes | made) & live and op.name not in _VALUES_DECIDE:
                 continue
@@ -363,14 +410,58 @@ class DeferredInit(TorchDispatchMode):
         return needed
 
 
+class _ReplayedStreams:
+    """The states of the generators during a replay: each operation draws from the state that it was recorded at.
+
+    Args:
+        recorded: the generators that operations drew from, by stream.
+        states: the states that generators were set to from outside.
+        ops: all operations.
+
+    Attributes:
+        generators: a generator of its own for each stream; torch's own for stream 0.
+    """
+
+    def __init__(self, recorded: Iterable[int], states: list[Tensor], ops: list[_Op]) -> None:
+        self.generators = {key: torch.Generator() if key else torch.default_generator for key in recorded}
+        self._states = states
+        self._restored = {op.restored for op in ops}
+        self._marks: dict[int, Tensor] = {}  # by operation: the state after it, if a later one goes back to that
+
+    def before(self, op: _Op) -> None:
+        """Set the generator of an operation to where it was set when the operation was recorded."""
+        if op.state >= 0:
+            self.generators[op.stream].set_state(self._states[op.state])
+        elif op.restored >= 0:
+            self.generators[op.stream].set_state(self._marks[op.restored])
+
+    def after(self, at: int, op: _Op) -> None:
+        """Note the state after operation number ``at``, if a later one goes back to it."""
+        if at in self._restored:
+            self._marks[at] = self.generators[op.stream].get_state()
+
+
+def _keep_results(op: _Op, out: Any, real: dict[int, torch.UntypedStorage]) -> None:
+    """Put the storages of an operation's results, if they are new, into ``real``; raises RuntimeError for other shapes."""
+    for ref, made in zip(tree_leaves(op.out), tree_leaves(out), strict=True):
+        if isinstance(ref, TensorRef) and ref.storage not in real:
+            if made.stride() != ref.stride and made.shape == ref.shape:
+                made = _fresh(ref).copy_(made)
+            if (made.shape, made.dtype) != (ref.shape, ref.dtype):
+                raise RuntimeError(f"{op.name}: made {made.dtype} {list(made.shape)}, not what it did before")
+            real[ref.storage] = made.untyped_storage()
+
+
 def _name(func: Any) -> str:
+    """The name of an operation or function, without its overload."""
     return func.__name__ if inspect.isfunction(func) else str(func.name()).split("::")[-1].split(".")[0]
 
 
-class _SkipWatch(TorchFunctionMode):
-    """Sees what the meta device hides.
+class _HiddenCalls(TorchFunctionMode):
+    """A function mode that sees what the meta device leaves no operation of.
 
-    Functions of ``torch.nn.init`` that ask whether a tensor is on it, and return at once if it is; and numbers given in Python.
+    Some functions of ``torch.nn.init`` ask whether a tensor is a meta tensor, and return at once if it is. And tensors that
+    are made of numbers in Python lose them. Both are recorded here.
     """
 
     def __init__(self, recorder: DeferredInit) -> None:
@@ -384,32 +475,43 @@ class _SkipWatch(TorchFunctionMode):
         if func == _IS_META and out:
             caller = sys._getframe(1)
             while caller.f_code.co_filename == _DEVICE_CONTEXT and caller.f_back is not None:
-                caller = caller.f_back  # a torch.device context inside this one passes the question on
+                caller = caller.f_back  # a torch.device context inside this one stands between
             if caller.f_code.co_filename == torch.nn.init.__file__:
                 names = inspect.getargs(caller.f_code).args
                 function = vars(torch.nn.init)[caller.f_code.co_name]
                 self._recorder.note_call(function, {name: caller.f_locals[name] for name in names})
-        elif func in _GIVEN and out.is_meta:
-            given = args[1:2] if func == torch.Tensor.new_tensor else args[:1]
-            if not any(isinstance(value, Tensor) and value.is_meta for value in given):
+        elif func in _FROM_NUMBERS and out.is_meta:
+            numbers = args[1:2] if func == torch.Tensor.new_tensor else args[:1]
+            if not any(isinstance(value, Tensor) and value.is_meta for value in numbers):
                 self._recorder.note_constant(out, func(*args, **{**(kwargs or {}), "device": "cpu"}))
         return out
 
 
-_GIVEN = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+_FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+"""Functions that make a tensor of numbers in Python or numpy."""
 _DEVICE_CONTEXT = torch.utils._device.__file__
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 def _fresh(ref: TensorRef) -> Tensor:
+    """A new tensor of zeros like the one that was recorded."""
     return torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype).zero_()
 
 
 def _constant(value: Tensor) -> Tensor:
+    """Stands in the record for a function that made a tensor of numbers."""
     return value.clone()
 
 
 def _run(op: _Op, tensor: Callable[[TensorRef], Tensor], generators: Mapping[int, torch.Generator]) -> Any:
+    """Call a recorded operation again, on real tensors.
+
+    Args:
+        op: the operation.
+        tensor: from a reference to the real tensor.
+        generators: by stream, the generator to draw from.
+    """
+
     def real(value: Any) -> Any:
         if isinstance(value, torch.Generator):
             return generators[op.stream]

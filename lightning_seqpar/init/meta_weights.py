@@ -1,4 +1,7 @@
-"""Models that are made on the meta device: their weights are read or drawn one tensor at a time, and cut at once."""
+"""Giving weights to models that were made on the meta device.
+
+Tensors are read from files, or drawn as their initialisation would have, one at a time; of each a rank keeps its part alone.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,19 @@ from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.parallel.apply import ShardedModel
 
 _SOURCE = "_seqpar_weights"
+"""The attribute of a module on the meta device that holds its :class:`_Source`."""
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class _Source(str):
-    """The path of a module's weights, and what it held when it was told: it may be wrapped, and its names changed, since.
+    """The path of a module's weights, and which tensors the module had under which names when :func:`weights_from` was called.
+
+    Later a wrapper or an adapter may change the names.
 
     Args:
-        path: as :func:`weights_from` takes it.
-        tensors: parameters and buffers that files fill, by their names in the module.
-        since: how many operations had been remembered then.
+        path: the path that :func:`weights_from` was given.
+        tensors: the parameters and buffers that the files fill, by their names in the module.
+        since: how many operations :class:`DeferredInit` had recorded then.
     """
 
     def __new__(cls, path: str, tensors: dict[str, Tensor], since: int) -> _Source:
@@ -41,7 +47,7 @@ class _Source(str):
 
     def __init__(self, path: str, tensors: dict[str, Tensor], since: int) -> None:
         self.tensors, self.since = tensors, since
-        # Held, so that their addresses stay theirs: a cast gives a parameter another.
+        # Kept alive, so that no other storage gets the same id: a cast gives a parameter another storage.
         self.storages = {storage_id(tensor): (name, tensor.untyped_storage()) for name, tensor in tensors.items()}
         self._versions = {name: tensor._version for name, tensor in tensors.items()}
         self._names: dict[int, list[str]] = defaultdict(list)
@@ -57,26 +63,26 @@ class _Source(str):
         return _Source, (str(self), self.tensors, self.since)
 
     def names(self, tensor: Tensor) -> list[str]:
-        """Under which the module held a tensor."""
+        """The names that a tensor had in the module."""
         return self._names.get(id(tensor), [])
 
     def changed(self) -> list[str]:
-        """Tensors into which something was written since."""
+        """The names of tensors that were changed in place since."""
         return [name for name, tensor in self.tensors.items() if tensor._version != self._versions[name]]
 
 
 def weights_from(module: _Module, path: str | Path) -> _Module:
-    """Let the parameters and buffers of ``module`` come from safetensors files.
+    """Fill the parameters and buffers of ``module`` from safetensors files.
 
-    A module on the meta device keeps the path: the strategy reads its weights when the model is cut, of each tensor the
-    rank's own part. Any other module is filled now. Write it in ``configure_model``::
+    A module on the meta device only notes the path; the strategy reads the weights when it shards the model, of each tensor
+    this rank's part alone. Any other module is filled at once. Call it in ``configure_model``::
 
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(config)
         weights_from(self.model, "llama-folder")
 
     Args:
-        module: whose names the files use.
+        module: the module by whose names the files call the tensors.
         path: a ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with either, as ``save_pretrained`` writes.
 
     Returns:
@@ -88,24 +94,28 @@ def weights_from(module: _Module, path: str | Path) -> _Module:
     """
     files = WeightFiles(path, module)
     files.check()
-    held = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    filled = {name: tensor for name, tensor in held if files.has(name)}
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    filled = {name: tensor for name, tensor in tensors if files.has(name)}
     with torch.no_grad():
         for name, tensor in {id(tensor): (name, tensor) for name, tensor in filled.items()}.values():
             if not tensor.is_meta:
                 tensor.copy_(files.read(name))
     if any(tensor.is_meta for tensor in filled.values()):
-        late = {name: tensor for name, tensor in filled.items() if tensor.is_meta}
-        module.__dict__[_SOURCE] = _Source(str(path), late, DeferredInit.count())
+        meta = {name: tensor for name, tensor in filled.items() if tensor.is_meta}
+        module.__dict__[_SOURCE] = _Source(str(path), meta, DeferredInit.count())
     return module
 
 
 class WeightFiles:
-    """Safetensors files, read by the names of a module.
+    """Safetensors files whose tensors are read by the names that they have in a module.
 
     Args:
-        path: as :func:`weights_from` takes it.
-        module: which one; of a Hugging Face model the names that its library writes are known too.
+        path: a ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with either.
+        module: the module. Where it is a Hugging Face model, files may also use the names that its library writes.
+
+    Raises:
+        ValueError: if there are no such files.
+        ImportError: without the extra ``hf``.
     """
 
     def __init__(self, path: str | Path, module: nn.Module) -> None:
@@ -121,14 +131,17 @@ class WeightFiles:
             self._read_mapping()
 
     def _read_mapping(self) -> None:
-        """How a Hugging Face model's names differ from the files': renamed, or made of several tensors (experts)."""
+        """Find out how a Hugging Face model's tensors differ from those of the files.
+
+        Some have another name, and some are made of several tensors of the files (stacked experts).
+        """
         from transformers import conversion_mapping, core_model_loading
 
         model: Any = self._module
         transforms: list[Any] = list(conversion_mapping.get_model_conversion_mapping(model))
-        converters = [one for one in transforms if isinstance(one, core_model_loading.WeightConverter)]
-        renamings = [one for one in transforms if one not in converters]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        converters = [each for each in transforms if isinstance(each, core_model_loading.WeightConverter)]
+        renamings = [each for each in transforms if each not in converters]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         for key in sorted(self._files, key=core_model_loading.dot_natural_key):
             name, pattern = core_model_loading.rename_source_key(key, renamings, converters)
             if pattern is None:
@@ -137,28 +150,29 @@ class WeightFiles:
                 self._converted.setdefault(name, (by_pattern[pattern], []))[1].append((pattern, key))
 
     def _find(self) -> dict[str, Path]:
+        """The file in which each tensor is, by its name in the files; raises ValueError if there are no files."""
         path = self.path
         if path.is_dir():
-            found = [f for f in ("model.safetensors.index.json", "model.safetensors") if (path / f).is_file()]
+            usual = [f for f in ("model.safetensors.index.json", "model.safetensors") if (path / f).is_file()]
             others = sorted(file.name for file in path.glob("*.safetensors"))
-            if not found and len(others) != 1:
+            if not usual and len(others) != 1:
                 raise ValueError(
                     f"weights_from: {str(path)!r} holds no model.safetensors and no model.safetensors.index.json (there is: "
                     f"{', '.join(sorted(f.name for f in path.iterdir())[:5]) or 'nothing'}); save the model with "
                     "save_pretrained, which writes them"
                 )
-            path = path / (found or others)[0]
+            path = path / (usual or others)[0]
         if not path.is_file():
             raise ValueError(
                 f"weights_from: {str(path)!r} does not exist; give a safetensors file, its index, or a folder"
             )
         if path.name.endswith(".json"):
-            told = json.loads(path.read_text())
-            if not isinstance(told, Mapping) or not isinstance(told.get("weight_map"), Mapping):
+            index = json.loads(path.read_text())
+            if not isinstance(index, Mapping) or not isinstance(index.get("weight_map"), Mapping):
                 raise ValueError(
                     f"weights_from: {str(path)!r} has no 'weight_map'; give a model.safetensors.index.json"
                 )
-            files = {key: path.parent / name for key, name in told["weight_map"].items()}
+            files = {key: path.parent / name for key, name in index["weight_map"].items()}
             if missing := sorted({file.name for file in files.values() if not file.is_file()}):
                 raise ValueError(f"weights_from: {str(path)!r} names {missing[0]}, which is not beside it")
             return files
@@ -169,6 +183,7 @@ class WeightFiles:
 
     @staticmethod
     def _open(file: Path) -> Any:
+        """Open one file; raises ValueError if it can't be read, and ImportError without the extra ``hf``."""
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError:
@@ -179,41 +194,52 @@ class WeightFiles:
             raise ValueError(f"weights_from: {str(file)!r} can't be read: {error}") from None
 
     def _names(self, name: str) -> list[str]:
-        """A name with and without a library's prefix of the base model."""
+        """A name of the module with and without the prefix that its library gives the base model."""
         prefix = getattr(self._module, "base_model_prefix", "")
         if not prefix:
             return [name]
         return [name, name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"]
 
     def _key(self, name: str) -> str | None:
-        """Under which name one tensor of the files is the module's ``name``."""
-        keys = (self._renamed.get(one, one) for one in self._names(name))
+        """The name in the files of the tensor that is the module's ``name``; None if there is no such tensor."""
+        keys = (self._renamed.get(candidate, candidate) for candidate in self._names(name))
         return next((key for key in keys if key in self._files), None)
 
     def _parts(self, name: str) -> tuple[str, Any, list[tuple[str, str]]] | None:
-        """Of which tensors the module's ``name`` is made."""
-        return next(((one, *self._converted[one]) for one in self._names(name) if one in self._converted), None)
+        """What the module's ``name`` is made of; None if it is not made of several tensors.
+
+        Returns:
+            The name that the library knows it by, what converts it, and patterns and names of the files' tensors.
+        """
+        return next(
+            (
+                (candidate, *self._converted[candidate])
+                for candidate in self._names(name)
+                if candidate in self._converted
+            ),
+            None,
+        )
 
     def has(self, name: str) -> bool:
         """Whether the files hold the module's tensor ``name``."""
         return self._key(name) is not None or self._parts(name) is not None
 
     def check(self) -> None:
-        """Whether every parameter is there, with its shape.
+        """Check that the files hold every parameter, with its shape.
 
         Raises:
-            ValueError: naming what is not.
+            ValueError: naming a parameter that they do not hold, or hold with another shape.
         """
-        found: dict[int, str | None] = {}
+        keys: dict[int, str | None] = {}  # by the id of a parameter: tied names are one
         names: dict[int, list[str]] = defaultdict(list)
         tensors = {}
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             tensors[id(parameter)] = parameter
             names[id(parameter)].append(name)
             if self.has(name):
-                found[id(parameter)] = self._key(name)
-        if missing := [names[one][0] for one in tensors if one not in found]:
-            spare = sorted(set(self._files) - {key for key in found.values() if key})
+                keys[id(parameter)] = self._key(name)
+        if missing := [names[parameter_id][0] for parameter_id in tensors if parameter_id not in keys]:
+            spare = sorted(set(self._files) - {key for key in keys.values() if key})
             raise ValueError(
                 f"weights_from: {str(self.path)!r} has no {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''} "
                 f"({len(missing)} of {len(tensors)} parameters are missing); it has "
@@ -222,15 +248,16 @@ class WeightFiles:
                 "its state_dict() by safetensors.torch.save_model"
             )
         self._check_ties(names)
-        for one, key in found.items():
-            if key is not None and self._shapes[key] != tuple(tensors[one].shape):
+        for parameter_id, key in keys.items():
+            shape = tuple(tensors[parameter_id].shape)
+            if key is not None and self._shapes[key] != shape:
                 raise ValueError(
                     f"weights_from: {str(self.path)!r} holds {key} with shape {list(self._shapes[key])}, and the model's "
-                    f"{names[one][0]} has {list(tensors[one].shape)}; it belongs to another configuration"
+                    f"{names[parameter_id][0]} has {list(shape)}; it belongs to another configuration"
                 )
 
     def _check_ties(self, names: Mapping[int, list[str]]) -> None:
-        """What the module ties must be one tensor in the files, or the same twice."""
+        """Raise ValueError if parameters that the module ties have different values in the files."""
         for tied in names.values():
             keys = list(dict.fromkeys(key for name in tied if (key := self._key(name)) is not None))
             whole = [self._read_key(key) for key in keys] if len(keys) > 1 else []
@@ -242,19 +269,21 @@ class WeightFiles:
                     )
 
     def _read_key(self, key: str) -> Tensor:
+        """Read a whole tensor by its name in the files."""
         with self._open(self._files[key]) as opened:
             return opened.get_tensor(key)  # type: ignore[no-any-return]
 
     def contents(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each tensor, by its name in the files."""
+        """Shape and dtype of each tensor, by its name in the files."""
         return {key: (self._shapes[key], self._dtype(key)) for key in self._files}
 
     def dtype(self, name: str) -> torch.dtype:
-        """In which the files hold the module's tensor ``name``."""
+        """The dtype that the module's tensor ``name`` has in the files."""
         key, parts = self._key(name), self._parts(name)
         return self._dtype(key if key is not None or parts is None else parts[2][0][1])
 
     def _dtype(self, key: str | None) -> torch.dtype:
+        """The dtype of a tensor by its name in the files."""
         assert key is not None
         with self._open(self._files[key]) as opened:
             if not self._shapes[key]:
@@ -262,20 +291,29 @@ class WeightFiles:
             return opened.get_slice(key)[:0].dtype  # type: ignore[no-any-return]
 
     def read(self, name: str, shard: Shard | None = None, rank: int = 0) -> Tensor:
-        """The module's tensor ``name``, or of it what ``rank`` holds: nothing else is read, unless it is made of several."""
+        """Read the module's tensor ``name``, or a rank's part of it.
+
+        Nothing but that part is read from the disk, unless the tensor is made of several tensors of the files.
+
+        Args:
+            name: the name in the module.
+            shard: how the tensor is divided over tp; None for the whole tensor.
+            rank: the tensor-parallel rank.
+        """
         key = self._key(name)
         if key is None:
             whole = self._convert(name)
             return whole if shard is None else shard.take(whole, rank)
-        with self._open(self._files[key]) as opened:  # opened for one tensor: its pages are let go with it
+        with self._open(self._files[key]) as opened:  # closed after each tensor, so that its memory is freed
             if shard is None:
                 return opened.get_tensor(key)  # type: ignore[no-any-return]
             sliced = opened.get_slice(key)
             before = (slice(None),) * shard.dim
-            held = [(*before, slice(start, stop)) for start, stop in shard.ranges[rank]]
-            return shard.join([sliced[part] for part in held])
+            ranges = [(*before, slice(start, stop)) for start, stop in shard.ranges[rank]]
+            return shard.join([sliced[indices] for indices in ranges])
 
     def _convert(self, name: str) -> Tensor:
+        """Make the module's tensor ``name`` of several tensors of the files."""
         parts = self._parts(name)
         assert parts is not None
         target, converter, sources = parts
@@ -283,8 +321,8 @@ class WeightFiles:
         for pattern, key in sources:
             with self._open(self._files[key]) as opened:
                 fresh.add_tensor(target, key, pattern, opened.get_tensor(key))
-        made = fresh.convert(target, model=self._module, config=self._module.config)[target]
-        return made[0] if isinstance(made, list) else made  # type: ignore[no-any-return]
+        converted = fresh.convert(target, model=self._module, config=self._module.config)[target]
+        return converted[0] if isinstance(converted, list) else converted  # type: ignore[no-any-return]
 
 
 # ---- models without numbers ------------------------------------------------------------------------------------
@@ -292,7 +330,14 @@ class WeightFiles:
 
 @dataclass
 class _Place:
-    """Where a tensor belongs: ``holder.leaf``, and its name in the model."""
+    """Where a tensor of the model is.
+
+    Attributes:
+        name: its name in the model.
+        holder: the module that has it as an attribute.
+        leaf: the name of that attribute.
+        ref: the meta tensor in the record of the initialisation.
+    """
 
     name: str
     holder: nn.Module
@@ -301,12 +346,12 @@ class _Place:
 
 
 class LateWeights:
-    """The tensors of a model that has none yet, found before anything is done to it.
+    """Gives values to the meta tensors of a model. It is made before the model is changed in any way.
 
     Args:
-        model: with parameters or buffers on the meta device.
-        recorder: of the contexts that the model may have been made in.
-        state: weights of a checkpoint, which count more than files.
+        model: a model with parameters or buffers on the meta device.
+        recorder: the record of its initialisation; None if it was not recorded.
+        state: weights of a checkpoint by name, which take precedence over files.
     """
 
     def __init__(
@@ -318,7 +363,8 @@ class LateWeights:
             for name, module in model.named_modules()
             if (source := module.__dict__.get(_SOURCE)) is not None
         }
-        # Read before anything is written here; to load a state into meta tensors, which does nothing, writes too.
+        # Looked up before anything is written here. Loading a state dict into meta tensors, which changes nothing, counts as
+        # a write too, so with a state nothing can be said.
         self._changed = {
             (path, name) for path, (source, _) in self._sources.items() if not self._state for name in source.changed()
         }
@@ -328,65 +374,77 @@ class LateWeights:
         self._others: dict[int, list[_Place]] = defaultdict(list)
         for name, module in model.named_modules():
             others = {**vars(module), **module._buffers}
-            own = [(leaf, one, self._parameters) for leaf, one in module._parameters.items()]
-            own += [(leaf, one, self._others) for leaf, one in others.items()]
-            for leaf, tensor, into in own:
+            attributes = [(leaf, value, self._parameters) for leaf, value in module._parameters.items()]
+            attributes += [(leaf, value, self._others) for leaf, value in others.items()]
+            for leaf, tensor, places in attributes:
                 if isinstance(tensor, Tensor) and tensor.is_meta:
                     ref = self._recorder.ref(tensor)
-                    into[ref.storage].append(_Place(f"{name}.{leaf}" if name else leaf, module, leaf, ref))
+                    places[ref.storage].append(_Place(f"{name}.{leaf}" if name else leaf, module, leaf, ref))
 
     @property
     def shared(self) -> Any:
-        """Random states and given numbers, to be made equal on all ranks."""
+        """The states of generators and the given numbers in the record, to be made equal on all ranks."""
         return self._recorder.shared
 
     @shared.setter
-    def shared(self, told: Any) -> None:
-        self._recorder.shared = told
+    def shared(self, states_and_numbers: Any) -> None:
+        self._recorder.shared = states_and_numbers
 
     def digest(self) -> str:
-        """What is done to the tensors, for a comparison of ranks."""
+        """A digest of the recorded initialisation, to compare it over ranks."""
         return self._recorder.digest()
 
     def _complete(self) -> None:
-        """Run what initialises a module outside its ``__init__``, where nothing was remembered of its parameters."""
+        """Record the initialisation of modules whose parameters have none in the record, by calling it now.
+
+        Files fill the modules that have a source; those are left out.
+        """
         for name, module in self._model.named_modules():
             if any(name == source or name.startswith(f"{source}.") or not source for source in self._sources):
                 continue
-            # Of the class: PEFT's wrappers pass on what they are asked for.
-            inits = getattr(module, "initialize_weights", None) if hasattr(type(module), "_init_weights") else None
-            inner = [p for p in module.parameters() if p.is_meta]
-            skipped = callable(inits) and not getattr(module, "_is_hf_initialized", False)
-            if inner and inits is not None and skipped:  # Hugging Face's own, which a meta device skips
-                adapted = next((one for one, part in module.named_modules() if is_adapted(part)), None)
-                inside = [f"{name}.{one}" if name else one for one, p in module.named_parameters() if p.is_meta]
-                if adapted is not None and not all(one in self._state for one in inside):
-                    raise ValueError(
-                        f"{name or type(module).__name__}: it was made on the meta device without weights and adapted since "
-                        f"({adapted}), and its own initialisation would go over the adapters; give its weights before it is "
-                        "adapted, weights_from(module, folder), or make it outside torch.device('meta')"
-                    )
-                with self._recorder, torch.no_grad():
-                    inits()
-            blank = [p for p in module.parameters(recurse=False) if self._is_blank(p)]
+            self._initialize_huggingface(name, module)
+            blank = [parameter for parameter in module.parameters(recurse=False) if self._is_blank(parameter)]
             reset = getattr(module, "reset_parameters", None)
             if blank and callable(reset):
                 with self._recorder, torch.no_grad():
                     reset()
 
+    def _initialize_huggingface(self, name: str, module: nn.Module) -> None:
+        """Call the initialisation of a Hugging Face model, which the library skips on the meta device.
+
+        Raises:
+            ValueError: if the model was adapted before, since the initialisation would overwrite the adapters.
+        """
+        # The class is asked, since PEFT's wrappers pass attributes of the wrapped model on.
+        initialize = getattr(module, "initialize_weights", None) if hasattr(type(module), "_init_weights") else None
+        meta = [inner for inner, parameter in module.named_parameters() if parameter.is_meta]
+        if not meta or not callable(initialize) or getattr(module, "_is_hf_initialized", False):
+            return
+        adapted = next((inner for inner, part in module.named_modules() if is_adapted(part)), None)
+        names = [f"{name}.{inner}" if name else inner for inner in meta]
+        if adapted is not None and not all(each in self._state for each in names):
+            raise ValueError(
+                f"{name or type(module).__name__}: it was made on the meta device without weights and adapted since "
+                f"({adapted}), and its own initialisation would go over the adapters; give its weights before it is "
+                "adapted, weights_from(module, folder), or make it outside torch.device('meta')"
+            )
+        with self._recorder, torch.no_grad():
+            initialize()
+
     def _is_blank(self, tensor: Tensor) -> bool:
+        """Whether a meta tensor gets no values from the record."""
         return tensor.is_meta and not self._recorder.fills(tensor)
 
     def check(self) -> None:
-        """Whether all that is missing will be there.
+        """Check that every meta tensor can be given its values.
 
         Raises:
-            ValueError: naming a tensor that nothing fills.
+            ValueError: naming a tensor that nothing fills, or that would get other values than in a whole model.
         """
         self._check_overlaps()
-        drawn: list[_Place] = []
-        read: set[int] = set()
-        given = {
+        drawn: list[_Place] = []  # tensors that get their values from the record
+        read: set[int] = set()  # storages of tensors that are read from a checkpoint or a file
+        storages_of_files = {
             key: (name, source.since)
             for source, _ in self._sources.values()
             for key, (name, _) in source.storages.items()
@@ -394,7 +452,7 @@ class LateWeights:
         for places in (*self._parameters.values(), *self._others.values()):
             for place in places:
                 tensor = getattr(place.holder, place.leaf)
-                if place.name in self._state or place.name in self._found:
+                if place.name in self._state or place.name in self._in_files:
                     read.add(place.ref.storage)
                     continue
                 self._check_known(place)
@@ -412,16 +470,21 @@ class LateWeights:
                         "done to meta tensors there is remembered), or give its weights: weights_from(module, folder)"
                     )
         for place in drawn:
-            if place.ref.storage in given and place.ref.storage not in read:  # and not tied to what is filled
+            # Unless it is tied to a tensor that is read.
+            if place.ref.storage in storages_of_files and place.ref.storage not in read:
+                name_in_file = storages_of_files[place.ref.storage][0]
                 raise ValueError(
-                    f"{place.name}: it has the memory of {given[place.ref.storage][0]}, which weights_from fills, under another "
+                    f"{place.name}: it has the memory of {name_in_file}, which weights_from fills, under another "
                     "name or as another parameter (weight_norm, a parametrization?); make the model outside "
                     "torch.device('meta') and load it whole"
                 )
-        self._recorder.check((place.ref for place in drawn), given)
+        self._recorder.check((place.ref for place in drawn), storages_of_files)
 
     def _check_known(self, place: _Place) -> None:
-        """A parameter that took the place of one that files fill would be drawn, and the files' numbers lost."""
+        """Raise ValueError for a parameter that is not the one of its name that files were to fill.
+
+        It would be drawn, and the numbers of the files would be lost.
+        """
         for _, source, files, inner in self._around(place.name):
             if isinstance(getattr(place.holder, place.leaf), nn.Parameter) and files.has(inner):
                 raise ValueError(
@@ -430,52 +493,63 @@ class LateWeights:
                 )
 
     def _check_overlaps(self) -> None:
+        """Raise ValueError if two parameters share memory, which is lost when each is cut."""
         for places in self._parameters.values():
-            seen: dict[int, _Place] = {id(getattr(place.holder, place.leaf)): place for place in places}
-            ends = sorted(
+            by_parameter: dict[int, _Place] = {id(getattr(place.holder, place.leaf)): place for place in places}
+            extents = sorted(
                 (place.ref.offset, place.ref.offset + place.ref.nbytes // place.ref.dtype.itemsize, place.name)
-                for place in seen.values()
+                for place in by_parameter.values()
             )
-            for (_, stop, one), (start, _, other) in itertools.pairwise(ends):
+            for (_, stop, first), (start, _, second) in itertools.pairwise(extents):
                 if start < stop:
                     raise ValueError(
-                        f"{one} and {other} are two parameters in one memory, which would part when the model is cut; tie them by "
-                        "one nn.Parameter under both names"
+                        f"{first} and {second} are two parameters in one memory, which would part when the model is cut; tie them "
+                        "by one nn.Parameter under both names"
                     )
 
     def _around(self, name: str) -> Iterator[tuple[str, _Source, WeightFiles, str]]:
-        """What was given for modules around a tensor: their names, and its own in each of them."""
+        """The sources of all modules that a name lies in: the module's name, its source, its files, the name within it."""
         for path, (source, files) in self._sources.items():
             if name == path or not path or name.startswith(f"{path}."):
                 yield path, source, files, name.removeprefix(f"{path}.") if path else name
 
     @functools.cached_property
-    def _found(self) -> dict[str, tuple[WeightFiles, str]]:
-        """Of what files fill: which, and its name there. Read once, before the numbers come."""
-        places = (place for held in (self._parameters, self._others) for places in held.values() for place in places)
-        return {place.name: found for place in places if (found := self._source_of(place)) is not None}
+    def _in_files(self) -> dict[str, tuple[WeightFiles, str]]:
+        """The files that fill a tensor and its name in them, for each tensor that files fill.
+
+        Looked up once, before any tensor gets its values.
+        """
+        places = (place for group in (self._parameters, self._others) for places in group.values() for place in places)
+        return {place.name: source for place in places if (source := self._source_of(place)) is not None}
 
     def _source_of(self, place: _Place) -> tuple[WeightFiles, str] | None:
-        """In which files a tensor is, and under which name: that which it had when they were given."""
+        """The files in which a tensor is, and the name that it had in the module when they were given; None if there are none.
+
+        Raises:
+            ValueError: if the tensor was changed in place since.
+        """
         tensor = getattr(place.holder, place.leaf)
         for path, source, files, inner in self._around(place.name):
             known = source.names(tensor)
             names = known if known or isinstance(tensor, nn.Parameter) else [inner]
-            found = next((name for name in names if files.has(name)), None)
-            if found is None:
+            name = next((candidate for candidate in names if files.has(candidate)), None)
+            if name is None:
                 continue
-            if (path, found) in self._changed:
+            if (path, name) in self._changed:
                 raise ValueError(
                     f"{place.name}: it was changed in place after weights_from({str(source)!r}), whose numbers are read later "
                     "and would undo that; change weights in the files, or make the model outside torch.device('meta')"
                 )
-            return files, found
+            return files, name
         return None
 
     # ---- filling ---------------------------------------------------------------------------------------------
 
     def fill_buffers(self) -> None:
-        """Give all that is no parameter its numbers; it is small, and read before the model is cut."""
+        """Give buffers and other tensors that are no parameters their values, whole: they are small.
+
+        Called before the model is sharded.
+        """
 
         def take(places: Sequence[_Place], tensor: Callable[[TensorRef], Tensor]) -> None:
             for place in places:
@@ -484,9 +558,13 @@ class LateWeights:
         self._fill(self._others, take)
 
     def fill_parameters(self, record: ShardedModel | None) -> None:
-        """Give every parameter its numbers: of each this rank's part, and no second tensor beside it."""
+        """Give every parameter this rank's part of its values. No more than one whole tensor exists at a time.
+
+        Args:
+            record: the record of the sharded model; None if it is not sharded.
+        """
         rank = record.groups.rank("tp") if record is not None else 0
-        # Room for the parts first: the whole tensors then come and go in the same place behind them.
+        # Memory for all parts is allocated first, so that the whole tensors come and go in the same place after them.
         for place in (place for places in self._parameters.values() for place in places):
             parameter = getattr(place.holder, place.leaf)
             if parameter.is_meta:
@@ -497,14 +575,14 @@ class LateWeights:
             done: set[int] = set()
             for place in places:
                 parameter = getattr(place.holder, place.leaf)
-                if id(parameter) not in done:  # not tied
+                if id(parameter) not in done:  # a tied parameter is filled once
                     done.add(id(parameter))
                     layout = _layout(record, parameter)
                     _copy_part(place, tensor(place.ref), layout.shard if layout is not None else None, rank)
 
         self._fill(self._parameters, take, record, rank)
         for module in self._model.modules():
-            module.__dict__.pop(_SOURCE, None)  # its work is done
+            module.__dict__.pop(_SOURCE, None)
 
     def _fill(
         self,
@@ -513,9 +591,17 @@ class LateWeights:
         record: ShardedModel | None = None,
         rank: int = 0,
     ) -> None:
+        """Give tensors their values: read from a checkpoint or a file if one has them, else from the record.
+
+        Args:
+            wanted: the tensors, by storage.
+            take: fills the tensors of one storage from the record; gets them and a function from a reference to the tensor.
+            record: the record of the sharded model.
+            rank: the tensor-parallel rank.
+        """
         drawn: dict[int, list[_Place]] = {}
         for key, places in wanted.items():
-            read = [self._read(place, record, rank) for place in places]  # each, not the first alone
+            read = [self._read(place, record, rank) for place in places]  # a list: every one must be read
             if not any(read):
                 drawn[key] = places
         if drawn:
@@ -523,14 +609,14 @@ class LateWeights:
             self._recorder.replay(refs, lambda key, tensor: take(drawn[key], tensor))
 
     def _read(self, place: _Place, record: ShardedModel | None, rank: int) -> bool:
-        """Take a tensor from a checkpoint or a file, if one has it."""
+        """Fill a tensor from the checkpoint or a file; returns whether one of them has it."""
         current = getattr(place.holder, place.leaf)
         layout = _layout(record, current) if isinstance(current, nn.Parameter) else None
         if place.name in self._state:
             whole = self._state[place.name]
             local = layout.take(whole, rank) if layout is not None else whole
-        elif (found := self._found.get(place.name)) is not None:
-            files, name = found
+        elif (source := self._in_files.get(place.name)) is not None:
+            files, name = source
             local = files.read(name, layout.shard if layout is not None else None, rank)
         else:
             return False
@@ -539,23 +625,36 @@ class LateWeights:
 
 
 def _layout(record: ShardedModel | None, parameter: Tensor) -> ParamLayout | None:
+    """The layout of a parameter; None if the model is not sharded."""
     return record.layout.of(parameter) if record is not None else None
 
 
 def _copy_part(place: _Place, whole: Tensor, shard: Shard | None, rank: int) -> None:
-    """What ``rank`` holds of a whole tensor, without another copy of it on the way."""
+    """Copy a rank's part of a whole tensor into a parameter, without another copy of that part in between.
+
+    Args:
+        place: the parameter.
+        whole: the whole tensor.
+        shard: how it is divided over tp; None if it is not.
+        rank: the tensor-parallel rank.
+    """
     if shard is None or shard.padded is not None:
         _set(place, whole if shard is None else shard.take(whole, rank))
         return
-    parameter, at = getattr(place.holder, place.leaf), 0
+    parameter, local_start = getattr(place.holder, place.leaf), 0
     with torch.no_grad():
         for start, stop in shard.ranges[rank]:
-            parameter.narrow(shard.dim, at, stop - start).copy_(whole.narrow(shard.dim, start, stop - start))
-            at += stop - start
+            part = whole.narrow(shard.dim, start, stop - start)
+            parameter.narrow(shard.dim, local_start, stop - start).copy_(part)
+            local_start += stop - start
 
 
 def _set(place: _Place, value: Tensor) -> None:
-    """Numbers for a tensor; a parameter stays the same object, so that ties stay tied."""
+    """Give a tensor its values. A parameter stays the same object, so that tied parameters stay tied.
+
+    Raises:
+        ValueError: for values of another shape.
+    """
     current = getattr(place.holder, place.leaf)
     if tuple(value.shape) != tuple(current.shape):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What ``seqpar plan`` is asked about: a model from a YAML file, a Hugging Face folder, or a factory."""
+"""The model that ``seqpar plan`` is given: of a YAML file, a Hugging Face folder, or a factory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lightning_seqpar.plan.sharding_plan import parse_yaml
 
 
 @dataclass
-class Found:
-    """A model, and what its target tells besides.
+class TargetModel:
+    """A model that a target names, and what else a YAML file says of its training.
 
     Attributes:
-        model: without memory where its code allows it.
-        fields: of the parallel config.
-        world_size: ranks.
-        batch: the first training batch.
-        notes: what went wrong on the way to the batch.
+        model: the model, on the meta device where its code allows that.
+        fields: fields of :class:`~lightning_seqpar.config.ParallelConfig` that the file sets.
+        world_size: the number of ranks; None if the target does not say.
+        batch: the first training batch; None if there is none.
+        notes: sentences on what could not be read.
     """
 
     model: nn.Module
@@ -41,34 +41,42 @@ class Found:
 _FORMS = "a YAML file with a model, a Hugging Face folder (with config.json), or package.module:factory"
 
 
-def load_target(target: str, dtype: torch.dtype | None = None) -> Found:
-    """The model that ``target`` names, without memory where its code allows it.
+def load_target(target: str, dtype: torch.dtype | None = None) -> TargetModel:
+    """Make the model that ``target`` names, on the meta device where its code allows that.
 
     Args:
         target: the path of a YAML file of Lightning's command line, the folder of a Hugging Face model (or its
             ``config.json``), or ``package.module:factory``, a class or function that takes no arguments.
-        dtype: of the parameters; none leaves it to the model.
+        dtype: the dtype of the parameters; None for the model's own.
 
     Raises:
-        ValueError: naming what is missing.
-        ImportError: for a missing extra.
+        ValueError: if the target names no model, or the model can't be made.
+        ImportError: without the extra that the target needs.
     """
     path = Path(target)
     if target.endswith((".yaml", ".yml")):
-        found = _from_yaml(path)
+        made = _from_yaml(path)
     elif path.is_dir() or path.name == "config.json":
-        found = Found(model_from_folder(path if path.is_dir() else path.parent, dtype))
+        made = TargetModel(model_from_folder(path if path.is_dir() else path.parent, dtype))
     elif ":" in target:
-        found = Found(_from_factory(target))
+        made = TargetModel(_from_factory(target))
     else:
         raise ValueError(f"target={target!r} is nothing that is known; give {_FORMS}")
     if dtype is not None:
-        found.model.to(dtype)
-    return found
+        made.model.to(dtype)
+    return made
 
 
 def _without_memory(make: Any, what: str) -> nn.Module:
-    """Build on the meta device; code that needs numbers builds for real."""
+    """Make a model on the meta device, or, where its code needs numbers, on the CPU.
+
+    Args:
+        make: makes the model.
+        what: what is called, for the error.
+
+    Raises:
+        ValueError: if it makes something else.
+    """
     try:
         with torch.device("meta"):
             made = make()
@@ -80,25 +88,30 @@ def _without_memory(make: Any, what: str) -> nn.Module:
 
 
 def _from_factory(target: str) -> nn.Module:
+    """The model that ``package.module:factory`` makes; raises ValueError if there is no such factory, or it needs arguments."""
     module, _, name = target.partition(":")
     try:
-        holder = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ValueError(f"target={target!r}: {error}; run it where {module} can be imported") from None
-    if not hasattr(holder, name):
-        known = [key for key in vars(holder) if not key.startswith("_")]
+    if not hasattr(imported, name):
+        known = [key for key in vars(imported) if not key.startswith("_")]
         raise ValueError(f"target={target!r}: {module} has no {name!r}; did you mean {nearest(name, known)}?")
     try:
-        return _without_memory(getattr(holder, name), target)
+        return _without_memory(getattr(imported, name), target)
     except TypeError as error:
         raise ValueError(f"target={target!r}: it must be callable without arguments ({error})") from None
 
 
 def model_from_folder(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model of a Hugging Face folder's ``config.json``, without memory.
+    """Make the model of a Hugging Face folder's ``config.json`` on the meta device; no weights are read.
+
+    Args:
+        folder: the folder.
+        dtype: the dtype of the parameters; None for that of the config.
 
     Raises:
-        ValueError: without a config that is one.
+        ValueError: if there is no such file, or it is no configuration of a model.
         ImportError: without the extra ``hf``.
     """
     file = folder / "config.json"
@@ -109,18 +122,24 @@ def model_from_folder(folder: Path, dtype: torch.dtype | None = None) -> nn.Modu
     except ImportError:
         raise ImportError("a Hugging Face folder needs transformers: pip install 'lightning-seqpar[hf]'") from None
     try:
-        told = json.loads(file.read_text())
+        fields = json.loads(file.read_text())
         config = transformers.AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError) as error:
         raise ValueError(f"{file}: it is no configuration of a model ({str(error).splitlines()[0]})") from None
-    named = [getattr(transformers, name, None) for name in told.get("architectures") or ()]
-    kind: Any = named[0] if named and named[0] is not None else transformers.AutoModelForCausalLM
-    make = kind._from_config if named and named[0] is not None else kind.from_config
+    named = [getattr(transformers, name, None) for name in fields.get("architectures") or ()]
+    architecture: Any = named[0] if named else None
+    make = transformers.AutoModelForCausalLM.from_config if architecture is None else architecture._from_config
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     return _without_memory(lambda: make(config, dtype=dtype), str(file))
 
 
-def _from_yaml(file: Path) -> Found:
+def _from_yaml(file: Path) -> TargetModel:
+    """The model of a YAML file of Lightning's command line, with the strategy's fields and the first batch.
+
+    Raises:
+        ValueError: if the file names no model, or the model can't be made.
+        ImportError: without the extra ``cli``.
+    """
     if not file.is_file():
         raise ValueError(f"target={str(file)!r}: no such file; give {_FORMS}")
     try:
@@ -144,47 +163,50 @@ def _from_yaml(file: Path) -> Found:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningModule, "model")
     try:
-        read = parser.parse_object({"model": data["model"]})
-    except Exception as error:  # jsonargparse raises its own, with a page of causes
+        parsed = parser.parse_object({"model": data["model"]})
+    except Exception as error:  # jsonargparse's own type, with a page of causes in its message
         raise ValueError(f"{file}: the model can't be made: {' '.join(str(error).split())[:400]}") from None
-    model = _without_memory(lambda: parser.instantiate_classes(read).model, f"{file}: model")
+    model = _without_memory(lambda: parser.instantiate_classes(parsed).model, f"{file}: model")
     trainer = data.get("trainer") or {}
-    found = Found(model, _strategy_of(trainer.get("strategy"), file), _world_of(trainer))
+    target = TargetModel(model, _strategy_of(trainer.get("strategy"), file), _world_of(trainer))
     if "data" in data:
         try:
-            found.batch = _first_batch(data["data"])
-        except Exception as error:  # the user's data code: its trouble is told, and the rest is said without a batch
-            found.notes.append(
+            target.batch = _first_batch(data["data"])
+        except Exception as error:  # of the user's data code: noted, since the plan can be shown without a batch
+            target.notes.append(
                 f"the first training batch can't be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             )
-    return found
+    return target
 
 
-def _first_batch(told: Any) -> Any:
+def _first_batch(settings: Any) -> Any:
+    """The first training batch of the data module that a YAML file describes."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningDataModule, "data")
-    data = parser.instantiate_classes(parser.parse_object({"data": told})).data
+    data = parser.instantiate_classes(parser.parse_object({"data": settings})).data
     data.prepare_data()
     data.setup("fit")
     return next(iter(data.train_dataloader()))
 
 
-def _strategy_of(told: Any, file: Path) -> dict[str, Any]:
-    if isinstance(told, str) and told in StrategyRegistry:
-        return dict(StrategyRegistry[told].get("init_params", {}))
-    if isinstance(told, Mapping) and str(told.get("class_path", "")).endswith("SeqParallelStrategy"):
-        fields = dict(told.get("init_args") or {})
+def _strategy_of(setting: Any, file: Path) -> dict[str, Any]:
+    """Fields of ParallelConfig that ``trainer.strategy`` of a YAML file sets; raises ValueError for another strategy."""
+    if isinstance(setting, str) and setting in StrategyRegistry:
+        return dict(StrategyRegistry[setting].get("init_params", {}))
+    if isinstance(setting, Mapping) and str(setting.get("class_path", "")).endswith("SeqParallelStrategy"):
+        fields = dict(setting.get("init_args") or {})
         return {**dict(fields.pop("config", None) or {}), **fields}
-    if told is None:
+    if setting is None:
         return {}
     raise ValueError(
-        f"{file}: trainer.strategy={told!r} is none of ours; name lightning_seqpar.SeqParallelStrategy or seqpar_tp2"
+        f"{file}: trainer.strategy={setting!r} is none of ours; name lightning_seqpar.SeqParallelStrategy or seqpar_tp2"
     )
 
 
 def _world_of(trainer: Mapping[str, Any]) -> int | None:
+    """The number of ranks that a trainer's settings ask for; None if they do not say."""
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
     count = len(devices) if isinstance(devices, list) else devices
     return count * nodes if isinstance(count, int) and isinstance(nodes, int) and count > 0 else None

@@ -12,14 +12,11 @@ import threading
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 LIFELINE = "SEQPAR_LIFELINE_FD"
-
-
+"""Environment variable of a child: the descriptor of a pipe that closes when the main process is gone."""
 REPORTS = "SEQPAR_REPORTS_FD"
-
-
+"""Environment variable of a child: the descriptor of a pipe to which it writes what it raised."""
 DONE = b"done"
-
-
+"""What the main process writes into the lifeline, once for each child, when it ends well."""
 GRACE = 10.0
 """Seconds that the other ranks get to end by themselves (and print their own message) once one has died."""
 
@@ -35,15 +32,15 @@ def describe_exit(code: int) -> str:
 
 
 def say(message: str) -> None:
-    """Print to standard error, at once.
+    """Print to standard error at once.
 
-    Past ``sys.stderr``: while torch formats an exception of the main thread it puts a buffer in its place, and what a
-    watching thread said just before it ends the process was lost with the buffer.
+    It is written to the descriptor, not to ``sys.stderr``. While torch formats an exception of the main thread, it replaces
+    that by a buffer, and a message of a watching thread that then ends the process would be lost in the buffer.
     """
     os.write(2, f"lightning_seqpar: {message}\n".encode())
 
 
-_LOST_PEER = (
+_SIGNS_OF_A_LOST_PEER = (
     "closed by peer",
     "reset by peer",
     "Broken pipe",
@@ -52,15 +49,23 @@ _LOST_PEER = (
     "timed out",
     "Read error",
 )
+"""Texts in errors of gloo and nccl that say that another rank is gone."""
 
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an exception says that another rank is gone, rather than what went wrong."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER)
 
 
 class ChildWatch:
-    """Ends the whole run when one of its processes ends badly, and tells which. Lives in the main process."""
+    """Ends the whole run when one of its processes fails, and says which. It belongs to the main process.
+
+    Args:
+        procs: the children, ranks ``first_rank + 1``, ``first_rank + 2``, ...
+        first_rank: the rank of the main process.
+        lifeline: descriptor of the pipe that the children watch.
+        reports: descriptor of the pipe to which the children write what they raised.
+    """
 
     def __init__(self, procs: list[subprocess.Popen[bytes]], first_rank: int, lifeline: int, reports: int) -> None:
         self._procs, self._first_rank, self._lifeline, self._reports = procs, first_rank, lifeline, reports
@@ -68,61 +73,74 @@ class ChildWatch:
         self._finished = threading.Event()
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._told: list[tuple[bool, str]] = []
+        self._reasons: list[tuple[bool, str]] = []  # why the run failed: whether it is only a symptom, and a sentence
         self._concluded = False
         self._verdict = ""
         self._interrupted = False
         self._exit_code = 0
-        self._signals: int | None = None
-        self._handled = threading.Event()
+        self._signals: int | None = None  # descriptor of the pipe in which the interpreter notes signals
+        self._handled = threading.Event()  # set when the main thread runs its handler of a signal
 
     def start(self) -> None:
-        """Wait on every child in a thread of its own, and for the end of this process."""
+        """Wait for every child in a thread of its own, and be called at the end of this process."""
         for local_rank, proc in enumerate(self._procs, start=1):
             name = f"watch-rank-{self._first_rank + local_rank}"
             threading.Thread(target=self._wait, args=(local_rank, proc), name=name, daemon=True).start()
         atexit.register(self._at_exit)
 
     def fail(self, reason: str, *, symptom: bool = False) -> None:
-        """The main process ends badly; a ``symptom`` (a lost peer) yields to any other rank's reason."""
-        self._told.append((symptom, reason))
+        """Note that the run fails.
+
+        Args:
+            reason: a sentence that says why.
+            symptom: whether it only follows from another rank's failure (a lost peer); any other reason is then preferred.
+        """
+        self._reasons.append((symptom, reason))
 
     def hear_signals(self, taken: set[int], rank: int) -> None:
-        """End the run on the signals ``taken`` (SIGTERM, Ctrl-C) even while the main thread waits in a collective.
+        """End the run on signals even while the main thread waits in a collective.
 
-        No Python handler runs there, but the interpreter notes every signal in a pipe at once, and a thread reads it.
+        Python runs no handler there. But the interpreter writes every signal into a pipe at once, which a thread reads.
+
+        Args:
+            taken: the signals, of SIGTERM and SIGINT (Ctrl-C).
+            rank: the rank of this process.
         """
         if self._signals is not None:
             return
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
-        if (theirs := signal.set_wakeup_fd(writing, warn_on_full_buffer=False)) != -1:
-            signal.set_wakeup_fd(theirs)  # an event loop's
+        if (present := signal.set_wakeup_fd(writing, warn_on_full_buffer=False)) != -1:
+            signal.set_wakeup_fd(present)  # an event loop uses the pipe of the interpreter already
             return
         self._signals = writing
         os.register_at_fork(after_in_child=self._forget_signals)
         threading.Thread(target=self._hear, args=(reading, taken, rank), name="watch-signals", daemon=True).start()
 
     def _forget_signals(self) -> None:
-        """In a forked process (a data worker, a pool): its signals are not the run's, but it has inherited the pipe."""
+        """Stop listening in a forked process (a data worker, a pool).
+
+        It inherits the pipe, but a signal that it gets does not concern the run.
+        """
         if self._signals is not None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._signals = None
 
     def hear_no_signals(self) -> None:
-        """The run is over: signals mean again what they mean in any process."""
+        """Stop listening to signals: the run is over."""
         if self._signals is not None:
             signal.set_wakeup_fd(-1)
             os.close(self._signals)
             self._signals = None
 
     def handled(self, signum: int, rank: int) -> None:
-        """The main thread runs its handler for a signal: the run ends by itself."""
+        """Note that the main thread runs its handler of a signal, so that the run ends without this watch."""
         self._handled.set()
         self._note(signum, rank)
 
     def _note(self, signum: int, rank: int) -> None:
+        """Note a signal as the reason why the run ends."""
         self._exit_code = 128 + signum
         if signum == signal.SIGINT:
             self.interrupt()
@@ -130,8 +148,9 @@ class ChildWatch:
             self.fail(f"rank {rank} got {signal.Signals(signum).name}")
 
     def _hear(self, reading: int, taken: set[int], rank: int) -> None:
-        while not (heard := taken & set(told := os.read(reading, 64))):
-            if not told:  # the other end was closed
+        """Read signals from the pipe, in a thread; on one of ``taken`` end the process, unless the main thread does soon."""
+        while not (heard := taken & set(signals := os.read(reading, 64))):
+            if not signals:  # the other end was closed
                 os.close(reading)
                 return
         if not self._handled.wait(GRACE / 2):
@@ -141,6 +160,7 @@ class ChildWatch:
             os._exit(self._exit_code)
 
     def _wait(self, local_rank: int, proc: subprocess.Popen[bytes]) -> None:
+        """Wait for a child, in a thread; end the process if it fails before any other."""
         code = proc.wait()
         with self._lock:
             if code == 0 or self._ending.is_set():
@@ -156,53 +176,59 @@ class ChildWatch:
         os._exit(self._exit_code)
 
     def _conclude(self) -> None:
-        """Let the children end, end those that do not, and learn what happened."""
+        """Wait for the children to end, kill those that do not, and decide what the run failed of. Only the first call does."""
         with self._lock:
             self._ending.set()
             if self._concluded:
                 return
             self._concluded = True
             ended = [self._let_end(proc) for proc in self._procs]
-            for local_rank, (proc, by_itself) in enumerate(zip(self._procs, ended, strict=True), start=1):
-                if by_itself and proc.returncode < 0:
-                    rank = self._first_rank + local_rank
-                    self._told.insert(0, (False, f"rank {rank} (pid {proc.pid}) {describe_exit(proc.returncode)}"))
-            os.set_blocking(self._reports, False)
-            try:
-                lines = os.read(self._reports, 65536).decode(errors="replace").splitlines()
-            except BlockingIOError:
-                lines = []
-            self._told += [(line[0] == "s", line[2:]) for line in lines]
-            for local_rank, (proc, by_itself) in enumerate(zip(self._procs, ended, strict=True), start=1):
-                rank = self._first_rank + local_rank
-                if by_itself and proc.returncode > 0 and not any(f"rank {rank} " in told for _, told in self._told):
-                    self._told.append((True, f"rank {rank} (pid {proc.pid}) {describe_exit(proc.returncode)}"))
-            for local_rank, (proc, by_itself) in enumerate(zip(self._procs, ended, strict=True), start=1):
-                if not by_itself:
-                    rank = self._first_rank + local_rank
-                    told = f"rank {rank} (pid {proc.pid}) did not answer and did not end within {GRACE / 2:.0f} s; it was killed"
-                    self._told.insert(0, (True, told))
-            left = [
-                at
-                for at, (proc, by_itself) in enumerate(zip(self._procs, ended, strict=True), 1)
-                if by_itself and not proc.returncode
-            ]
-            if left and self._told and all(symptom for symptom, _ in self._told):
-                self._told.insert(
-                    0,
-                    (
-                        True,
-                        f"rank {self._first_rank + left[0]} had ended while another rank still waited for it; what speaks "
-                        "to all ranks (trainer.save_checkpoint, unshard, a forward after fit) must be called on all of them",
-                    ),
-                )
-            causes = [reason for symptom, reason in self._told if not symptom]
-            symptoms = [reason for symptom, reason in self._told if symptom]
+            self._gather_reasons(ended)
+            causes = [reason for symptom, reason in self._reasons if not symptom]
+            symptoms = [reason for symptom, reason in self._reasons if symptom]
             reason = (causes or symptoms or ["a rank ended early"])[0]
             self._verdict = "the run was interrupted" if self._interrupted else f"the run failed: {reason}"
 
+    def _gather_reasons(self, ended: list[bool]) -> None:
+        """Add to the known reasons what the children reported, and what follows from how they ended.
+
+        Args:
+            ended: for each child, whether it ended by itself.
+        """
+        children = [
+            (self._first_rank + local_rank, proc, by_itself)
+            for local_rank, (proc, by_itself) in enumerate(zip(self._procs, ended, strict=True), start=1)
+        ]
+        for rank, proc, by_itself in children:
+            if by_itself and proc.returncode < 0:
+                self._reasons.insert(0, (False, f"rank {rank} (pid {proc.pid}) {describe_exit(proc.returncode)}"))
+        self._reasons += self._read_reports()
+        for rank, proc, by_itself in children:
+            if by_itself and proc.returncode > 0 and not any(f"rank {rank} " in reason for _, reason in self._reasons):
+                self._reasons.append((True, f"rank {rank} (pid {proc.pid}) {describe_exit(proc.returncode)}"))
+        for rank, proc, by_itself in children:
+            if not by_itself:
+                reason = f"rank {rank} (pid {proc.pid}) did not answer and did not end within {GRACE / 2:.0f} s; it was killed"
+                self._reasons.insert(0, (True, reason))
+        done = [rank for rank, proc, by_itself in children if by_itself and not proc.returncode]
+        if done and self._reasons and all(symptom for symptom, _ in self._reasons):
+            reason = (
+                f"rank {done[0]} had ended while another rank still waited for it; what speaks "
+                "to all ranks (trainer.save_checkpoint, unshard, a forward after fit) must be called on all of them"
+            )
+            self._reasons.insert(0, (True, reason))
+
+    def _read_reports(self) -> list[tuple[bool, str]]:
+        """What the children reported by :func:`report_exception`, as reasons."""
+        os.set_blocking(self._reports, False)
+        try:
+            lines = os.read(self._reports, 65536).decode(errors="replace").splitlines()
+        except BlockingIOError:
+            lines = []
+        return [(line[0] == "s", line[2:]) for line in lines]
+
     def _say_verdict(self) -> None:
-        """Last of all: below the tracebacks of ranks that only lost another one."""
+        """Print why the run ended, once; at the very end, below the tracebacks of ranks that only lost another one."""
         with self._lock:
             if self._verdict:
                 say(self._verdict)
@@ -210,12 +236,13 @@ class ChildWatch:
             self._verdict = ""
 
     def interrupt(self) -> None:
-        """The user pressed Ctrl-C."""
+        """Note that the user pressed Ctrl-C."""
         self._interrupted = True
-        self._told.append((False, "interrupted"))
+        self._reasons.append((False, "interrupted"))
 
     @staticmethod
     def _let_end(proc: subprocess.Popen[bytes]) -> bool:
+        """Wait for a child for half of :data:`GRACE`, then kill it; returns whether it ended by itself."""
         try:
             proc.wait(timeout=GRACE / 2)
         except subprocess.TimeoutExpired:
@@ -225,15 +252,15 @@ class ChildWatch:
         return True
 
     def _at_exit(self) -> None:
-        """The main process is leaving: wait for the children, or end them if the run failed."""
+        """At the end of the main process, wait for the children, or end them if the run failed."""
         if os.getpid() != self._pid:
-            return  # a forked process of the user's
+            return  # this is a forked process of the user's
         self._finished.set()
         uncaught = getattr(sys, "last_value", None)
-        if uncaught is not None and not self._told:
-            told = f"rank {self._first_rank} raised {type(uncaught).__name__}: {uncaught}"
-            self.fail(told, symptom=is_lost_peer(uncaught))
-        if not self._told and not self._ending.is_set():
+        if uncaught is not None and not self._reasons:
+            reason = f"rank {self._first_rank} raised {type(uncaught).__name__}: {uncaught}"
+            self.fail(reason, symptom=is_lost_peer(uncaught))
+        if not self._reasons and not self._ending.is_set():
             os.write(self._lifeline, DONE * len(self._procs))
             for proc in self._procs:
                 proc.wait()
@@ -247,16 +274,19 @@ class ChildWatch:
 
 
 def report_exception(rank: int, error: BaseException) -> None:
-    """In a child: tell the main process what this rank raised."""
+    """Write an exception of this rank into the pipe of reports, in a child.
+
+    A report is a line: ``s`` for a symptom or ``c`` for a cause, a blank, and a sentence.
+    """
     descriptor = os.environ.get(REPORTS)
     if descriptor is not None:
-        kind = "s" if is_lost_peer(error) else "c"
+        letter = "s" if is_lost_peer(error) else "c"
         text = " ".join(f"rank {rank} raised {type(error).__name__}: {error}".split())
-        os.write(int(descriptor), f"{kind} {text}"[:500].encode() + b"\n")
+        os.write(int(descriptor), f"{letter} {text}"[:500].encode() + b"\n")
 
 
 def tell_external_launcher(rank: int, error: BaseException) -> None:
-    """Under torchrun or srun: name the rank in our own words, and write torchrun's error file for its summary."""
+    """Print an exception of this rank where torchrun or srun started it, and write the error file that torchrun reads."""
     if is_lost_peer(error) and "imed out" in str(error):
         say(
             f"rank {rank} waited for another rank, which did not answer within the timeout; look for the one that hangs"
@@ -270,9 +300,13 @@ def tell_external_launcher(rank: int, error: BaseException) -> None:
 
 
 def follow_main_process(rank: int) -> bool:
-    """In a child: end this process if the main process dies without saying that it is done.
+    """End this process, if it is a child, when the main process dies without saying that it is done.
 
-    Returns whether this process is such a child.
+    Args:
+        rank: the rank of this process.
+
+    Returns:
+        Whether it is a child.
     """
     descriptor = os.environ.pop(LIFELINE, None)
     if descriptor is None:

@@ -1,4 +1,4 @@
-"""From a configuration to processes, groups and the collectives that Lightning asks a strategy for."""
+"""The strategy's environment: processes, process groups, the data that a rank reads, and collectives for Lightning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.data.broadcast import BroadcastLoader
 from lightning_seqpar.data.sampler import OrderSeed, inject_sampler, replica_workers
-from lightning_seqpar.distributed.rank_consistency import check_agreement, told_at_start
+from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_start
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -36,9 +36,17 @@ from lightning_seqpar.verify.guards import check_backend, refuse_notebook, refus
 
 
 class TopologyStrategy(ParallelStrategy):
-    """A Lightning strategy that knows its topology: who this rank is, whom it speaks to, and which data it reads.
+    """A Lightning strategy that knows the place of this rank in the topology, and so its groups and its data.
 
     It knows nothing of models; :class:`~lightning_seqpar.strategy.strategy.SeqParallelStrategy` adds them.
+
+    Args:
+        config: the configuration.
+        accelerator: Lightning's own, as are all that follow; see :class:`ParallelStrategy`.
+        parallel_devices: the devices of this node.
+        cluster_environment: the environment that started the processes.
+        checkpoint_io: writes checkpoint files.
+        precision_plugin: the precision.
     """
 
     def __init__(
@@ -63,18 +71,22 @@ class TopologyStrategy(ParallelStrategy):
         self._groups: ParallelGroups | None = None
         self._user_sampler_flag: bool | None = None
         self._order_seed = OrderSeed()
-        self._loaders = 0  # dealt out for the loop that is being prepared
+        self._loaders = 0  # how many loaders of the loop that is being prepared were processed
 
     # ---- what this rank is -------------------------------------------------------------------------------------
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks this of strategies that it does not know; without it ``sync_dist`` does nothing."""
+        """True; Lightning asks strategies that it does not know, and ``sync_dist`` does nothing without it."""
         return True
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device."""
+        """This rank's device.
+
+        Raises:
+            ValueError: if the Trainer has fewer devices than the run has ranks on this node.
+        """
         assert self.parallel_devices is not None
         if self.local_rank >= len(self.parallel_devices):
             raise ValueError(
@@ -86,7 +98,7 @@ class TopologyStrategy(ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the run."""
+        """The number of nodes."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -95,12 +107,16 @@ class TopologyStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this node."""
+        """The number of ranks on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def groups(self) -> ParallelGroups:
-        """The process groups."""
+        """The process groups.
+
+        Raises:
+            RuntimeError: before they are made, in ``setup_environment``.
+        """
         if self._groups is None:
             raise RuntimeError(
                 "the process groups are made in setup_environment; read them from a hook, not before fit"
@@ -109,24 +125,24 @@ class TopologyStrategy(ParallelStrategy):
 
     @property
     def dp_rank(self) -> int:
-        """Which replica this rank belongs to."""
+        """The number of the data-parallel replica that this rank belongs to (0-based)."""
         return self.groups.rank("dp")
 
     @property
     def dp_size(self) -> int:
-        """How many replicas there are."""
+        """The number of data-parallel replicas."""
         return self.groups.size("dp")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """A sampler counts replicas: the ranks of one replica read the same samples."""
+        """Arguments of a ``DistributedSampler``: it counts replicas, since the ranks of one read the same samples."""
         return {"num_replicas": self.dp_size, "rank": self.dp_rank}
 
     # ---- environment -------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
+        """Make the launcher, after all that can be checked before processes are started."""
         assert self.cluster_environment is not None
-        # Sizes, names and places are checked before any process is started.
         ProcessTopology.from_config(self.config, self.num_nodes * self.num_processes)
         check_backend(self.config.process_group_backend, self.root_device.type)
         if not self.cluster_environment.creates_processes_externally:
@@ -139,7 +155,7 @@ class TopologyStrategy(ParallelStrategy):
         self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment this process's place; Lightning calls it."""
+        """Tell the cluster environment this process's rank and the size of the world; Lightning calls it."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -165,6 +181,7 @@ class TopologyStrategy(ParallelStrategy):
         self._take_over_samplers()
 
     def _warn_of_slow_links(self, topology: ProcessTopology) -> None:
+        """Warn if tensor-parallel ranks are on different nodes."""
         per_node = self.num_processes
         if crossing := topology.get_crossing_lists("tp", per_node):
             rank_zero_warn(
@@ -174,7 +191,12 @@ class TopologyStrategy(ParallelStrategy):
             )
 
     def _connect(self, backend: str) -> None:
-        """Meet the other ranks, and see that they were told the same."""
+        """Connect to the other ranks, and compare what all were started with. Collective.
+
+        Raises:
+            RuntimeError: if the others can't be reached in time.
+            ValueError: if they are another number than this Trainer has, or were started with something else.
+        """
         assert self.cluster_environment is not None
         first = not _distributed_is_initialized()
         try:
@@ -192,7 +214,7 @@ class TopologyStrategy(ParallelStrategy):
                 "MASTER_ADDR and MASTER_PORT, devices and num_nodes"
             ) from error
         if first and backend != "nccl":
-            # Lightning does so for nccl; gloo's threads too should end before the interpreter does.
+            # Lightning does this for nccl. gloo's threads, too, should end before the interpreter does.
             atexit.register(_destroy_dist_connection)
         world = dist.group.WORLD
         assert world is not None
@@ -202,10 +224,10 @@ class TopologyStrategy(ParallelStrategy):
                 f"{self.num_processes}: a process belongs to one world; use the same devices and num_nodes in every Trainer "
                 "of a script, or one script for each size"
             )
-        check_agreement(told_at_start(self.config, VERSION), world, self.root_device)
+        check_agreement(describe_start(self.config, VERSION), world, self.root_device)
 
     def _take_over_samplers(self) -> None:
-        """Lightning would deal samples out by its own sampler, which shuffles; ours keeps the user's order."""
+        """Keep Lightning from replacing samplers by its own, which shuffles; :func:`inject_sampler` keeps the user's order."""
         connector = self._trainer._accelerator_connector
         if self._user_sampler_flag is None:
             self._user_sampler_flag = connector.use_distributed_sampler
@@ -213,26 +235,28 @@ class TopologyStrategy(ParallelStrategy):
 
     @property
     def _trainer(self) -> Trainer:
+        """The Trainer of the user's module."""
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
     @property
     def _module(self) -> LightningModule:
+        """The user's module."""
         assert self.lightning_module is not None
         return self.lightning_module
 
-    # ---- metrics speak of replicas; barriers of the world ---------------------------------------------------------
+    # ---- collectives for Lightning: values over the replicas, barriers and decisions over the world ---------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas: the ranks of one replica hold the same value."""
+        """Reduce a tensor over the replicas; the ranks of one replica have the same value. Other objects stay as they are."""
         if not isinstance(tensor, Tensor):
             return tensor
         return _sync_ddp_if_available(tensor, self.groups["dp"] if group is None else group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the replicas: ``[dp, ...]``; as in one process (no new dim) where there is one replica.
+        """Gather a tensor over the replicas: ``[...]`` → ``[dp, ...]``, or unchanged where there is one replica.
 
-        ``LightningModule.all_gather`` always passes the world group, so that means the replicas too.
+        ``LightningModule.all_gather`` always passes the group of the world, so that stands for the replicas too.
         """
         if group is not None and group is not dist.group.WORLD:
             return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
@@ -241,18 +265,19 @@ class TopologyStrategy(ParallelStrategy):
         return _all_gather_ddp_if_available(tensor, group=self.groups["dp"], sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (or any) ranks of the world decided so."""
-        told = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(told, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self._world)
-        return bool(told)
+        """Whether ``decision`` is true on all ranks of the world, or with ``all=False`` on any."""
+        reduced = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(reduced, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self._world)
+        return bool(reduced)
 
     @property
     def _world(self) -> dist.ProcessGroup:
+        """The group of all ranks."""
         return self.groups[tuple(sorted(self.groups.topology.axes))]
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank of the world."""
-        if name is not None and name.endswith("_dataloader()"):  # Lightning is about to hand a loop's loaders here
+        if name is not None and name.endswith("_dataloader()"):  # before Lightning calls process_dataloader for a loop
             self._loaders = 0
         if not _distributed_is_initialized() or self._groups is None:
             return
@@ -260,7 +285,7 @@ class TopologyStrategy(ParallelStrategy):
         dist.barrier(group=self._world, device_ids=devices)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of rank ``src``, on every rank of the world."""
+        """Send an object of rank ``src`` to every rank of the world, and return it."""
         if not _distributed_is_initialized() or self._groups is None:
             return obj
         box = [obj]
@@ -270,9 +295,9 @@ class TopologyStrategy(ParallelStrategy):
     # ---- data --------------------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Deal the samples out over the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
+        """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
         if isinstance(dataloader, BroadcastLoader):
-            dataloader = dataloader.loader  # Lightning hands a loader that it keeps through here again
+            dataloader = dataloader.loader  # Lightning processes a loader that it keeps once more
         if isinstance(dataloader, DataLoader):
             if self._user_sampler_flag:
                 dataloader = inject_sampler(

@@ -1,4 +1,4 @@
-"""torchmetrics over the data-parallel replicas."""
+"""Metrics of torchmetrics sync over the data-parallel replicas, rather than over all ranks."""
 
 from __future__ import annotations
 
@@ -12,29 +12,38 @@ from torchmetrics import Metric
 
 
 def share_metrics(holders: Sequence[Any], group: ProcessGroup) -> None:
-    """Tell every metric of the holders (modules, callbacks and what they hold) to sync over ``group``.
+    """Let every metric sync over ``group``.
 
-    torchmetrics sync over the world unless told a group, and sums would come out × tp. A metric with a group of its own
-    keeps it; one that an earlier strategy told its group is told this one.
+    A metric without a group syncs over all ranks, and sums would be tp times too large. A metric whose group the user set
+    keeps it; one whose group was set here, by an earlier strategy, gets the new one.
+
+    Args:
+        holders: modules and callbacks; metrics are looked for in them and in the objects that they have.
+        group: the data-parallel replicas.
     """
     for metric in _find(list(holders), depth=4, seen=set()):
-        told = metric.process_group
-        if told is None or getattr(metric, _TOLD, None) == id(told):
+        group_of_metric = metric.process_group
+        if group_of_metric is None or getattr(metric, _SHARED_GROUP, None) == id(group_of_metric):
             metric.process_group = group
-            setattr(metric, _TOLD, id(metric.process_group))
+            setattr(metric, _SHARED_GROUP, id(metric.process_group))
 
 
-_TOLD = "_lightning_seqpar_group"
-"""Attribute of a metric: which group it was told here."""
-
-
+_SHARED_GROUP = "_lightning_seqpar_group"
+"""Attribute of a metric: the id of the group that it was given here."""
 _SKIPPED = ("_trainer", "_parameters", "_buffers", "_modules")
+"""Attributes in which metrics are not looked for."""
 _TOO_MANY = 1000
-"""A longer container holds data, not metrics."""
+"""Length from which a container is taken for data, in which no metrics are."""
 
 
 def _find(value: Any, depth: int, seen: set[int]) -> Iterator[Metric]:
-    """Metrics in modules, containers and helper objects, ``depth`` levels down."""
+    """Find the metrics in modules, containers and other objects.
+
+    Args:
+        value: where to look.
+        depth: how many levels down.
+        seen: ids of the objects that were looked at already.
+    """
     if value is None or isinstance(value, Tensor | str | bytes | int | float | type) or id(value) in seen:
         return
     seen.add(id(value))

@@ -1,4 +1,4 @@
-"""The user's precision plugin, clipping by the global norm."""
+"""The user's precision plugin, changed to clip by the norm of the whole model's gradient."""
 
 from __future__ import annotations
 
@@ -14,57 +14,67 @@ from torch.optim import Optimizer
 
 
 class GradientOwner(Protocol):
-    """What clipping needs of the strategy."""
+    """The methods of the strategy that clipping calls."""
 
     def sync_gradients(self, optimizer: Optimizer) -> None:
-        """Sum partial gradients, if any are due."""
+        """Sum the partial gradients of an optimizer's parameters, unless that is done already."""
 
     def global_norm(self, parameters: list[Tensor]) -> Tensor:
-        """Norm of the whole model's gradient."""
+        """The norm of the whole model's gradients of these parameters."""
 
     def check_step(self, optimizer: Optimizer) -> None:
-        """Look at the gradients as the optimizer will read them."""
+        """Check the gradients as the optimizer will read them."""
 
     def before_on_after_backward(self) -> None:
-        """Make gradients whole for a user who looks at them there."""
+        """Sum partial gradients at once, if a user's hook reads them before the update."""
 
 
 class _ShardedPrecision(Precision):
-    """Mixed in before the class of the user's plugin, in a subclass of it."""
+    """Methods that take the place of those of the user's plugin, in a class that is derived from this one and the plugin's."""
 
     _owner: Callable[[], GradientOwner | None]
 
     def _strategy(self) -> GradientOwner:
+        """The strategy, to which the plugin has a weak reference."""
         owner = self._owner()
         assert owner is not None, "the strategy outlives its precision plugin"
         return owner
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Sum partial gradients before ``on_after_backward``, if that reads them."""
         self._strategy().before_on_after_backward()
         return super().post_backward(tensor, module)
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Sum partial gradients, then clip."""
         self._strategy().sync_gradients(optimizer)
         super().clip_gradients(optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Scale this rank's gradients by the norm of the whole model's."""
         parameters = [p for p in self.main_params(optimizer) if p.grad is not None]
         total = self._strategy().global_norm(list(self.main_params(optimizer)))
         torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), total)
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
+        """Check the gradients as the optimizer will read them, after the user's hooks."""
         super()._after_closure(model, optimizer)
         self._strategy().check_step(optimizer)
 
 
 def with_global_clipping(plugin: Precision, owner: GradientOwner) -> Precision:
-    """A copy of ``plugin`` whose class is a subclass of its own; the plugin itself stays as it is.
+    """Make a copy of a precision plugin that clips by the norm of the whole model's gradient.
 
-    The name stays too: checkpoints hold a plugin's state under it.
+    The class of the copy is derived from the plugin's and has its name, under which checkpoints hold a plugin's state.
+
+    Args:
+        plugin: the user's plugin, which is not changed.
+        owner: the strategy.
     """
-    made = copy.copy(plugin)
-    kind = type(plugin)
-    if not issubclass(kind, _ShardedPrecision):
-        made.__class__ = type(kind.__name__, (_ShardedPrecision, kind), {"__qualname__": kind.__qualname__})
-    vars(made)["_owner"] = weakref.ref(owner)
-    return made
+    clipping = copy.copy(plugin)
+    plugin_class = type(plugin)
+    if not issubclass(plugin_class, _ShardedPrecision):
+        bases, names = (_ShardedPrecision, plugin_class), {"__qualname__": plugin_class.__qualname__}
+        clipping.__class__ = type(plugin_class.__name__, bases, names)
+    vars(clipping)["_owner"] = weakref.ref(owner)
+    return clipping

@@ -1,4 +1,7 @@
-"""Checkpoints as Lightning asks for them: one ordinary file, or a folder with a part per rank; any topology reads both."""
+"""Checkpoints as Lightning asks a strategy for them: one ordinary file, or a folder with a part of each rank.
+
+Either can be read at any topology.
+"""
 
 from __future__ import annotations
 
@@ -40,30 +43,31 @@ from lightning_seqpar.verify.guards import refuse_links
 
 T = TypeVar("T")
 OWN = "lightning_seqpar"
-"""Key of what a checkpoint holds of us; plain Lightning passes it over."""
+"""Key of this package's own entry in a checkpoint; plain Lightning ignores it."""
 
 
 class SavingStrategy(SteppingStrategy):
-    """What is saved and restored; everything is collective."""
+    """The part of the strategy that saves and restores. All of its methods are collective over the world."""
 
     def __init__(self, config: ParallelConfig, **plugins: Any) -> None:
         plugins["checkpoint_io"] = plugins.get("checkpoint_io") or WholeFileIO()
         super().__init__(config, **plugins)
-        self._late_state: Mapping[str, Tensor] | None = None
+        self._state_for_meta_model: Mapping[str, Tensor] | None = None  # weights that wait until that is sharded
         self._opened: Opened | None = None
-        self._read_from: Any = None
-        self._within_epoch = False
-        self._streams: dict[str, Any] | None = None  # of this replica, to be taken over again when training starts
+        self._read_from: Any = None  # path of the checkpoint that is being restored
+        self._within_epoch = False  # whether that was written in the middle of an epoch
+        self._streams: dict[str, Any] | None = None  # this replica's random states in it, until they are restored
         self._background = Background()
         self._background_groups: tuple[ParallelGroups, ProcessGroup] | None = None
         self._trains = False
 
     @property
     def _in_parts(self) -> bool:
+        """Whether checkpoints are written as folders with a part of each rank."""
         return self.config.checkpoint.format == "sharded"
 
     def setup_environment(self) -> None:
-        """Connect the processes; the thread that writes checkpoints gets a group of its own."""
+        """Connect the processes, and make a group for the thread that writes checkpoints."""
         if self.config.checkpoint.async_save:
             refuse_links(self._trainer.callbacks)  # type: ignore[attr-defined]
         super().setup_environment()
@@ -79,10 +83,14 @@ class SavingStrategy(SteppingStrategy):
     # ---- saving ------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model on the first rank and meta tensors elsewhere, or what each rank writes of it; collective."""
+        """The model's state dict for a checkpoint. Collective.
+
+        For a single file it holds whole tensors on the first rank, and meta tensors elsewhere. For a folder it holds this
+        rank's part of each tensor.
+        """
         record = record_of(self._module)
         if record is not None and self._sync is not None:
-            self._sync.losses.settle()  # what a wrong loss made is not saved
+            self._sync.losses.settle()  # raises if ranks had different losses: such weights must not be saved
         if self._in_parts:
             return model_parts(self._module, record, self.groups)
         if record is None:
@@ -90,7 +98,7 @@ class SavingStrategy(SteppingStrategy):
         return full_state_dict(record, self.root_device)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state with whole moments on the first rank, or what each rank writes of them; collective."""
+        """An optimizer's state dict for a checkpoint, in the same form as the model's. Collective."""
         record = record_of(self._module)
         if self._in_parts:
             layout = None if record is None else record.layout
@@ -100,18 +108,18 @@ class SavingStrategy(SteppingStrategy):
         return full_optimizer_state(plain_optimizer(optimizer), record.layout, record.groups, self.root_device)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the file on the first rank, or a part on each; collective.
+        """Write a checkpoint: a file on the first rank, or a part of a folder on each. Collective.
 
-        With ``async_save`` it returns when the numbers are copied, and the last checkpoint is on the disk.
+        With ``async_save`` it returns as soon as the tensors are copied and the checkpoint before is on the disk.
 
         Raises:
-            SaveError: on every rank, if it can't be written; or the one before, which was written meanwhile.
+            SaveError: on every rank, if this checkpoint, or the one before that was written meanwhile, can't be written.
         """
         self._background.wait()
-        if "callbacks" in checkpoint:  # not of weights alone
+        if "callbacks" in checkpoint:  # a checkpoint of weights alone has none, and needs no random states
             streams: list[Any] = [None] * self.dp_size
             dist.all_gather_object(streams, pack_streams(self.root_device), group=self.groups["dp"])
-            # One state for each replica: its ranks share it.
+            # One state for each replica, whose ranks share it.
             checkpoint = {**checkpoint, OWN: {"streams": streams, "order_seed": self._order_seed.value}}
         if self._in_parts:
             place = local_path(filepath)
@@ -121,7 +129,7 @@ class SavingStrategy(SteppingStrategy):
                 )
             meanwhile = self._trains and self._background_groups is not None
             later = self._background_groups[1] if meanwhile and self._background_groups else None
-            write = write_folder(place, checkpoint, self._told_of_run(checkpoint), self._world, later)
+            write = write_folder(place, checkpoint, self._facts_of_run(checkpoint), self._world, later)
             if meanwhile:
                 self._background.start(place, write)
             else:
@@ -133,7 +141,8 @@ class SavingStrategy(SteppingStrategy):
                 f"the checkpoint {filepath} can't be written",
             )
 
-    def _told_of_run(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    def _facts_of_run(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """What the folder of a checkpoint says of the run that wrote it."""
         return {
             "version": VERSION,
             "topology": {axis: self.groups.size(axis) for axis in self.groups.topology.axes},
@@ -154,7 +163,13 @@ class SavingStrategy(SteppingStrategy):
     # ---- restoring ---------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """The checkpoint; of a folder its tensors are read when they are restored, by each rank its part."""
+        """Read a checkpoint. Collective.
+
+        Of a folder the tensors are meta tensors; each rank reads its parts of them when they are restored.
+
+        Raises:
+            ValueError: on every rank, if one of them can't read it.
+        """
         self._background.wait()
         checkpoint = self._reading(lambda: self._load(checkpoint_path, weights_only), checkpoint_path)
         streams = checkpoint.get(OWN, {}).get("streams", [])
@@ -170,82 +185,96 @@ class SavingStrategy(SteppingStrategy):
         return checkpoint
 
     def _reading(self, read: Callable[[], T], path: Any) -> T:
-        """What one rank can't read, none can; collective."""
+        """Call ``read`` on every rank; if it fails on one, it fails on all. Collective.
+
+        Args:
+            read: reads something of the checkpoint.
+            path: the checkpoint, for the error.
+        """
         self._read_from = path
         return on_every_rank(read, self._world, f"the checkpoint {path} can't be restored")
 
     def _load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
+        """Read a checkpoint of either form."""
         self._opened = None
         place = local_path(checkpoint_path)
         if place is not None and find_folder(place).is_dir():
             self._opened = Opened(place, weights_only=weights_only)
             return self._opened.checkpoint
-        found = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        # Callbacks and schedulers keep what they are given: in memory of its own, as it may lie in a file.
-        own = {key: value for key, value in found.items() if key not in ("state_dict", "optimizer_states")}
-        return {**found, **own_memory(own)}
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        # Callbacks and schedulers keep what they are given, so it is copied: it may be mapped from the file.
+        others = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        return {**checkpoint, **own_memory(others)}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the whole model's weights; a model that is cut already takes its parts; collective."""
+        """Load the weights of the whole model; a model that is sharded already takes its parts. Collective."""
         self._reading(lambda: self._load_model(checkpoint, strict), self._read_from)
 
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load the weights on this rank; those of a model on the meta device are kept until it is sharded."""
         record, state, opened = record_of(self._module), checkpoint["state_dict"], self._opened
         if record is not None:
             load_full_state_dict(record, state, strict=strict, opened=opened)
             record.note_versions()
         elif any(parameter.is_meta for parameter in self._module.parameters()):
-            with warnings.catch_warnings():  # of a copy to the meta device, which only checks names and shapes
+            # torch warns of loading into meta tensors; here that only checks names and shapes.
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*meta parameter in the current model.*")
                 super().load_model_state_dict(checkpoint, strict=strict)
-            self._late_state = state if opened is None else FolderTensors(opened, state)
+            self._state_for_meta_model = state if opened is None else FolderTensors(opened, state)
         elif opened is not None:
             self._module.load_state_dict(opened.take(state, {}, 0), strict=strict)
         else:
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole moments, of which each rank takes its parts; random numbers go on where they were."""
+        """Load the moments of the whole model, of which each rank takes its parts, and restore the random states. Collective."""
         self._reading(lambda: self._load_optimizers(checkpoint), self._read_from)
-        if self._streams is not None:  # now, before the loader of the next epoch draws its seed
+        if self._streams is not None:  # here, before the loader of the next epoch draws its seed
             unpack_streams(self._streams, self.root_device)
         if not self._within_epoch:
             self._streams = None
 
     def on_train_start(self) -> None:
-        """In the middle of an epoch its loader had drawn its seed before the checkpoint was written."""
+        """Restore the random states once more, if the checkpoint was written in the middle of an epoch.
+
+        The epoch's loader draws its seed when it starts; in the run that wrote the checkpoint it had done so before.
+        """
         super().on_train_start()
         self._trains = True
         if self.config.checkpoint.async_save:
             for callback in self._trainer.checkpoint_callbacks:
-                self._tell_names(callback)
+                self._reserve_names(callback)
         if self._streams is not None:
             unpack_streams(self._streams, self.root_device)
             self._streams = None
 
-    def _tell_names(self, callback: Any) -> None:
-        """``ModelCheckpoint`` looks for a name that is free: one that is being written is not."""
-        found = getattr(callback, "file_exists", None)
-        looks = getattr(found, "asked", found)  # another strategy's was there before
-        if callable(looks):
+    def _reserve_names(self, callback: Any) -> None:
+        """Let ``ModelCheckpoint`` know that the name of a checkpoint that is being written is taken.
+
+        Its method ``file_exists`` is replaced by one that knows. If an earlier strategy did so, that one is replaced.
+        """
+        present = getattr(callback, "file_exists", None)
+        original = getattr(present, "original", present)
+        if callable(original):
 
             def file_exists(filepath: Any, trainer: Any) -> bool:
-                return bool(looks(filepath, trainer)) or local_path(filepath) == self._background.path is not None
+                return bool(original(filepath, trainer)) or local_path(filepath) == self._background.path is not None
 
-            file_exists.asked = looks  # type: ignore[attr-defined]
+            file_exists.original = original  # type: ignore[attr-defined]
             callback.file_exists = file_exists
 
     def on_train_end(self) -> None:
-        """The last checkpoint is on the disk when training ends."""
+        """Wait until the last checkpoint is on the disk."""
         super().on_train_end()
         self._trains = False
         self._background.wait()
 
     def teardown(self) -> None:
-        """Nothing of a restored checkpoint is left for the next run; one under way is ended."""
+        """Forget the checkpoint that was restored, and finish writing one that is under way."""
         try:
             self._background.wait()
-        except Exception as error:  # training ended by an error of its own, which is the one to tell
+        except Exception as error:  # only a warning, since training may have ended by an error of its own
             rank_zero_warn(f"lightning_seqpar: {error}")
         self._background.close()
         self._trains = False
@@ -253,6 +282,7 @@ class SavingStrategy(SteppingStrategy):
         super().teardown()
 
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of all optimizers on this rank; raises ValueError if they are another number."""
         record, opened = record_of(self._module), self._opened
         layout = None if record is None else record.layout
         states = checkpoint["optimizer_states"]

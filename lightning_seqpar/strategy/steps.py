@@ -1,4 +1,4 @@
-"""From a batch to an update: steps, backward, gradient sync, clipping, and the loops around them."""
+"""What the strategy does from a batch to an update: steps, backward, gradient sync, clipping; and at the start of loops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.data.batch import map_tensors, tensors_in
-from lightning_seqpar.distributed.rank_consistency import check_agreement, told_of_optimizer
+from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_optimizer
 from lightning_seqpar.distributed.rng import DrawWatch
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
 from lightning_seqpar.parallel.apply import record_of
@@ -50,10 +50,16 @@ from lightning_seqpar.verify.guards import (
 )
 
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
+"""Hooks between the backward and the update, in which a user's code may change gradients."""
 
 
 class SteppingStrategy(TopologyStrategy):
-    """What happens between a batch and an update, in every loop; the model that it happens to is the subclass's matter."""
+    """The part of the strategy that runs steps and updates, in every loop; a subclass sets up the model.
+
+    Args:
+        config: the configuration.
+        plugins: the other arguments of :class:`TopologyStrategy`.
+    """
 
     def __init__(self, config: ParallelConfig, **plugins: Any) -> None:
         super().__init__(config, **plugins)
@@ -64,20 +70,32 @@ class SteppingStrategy(TopologyStrategy):
         self._flushed = self._others_flushed = False
         self._optimizing: Optimizer | None = None
         self._all_steps: RemovableHandle | None = None
-        self._guarded: weakref.WeakSet[Optimizer] | None = None  # against steps past the strategy
+        # Optimizers with a hook on steps that bypass the strategy.
+        self._guarded: weakref.WeakSet[Optimizer] | None = None
         self._muted_writers: list[tuple[int, Any]] = []
         self._ddp_model: DistributedDataParallel | None = None
-        self._reduced: list[Tensor] = []  # by DDP, over the replicas
+        self._reduced: list[Tensor] = []  # parameters whose gradients DDP reduces over the replicas
         self._outputs = OutputWatch()
         self._gradients_may_change = True
 
     def _share_metrics(self) -> None:
+        """Let the metrics of the model and of callbacks sync over the replicas."""
         share_metrics([self._module, *self._trainer.callbacks], self.groups["dp"])  # type: ignore[attr-defined]
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def _step(self, loop: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A step of the user's: nothing of an earlier call is left when it begins, nor of its own when it ends."""
+        """Run a step of the user's, with the checks that are due.
+
+        Args:
+            loop: ``training``, ``validation``, ``test`` or ``predict``.
+            step: the step.
+            args: its arguments, the batch first.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What the step returned; of an evaluation with whole logits in place of sharded ones.
+        """
         record = record_of(self._module)
         if record is None:
             return step(*args, **kwargs)
@@ -96,21 +114,21 @@ class SteppingStrategy(TopologyStrategy):
             with DrawWatch(record.check_draw) if watched else nullcontext():
                 out = step(*args, **kwargs)
         except RuntimeError:
-            refuse_added(record.added_inside(), record)  # the likelier cause of shapes that do not fit
+            refuse_added(record.added_inside(), record)  # if modules were added, that is the likelier cause
             raise
         record.check_closed(out)
         if loop == "training":
             schedule.note_draws(record.drawn(), watched=watched)
         else:
             if any(isinstance(tensor, ShardedLogits) for tensor in tensors_in(out)):
-                out = map_tensors(whole_logits, out)  # who reads it next may do so on one rank alone
+                out = map_tensors(whole_logits, out)  # gathered here, since it may next be read on one rank alone
             self._outputs.note(out, self.root_device)
             if due or self._outputs.is_full:
                 self._outputs.check(self.groups, loop)
         return out
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step; its random draws are watched at due steps, and behind one that drew as none before."""
+        """Run the user's training step. Its random draws are watched when that is due, or the last step drew otherwise."""
         if self._sync is not None:
             self._sync.attach()
             self._flushed = self._others_flushed = False
@@ -119,21 +137,25 @@ class SteppingStrategy(TopologyStrategy):
         return self._step("training", super().training_step, args, kwargs)
 
     def _thawed(self) -> bool:
-        """Whether an optimizer's parameter learns that was not to learn when DDP was made: it reduces those of then."""
+        """Whether a parameter of an optimizer trains whose gradient DDP does not reduce, as it was frozen when DDP was made."""
         reduced = {id(parameter) for parameter in self._reduced}
-        return any(p.requires_grad and id(p) not in reduced for one in self.optimizers for p in _parameters(one))
+        return any(
+            parameter.requires_grad and id(parameter) not in reduced
+            for optimizer in self.optimizers
+            for parameter in _parameters(optimizer)
+        )
 
     def _follow_training_parameters(self, ddp: DistributedDataParallel) -> None:
-        """A replica's reduction is made anew where parameters thawed (or froze, which it would wait for) since.
+        """Make DDP anew if parameters thawed since it was made, or froze (it would wait for their gradients).
 
         Raises:
-            RuntimeError: if gradients that the replicas have not summed would not be summed any more.
+            RuntimeError: if gradients were accumulated that the new DDP would not reduce over the replicas.
         """
         every = self._trainer.accumulate_grad_batches
         within = self._trainer.fit_loop.epoch_loop.batch_idx % every != 0
         thawed, frozen = self._thawed(), [p for p in self._reduced if not p.requires_grad] if self._waits(ddp) else []
         lost = any(p.grad is not None for p in frozen)
-        # A new reduction knows nothing of what only earlier batches used.
+        # With find_unused_parameters, a new DDP does not know which parameters only earlier batches used.
         if within and (lost or (thawed and ddp.find_unused_parameters)):
             raise RuntimeError(
                 f"a parameter {'froze' if lost else 'began to train'} between batches whose gradients are accumulated "
@@ -142,13 +164,15 @@ class SteppingStrategy(TopologyStrategy):
             )
         if thawed or frozen:
             ddp._remove_autograd_hooks()
-            self._wrap_ddp(self._module, init_sync=False)  # equal already; written to, parts of gradients would be void
+            # Without init_sync: replicas are equal already, and writing to parameters would spoil the accumulated gradients.
+            self._wrap_ddp(self._module, init_sync=False)
 
     def _waits(self, ddp: DistributedDataParallel) -> bool:
-        """Whether the reduction waits for the gradient of every parameter that it knows."""
+        """Whether DDP waits for the gradients of all parameters that it was made with."""
         return self._module.automatic_optimization and not ddp.find_unused_parameters
 
     def _wrap_ddp(self, module: LightningModule, **more: Any) -> None:
+        """Wrap the model into DDP over the replicas, with the configured options and ``more``."""
         self._reduced = [parameter for parameter in module.parameters() if parameter.requires_grad]
         options = {**self.config.ddp, **more}
         devices = None if self.root_device.type == "cpu" else [self.root_device.index]
@@ -160,23 +184,27 @@ class SteppingStrategy(TopologyStrategy):
         self.model = self._ddp_model
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
+        """Run the user's validation step."""
         return self._step("validation", super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
+        """Run the user's test step."""
         return self._step("test", super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's step."""
+        """Run the user's prediction step."""
         return self._step("predict", super().predict_step, args, kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Before the backward: the loss must be one loss, and must not read what comes in parts."""
+        """Check, before the backward, that all ranks of a replica have one loss and that it reads no partial values.
+
+        Raises:
+            RuntimeError: with replicas, if a parameter thawed or froze within the step.
+        """
         record = record_of(self._module)
         if record is not None:
             assert self._sync is not None
-            self._sync.attach()  # a parameter may have thawed in the step
+            self._sync.attach()  # once more, since a parameter may have thawed in the step
             self._sync.losses.note(closure_loss)
             if self._schedule.is_due("training"):
                 check_loss(closure_loss, self.groups)
@@ -197,7 +225,7 @@ class SteppingStrategy(TopologyStrategy):
                 prepare_for_backward(self.model, closure_loss)
 
     def before_on_after_backward(self) -> None:
-        """Gradients are whole in the user's ``on_after_backward``, and behind ``manual_backward``."""
+        """Sum partial gradients at once where the user's code may read them: ``on_after_backward``, ``manual_backward``."""
         if self._sync is None:
             return
         hooked = is_overridden("on_after_backward", self._module) or any(
@@ -210,7 +238,7 @@ class SteppingStrategy(TopologyStrategy):
             self._flushed = self._others_flushed = not self._trainer.fit_loop._should_accumulate()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """The step, with the partial gradients summed right behind the user's closure."""
+        """Run the optimizer's step; the partial gradients are summed right after the user's closure."""
 
         def synced() -> Any:
             out = closure()
@@ -224,14 +252,14 @@ class SteppingStrategy(TopologyStrategy):
             self._optimizing = None
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Let the user make them, who sees the model that he wrote."""
+        """Call ``configure_optimizers``, which sees the classes and shapes of the model as it was written."""
         record = record_of(self._module)
         with record.as_written() if record is not None else nullcontext():
             super().setup_optimizers(trainer)
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those of the training, also where the user exchanges them in its course."""
+        """The optimizers of the training. Setting them checks them, also where a callback exchanges them in its course."""
         return super().optimizers
 
     @optimizers.setter
@@ -240,32 +268,42 @@ class SteppingStrategy(TopologyStrategy):
         refuse_optimizers(plain, self.groups.size("tp") if plain else 1)
         self._guarded = self._guarded or weakref.WeakSet()
         for optimizer in plain:
-            if optimizer not in self._guarded:  # one that is stepped past the strategy is synced for too
+            if optimizer not in self._guarded:  # gradients must be synced too if it is stepped without the strategy
                 self._guarded.add(optimizer)
                 optimizer.register_step_pre_hook(self._before_raw_step)
         super(SteppingStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
     def _watch_all_steps(self) -> None:
-        """Also optimizers that nobody told Lightning of must update each element by itself, if they hold shards."""
+        """Check every optimizer of this process at its steps, also those that Lightning does not know.
+
+        One that holds shards must update each element by itself.
+        """
         self._stop_watching()
         if record_of(self._module) is not None:
             self._all_steps = register_optimizer_step_pre_hook(self._refuse_unknown)
 
     def _stop_watching(self) -> None:
+        """Remove the hook of :meth:`_watch_all_steps`."""
         if self._all_steps is not None:
             self._all_steps.remove()
             self._all_steps = None
 
     def _refuse_unknown(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Raise for an optimizer that Lightning does not know, holds shards, and mixes elements. A hook before each step."""
         if self._guarded is not None and optimizer in self._guarded:
             return
         record = record_of(self._module)
         if record is not None and any(
-            found.is_sharded for p in _parameters(optimizer) if (found := record.layout.of(p)) is not None
+            layout.is_sharded for p in _parameters(optimizer) if (layout := record.layout.of(p)) is not None
         ):
             refuse_optimizers([optimizer], self.groups.size("tp"))
 
     def _before_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Sync and check gradients in a step that does not come through the strategy. A hook before each step.
+
+        Returns:
+            The arguments with a closure that does so after the user's; None where there is no closure.
+        """
         if self._optimizing is not None:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -284,28 +322,28 @@ class SteppingStrategy(TopologyStrategy):
         return ((args[0], synced, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": synced})
 
     def sync_gradients(self, optimizer: Optimizer) -> None:
-        """Sum the partial gradients of this optimizer's parameters that are due; idempotent."""
+        """Sum the partial gradients of an optimizer's parameters over tp, unless that is done already. Collective over tp."""
         automatic = self._module.automatic_optimization
         if self._sync is None or (automatic and self._flushed):
-            return  # between an automatic step's backward and its update nothing can arrive
+            return  # in automatic optimization no gradient is added between the backward and the update
         step = self._steps.get(id(optimizer), 0) + 1
         self._sync.flush(_parameters(optimizer), check=self._schedule.is_due_at(step))
         # Elsewhere (a raw step, grad_norm in some hook) the backward may still be to come.
         self._flushed = automatic and self._optimizing is not None
 
     def sync_others(self) -> None:
-        """Sum the partial gradients of parameters that train and that no optimizer holds; idempotent."""
+        """Sum the partial gradients of parameters that train and are in no optimizer, unless that is done already."""
         automatic = self._module.automatic_optimization
         if self._sync is None or (automatic and self._others_flushed):
             return
-        held = {id(parameter) for optimizer in self.optimizers for parameter in _parameters(optimizer)}
-        others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in held]
+        in_optimizers = {id(parameter) for optimizer in self.optimizers for parameter in _parameters(optimizer)}
+        others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in in_optimizers]
         if others:
             self._sync.flush(others)
         self._others_flushed = automatic and self._optimizing is not None
 
     def check_step(self, optimizer: Optimizer) -> None:
-        """Parameters that every rank holds whole must get the same gradient on every rank."""
+        """Check, before an update, that gradients which must be equal on all ranks are equal. Collective."""
         optimizer = plain_optimizer(optimizer)
         step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         record = record_of(self._module)
@@ -317,18 +355,18 @@ class SteppingStrategy(TopologyStrategy):
                 check_replicated(_parameters(optimizer), record.layout, self.groups)
 
     def _note_hooks(self) -> None:
-        """Whether code of the user's runs between the backward and the update, on any rank; collective over the world."""
+        """Note whether code of the user's runs between the backward and the update on any rank. Collective over the world."""
         module, callbacks = self._module, self._trainer.callbacks  # type: ignore[attr-defined]
         own = ("backward", "configure_gradient_clipping", "optimizer_step", *_BEHIND_BACKWARD)
         self._gradients_may_change = self.reduce_boolean_decision(
             not module.automatic_optimization
             or any(is_overridden(hook, module) for hook in own)
-            or any(is_overridden(hook, one, Callback) for hook in _BEHIND_BACKWARD for one in callbacks),
+            or any(is_overridden(hook, each, Callback) for hook in _BEHIND_BACKWARD for each in callbacks),
             all=False,
         )
 
     def global_norm(self, parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Norm of the whole model's gradient over ``parameters``; equal on all ranks."""
+        """The norm of the whole model's gradients of these parameters, equal on all ranks. Collective over tp."""
         record = record_of(self._module)
         if record is not None:
             return global_grad_norm(parameters, record.layout, self.groups, norm_type)
@@ -337,7 +375,7 @@ class SteppingStrategy(TopologyStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The user's precision plugin, clipping by the global norm."""
+        """The user's precision plugin, which clips by the norm of the whole model's gradient."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -351,15 +389,16 @@ class SteppingStrategy(TopologyStrategy):
     # ---- loops -------------------------------------------------------------------------------------------------
 
     def _on_loop_start(self) -> None:
+        """Share metrics, and replace Lightning's signal handlers, which it has registered by now."""
         self._share_metrics()
         if isinstance(self.launcher, SeqParallelLauncher):
-            theirs = self._trainer._signal_connector._original_handlers.get(signal.SIGTERM)
-            self.launcher.take_signals(theirs)
+            user_handler = self._trainer._signal_connector._original_handlers.get(signal.SIGTERM)
+            self.launcher.take_signals(user_handler)
 
     def on_train_start(self) -> None:
-        """Compare what the ranks will loop over, and log what a step is made of."""
+        """Compare the settings of the training over the ranks, and log the global batch. Collective."""
         self._on_loop_start()
-        check_agreement(self._told_of_training(), self._world, self.root_device)
+        check_agreement(self._describe_training(), self._world, self.root_device)
         if (record := record_of(self._module)) is not None:
             record.check_versions()
         loader = self._trainer.train_dataloader
@@ -371,8 +410,8 @@ class SteppingStrategy(TopologyStrategy):
                 f"accumulate {accumulate}"
             )
 
-    def _told_of_training(self) -> dict[str, Any]:
-        """What makes all ranks of the world take the same steps."""
+    def _describe_training(self) -> dict[str, Any]:
+        """The settings that must be the same on all ranks of the world, so that they take the same steps."""
         trainer = self._trainer
         return {
             "max_steps": trainer.max_steps,
@@ -383,12 +422,15 @@ class SteppingStrategy(TopologyStrategy):
             "precision": str(trainer.precision),
             "val_check_interval": trainer.val_check_interval,
             "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
-            **{f"optimizer {at}": told_of_optimizer(plain_optimizer(one)) for at, one in enumerate(self.optimizers)},
-            "the schedulers": [type(one.scheduler).__name__ for one in self.lr_scheduler_configs],
+            **{
+                f"optimizer {number}": describe_optimizer(plain_optimizer(optimizer))
+                for number, optimizer in enumerate(self.optimizers)
+            },
+            "the schedulers": [type(config.scheduler).__name__ for config in self.lr_scheduler_configs],
         }
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Loaders may be made anew for an epoch: all ranks must take as many steps."""
+        """Compare the number of batches over the ranks at the start of an epoch: loaders may have been made anew."""
         if batch_idx == 0:
             self._schedule.begin_loop("training")
             told = {"training batches in an epoch": self._trainer.num_training_batches}
@@ -402,32 +444,32 @@ class SteppingStrategy(TopologyStrategy):
         check_agreement({f"{loop} batches": counts}, group, self.root_device)
 
     def on_train_end(self) -> None:
-        """The losses of the last step are still to be compared."""
+        """Compare the losses of the last step, which no later sum of gradients carries."""
         if self._sync is not None:
             self._sync.losses.settle()
 
     def on_validation_start(self) -> None:
-        """Compare what the ranks will loop over."""
+        """Compare the number of batches over the ranks of a replica. Collective."""
         self._on_loop_start()
         checking = self._trainer.sanity_checking
         counts = self._trainer.num_sanity_val_batches if checking else self._trainer.num_val_batches
         self._agree_on_batches("validation", list(counts))
 
     def on_validation_end(self) -> None:
-        """Compare what the last steps returned."""
+        """Compare what the last steps returned over the ranks of a replica. Collective."""
         self._outputs.check(self.groups, "validation")
 
     def on_test_start(self) -> None:
-        """Compare what the ranks will loop over."""
+        """Compare the number of batches over the ranks of a replica. Collective."""
         self._on_loop_start()
         self._agree_on_batches("test", list(self._trainer.num_test_batches))
 
     def on_test_end(self) -> None:
-        """Compare what the last steps returned."""
+        """Compare what the last steps returned over the ranks of a replica. Collective."""
         self._outputs.check(self.groups, "test")
 
     def on_predict_start(self) -> None:
-        """Compare what the ranks will loop over; prediction writers write on the first rank of each replica."""
+        """Compare the number of batches; leave prediction writers on the first rank of each replica alone. Collective."""
         self._on_loop_start()
         self._agree_on_batches("predict", list(self._trainer.num_predict_batches))
         if self.groups.rank("tp") > 0:
@@ -437,18 +479,22 @@ class SteppingStrategy(TopologyStrategy):
                 callbacks.remove(writer)
 
     def on_predict_end(self) -> None:
-        """Compare what the last steps returned; give the muted writers back."""
+        """Put prediction writers back, and compare what the last steps returned. Collective."""
         self._unmute_writers()
         self._outputs.check(self.groups, "predict")
 
     def _unmute_writers(self) -> None:
+        """Put prediction writers back among the callbacks, where they were."""
         for index, writer in self._muted_writers:
             self._trainer.callbacks.insert(index, writer)  # type: ignore[attr-defined]
         self._muted_writers = []
 
 
 class _Redirection(_ForwardRedirection):
-    """Keeps DDP from preparing its reducer in manual optimization; ``pre_backward`` does it for each backward."""
+    """Lightning's forward through DDP, but in manual optimization DDP does not prepare for a backward there.
+
+    ``pre_backward`` prepares it for each backward.
+    """
 
     def on_after_inner_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
         if isinstance(wrapper_module, DistributedDataParallel) and not original_module.automatic_optimization:
@@ -460,9 +506,10 @@ class _Redirection(_ForwardRedirection):
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:
-    """The user's optimizer, out of Lightning's wrapper."""
+    """The user's optimizer, taken out of Lightning's wrapper if it is in one."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:
+    """All parameters of an optimizer."""
     return [parameter for group in plain_optimizer(optimizer).param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""``SeqParallelStrategy``: Lightning's hooks, and nothing that is not glue."""
+"""``SeqParallelStrategy``: what Lightning's hooks call when a model is set up, and when a run ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_seqpar.checkpoint.atomic_files import on_every_rank
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec, nearest
-from lightning_seqpar.distributed.rank_consistency import check_agreement, told_of_model
+from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_model
 from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
@@ -43,7 +43,7 @@ P = ParamSpec("P")
 
 
 def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
-    """Answer a keyword that ``init`` does not know with the nearest one that it does."""
+    """Decorate a constructor so that an unknown keyword raises ValueError with the nearest known one."""
     known = list(inspect.signature(init).parameters)[1:]
 
     @functools.wraps(init)
@@ -141,11 +141,11 @@ class SeqParallelStrategy(SavingStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in ParallelConfig.model_fields}
-        merged = _merge_config(config, given)
+        keywords = {name: value for name, value in locals().items() if name in ParallelConfig.model_fields}
+        merged = _merge_config(config, keywords)
         refuse_unsupported(merged)
         check_ddp_options(merged.ddp)
-        check_plan(merged.plan)  # wrong rules are told before anything starts
+        check_plan(merged.plan)  # here, so that wrong rules raise before any process starts
         super().__init__(
             merged,
             accelerator=accelerator,
@@ -159,10 +159,10 @@ class SeqParallelStrategy(SavingStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Names for ``Trainer(strategy="seqpar_tp2")``: ``seqpar``, and ``seqpar_tp2`` to ``seqpar_tp64``."""
+        """Register names for ``Trainer(strategy=...)``: ``seqpar``, and ``seqpar_tp2`` to ``seqpar_tp64``."""
         for name, tp in (("seqpar", 1), *((f"seqpar_tp{2**n}", 2**n) for n in range(1, 7))):
-            told = f"SeqParallelStrategy(tp={tp})"
-            strategy_registry.register(name, cls, description=told, override=True, tp=tp)
+            description = f"SeqParallelStrategy(tp={tp})"
+            strategy_registry.register(name, cls, description=description, override=True, tp=tp)
 
     def __repr__(self) -> str:
         default = ParallelConfig()
@@ -173,18 +173,20 @@ class SeqParallelStrategy(SavingStrategy):
     # ---- model -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Swap the model (once), wrap it for the replicas, and only then let the user make optimizers."""
+        """Shard the model (once), fill it if it is on the meta device, wrap it into DDP, and then make the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
-        late = self._late_weights(module)
+        meta_weights = self._late_weights(module)
         self.precision_plugin.convert_module(module)
         share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)
         record = self._parallelize(module)
-        if late is not None:
-            on_every_rank(lambda: late.fill_parameters(record), self._world, "the model's weights can't be read")
+        if meta_weights is not None:
+            on_every_rank(
+                lambda: meta_weights.fill_parameters(record), self._world, "the model's weights can't be read"
+            )
         self.model_to_device()
         if record is not None:
             record.reset_calls()
@@ -212,24 +214,28 @@ class SeqParallelStrategy(SavingStrategy):
             record.note_versions()
 
     def _parallelize(self, module: LightningModule) -> ShardedModel | None:
-        """The record of the sharded model; none at tp 1."""
+        """Find and prove a plan, and shard the model by it, unless an earlier run did.
+
+        Returns:
+            The record of the sharded model; None at tp 1.
+        """
         tp = self.groups.size("tp")
-        found = record_of(module)
+        earlier = record_of(module)
         config = self.config
         made_by = (self.groups.topology, config.sp, config.plan, config.regather, config.loss_chunk)
-        if found is not None:
-            if found.made_by == made_by:
-                return found
-            unshard(module)  # another topology or plan: start from the whole model
-        check_agreement(told_of_model(module), self._world, self.root_device)
+        if earlier is not None:
+            if earlier.made_by == made_by:
+                return earlier
+            unshard(module)  # it was sharded for another topology or by another plan
+        check_agreement(describe_model(module), self._world, self.root_device)
         self._make_replicas_equal(module)
         if tp == 1:
             self._log_summary(["none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"])
             return None
         proved = Prover(module, self._trainer, self.config, self.groups, self.root_device).prove()
         plans = proved.plans
-        told = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
-        check_agreement({"the plan": told}, self._world, self.root_device)
+        plan_text = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
+        check_agreement({"the plan": plan_text}, self._world, self.root_device)
         hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
         record = parallelize(
             module, plans, self.groups, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk
@@ -245,25 +251,31 @@ class SeqParallelStrategy(SavingStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """What is made on the meta device inside is filled in ``setup``, of each tensor this rank's part alone.
+        """A context manager in which the initialisation of tensors on the meta device is recorded.
+
+        ``setup`` gives them their values later, of each tensor this rank's part alone.
 
         Args:
-            empty_init: put everything on the meta device, as under ``with torch.device("meta")``.
+            empty_init: make all tensors on the meta device, as under ``with torch.device("meta")``.
         """
         self._recorder = self._recorder or DeferredInit()
         with super().tensor_init_context(), torch.device("meta") if empty_init else nullcontext(), self._recorder:
             yield
 
     def _late_weights(self, module: LightningModule) -> LateWeights | None:
-        """What the meta device left open; its buffers are filled here. None for a model with all its numbers."""
+        """Prepare to give a model on the meta device its weights, and give it its buffers. Collective.
+
+        Returns:
+            What fills the parameters once the model is sharded; None if no tensor is on the meta device.
+        """
         recorder, self._recorder = self._recorder, None
-        state, self._late_state = self._late_state, None
+        state, self._state_for_meta_model = self._state_for_meta_model, None
         if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             return None
         late = LateWeights(module, recorder, state)
         late.check()
-        told = {"how the model of the meta device is initialised (numbers of Python, shapes)": late.digest()}
-        check_agreement(told, self._world, self.root_device)
+        initialisation = {"how the model of the meta device is initialised (numbers of Python, shapes)": late.digest()}
+        check_agreement(initialisation, self._world, self.root_device)
         shared = [late.shared]
         dist.broadcast_object_list(shared, src=dist.get_process_group_ranks(self._world)[0], group=self._world)
         late.shared = shared[0]
@@ -271,39 +283,40 @@ class SeqParallelStrategy(SavingStrategy):
         return late
 
     def _log_summary(self, plan: list[str]) -> None:
+        """Log the text at the start of a run, once, with these lines on the plan."""
         if self._summarized:
             return
         self._summarized = True
         rank_zero_info(summarize(self.groups.topology, self.config, self.num_processes, VERSION, plan))
 
     def _make_replicas_equal(self, module: LightningModule) -> None:
-        """The first rank's weights and buffers count for all, while the model is still whole on every rank."""
+        """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""
         group = self.groups[tuple(sorted(self.groups.topology.axes))]
         with torch.no_grad():
             for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
                 if tensor.is_meta:
-                    continue  # filled later, from streams or files that are the same everywhere
+                    continue  # it is filled later, from a record or files that are the same on all ranks
                 staged = tensor.detach().to(self.root_device).contiguous()
                 if staged.numel():
-                    # As bytes: backends do not know every dtype.
+                    # As bytes, since backends do not support every dtype.
                     dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=group)
                     tensor.data.copy_(staged)
 
     def model_to_device(self) -> None:
-        """Move the model, already cut, to this rank's device."""
+        """Move the model, which is sharded already, to this rank's device."""
         assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the watch, so that the other ranks end too."""
+        """Report an error to the process that started the ranks, so that the others end too."""
         self._unmute_writers()
         if isinstance(self.launcher, SeqParallelLauncher):
             self.launcher.tell(exception)
 
     def teardown(self) -> None:
-        """Unwrap the model; it stays sharded, and the groups live on: saving after ``fit`` works."""
+        """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
         if self._ddp_model is not None:
             self.model, self._ddp_model = self.lightning_module, None
         if self._sync is not None:
@@ -314,15 +327,14 @@ class SeqParallelStrategy(SavingStrategy):
             self.launcher.give_signals_back()
         module = self.lightning_module
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):
-            self._lightning_module = (
-                None  # it never got numbers: a move to the CPU would hide the error that ended the run
-            )
+            # It never got its weights: Lightning would fail to move it to the CPU, and hide the error that ended the run.
+            self._lightning_module = None
         super().teardown()
         self._lightning_module = module
 
 
 def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan]) -> str:
-    """Where the plan is from, and what it makes of the parameters."""
+    """A line on where the plans are from, and how much of the parameters is sharded."""
     sharded = sum(layout.is_sharded for layout in record.layout.values())
     return (
         f"{', '.join(dict.fromkeys(plan.source for plan in plans))}: {sharded} of {len(record.layout)} tensors sharded; "
@@ -331,7 +343,15 @@ def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan]) -> str:
 
 
 def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> ParallelConfig:
-    """The config; keywords beside it must be at their defaults, as command lines pass every default along."""
+    """The configuration of a strategy.
+
+    Args:
+        config: what was given as ``config=``.
+        given: the keywords; beside ``config`` they must have their defaults, which command lines pass along.
+
+    Raises:
+        ValueError: for a keyword with another value beside ``config``.
+    """
     keywords: dict[str, Any] = {
         name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for name, value in given.items()
@@ -347,7 +367,7 @@ def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> Pa
                 f"{name}={value!r} stands beside config=; put it into the config, ParallelConfig(..., {name}={value!r}), or "
                 "drop config="
             )
-    # Read anew: a mapping from a command line, or a copy that was changed without its rules.
+    # Validated again: it may be a mapping from a command line, or a copy that was changed without validation.
     return ParallelConfig.from_omegaconf(dict(config) if isinstance(config, ParallelConfig) else config)
 
 
@@ -355,7 +375,7 @@ def grad_norm(module: LightningModule, norm_type: float = 2.0) -> Tensor:
     """The norm of the whole model's gradient, as a 0-dim tensor: shards of every rank, whole parameters once.
 
     Call it where gradients are ready, such as ``on_before_optimizer_step``; under a ``SeqParallelStrategy`` it is
-    collective: call it on every rank. OverlapWindow any other strategy it is the plain norm, so the user's code runs on both.
+    collective: call it on every rank. Under any other strategy it is the plain norm, so the user's code runs on both.
     """
     strategy = module.trainer.strategy
     if not isinstance(strategy, SeqParallelStrategy):

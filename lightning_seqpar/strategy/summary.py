@@ -1,4 +1,4 @@
-"""What a run is made of, as text for rank 0's log."""
+"""The text that rank 0 logs at the start of a run: sizes, ranks, groups, the plan, and what is on."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.topology.grid import ProcessTopology
 
 _MOST = 8
-"""Ranks, rows or groups that are shown in a line before the rest is left out."""
+"""How many ranks, rows or groups are shown before the rest is left out."""
 
 
 def draw(topology: ProcessTopology, ranks_per_node: int) -> list[str]:
-    """The grid of ranks: a row for every set of outer coordinates, a column along the innermost axis of size > 1.
+    """Lines that show the grid of ranks: a column for each place along the innermost axis, a row for all other coordinates.
+
+    Axes of size 1 are left out.
 
     Example, ``dp`` 2 × ``tp`` 4 on two nodes of four::
 
@@ -30,7 +32,7 @@ def draw(topology: ProcessTopology, ranks_per_node: int) -> list[str]:
     shown = _ends(range(columns))
     width = max(len(f"{inner} {columns - 1}"), len(str(topology.world_size - 1))) + 2
     left = max(len(label) for label in labels)
-    nodes = topology.world_size // ranks_per_node > 1
+    several_nodes = topology.world_size // ranks_per_node > 1
     lines = [" " * left + "".join(_cell(None if at is None else f"{inner} {at}", width) for at in shown)]
     for at in _ends(range(len(rows))):
         if at is None:
@@ -38,26 +40,29 @@ def draw(topology: ProcessTopology, ranks_per_node: int) -> list[str]:
             continue
         row = rows[at]
         line = f"{labels[at]:<{left}}" + "".join(_cell(None if i is None else str(row[i]), width) for i in shown)
-        held = sorted({rank // ranks_per_node for rank in row})
-        lines.append(line + (f"   node{'s' if len(held) > 1 else ''} {_listed(held)}" if nodes else ""))
+        nodes_of_row = sorted({rank // ranks_per_node for rank in row})
+        plural = "s" if len(nodes_of_row) > 1 else ""
+        lines.append(line + (f"   node{plural} {_listed(nodes_of_row)}" if several_nodes else ""))
     return lines
 
 
 def _cell(text: str | None, width: int) -> str:
+    """A right-aligned cell of the grid; three dots where something is left out."""
     return f"{'...' if text is None else text:>{width}}"
 
 
 def _ends(items: Sequence[int]) -> list[int | None]:
-    """All items if they are few; else the first ones, a gap, and the last."""
+    """All items if they are few; else the first ones, None for those that are left out, and the last."""
     return list(items) if len(items) <= _MOST else [*items[: _MOST - 2], None, items[-1]]
 
 
 def _listed(items: Sequence[object]) -> str:
+    """Items separated by commas, of which those after the first few are left out."""
     return ", ".join(str(item) for item in items[:_MOST]) + (", ..." if len(items) > _MOST else "")
 
 
 def groups_of(topology: ProcessTopology) -> list[str]:
-    """The rank lists of every axis of size > 1: ``tp  [0 1] [2 3]``."""
+    """Lines with the ranks of each group, an axis a line: ``tp  [0 1] [2 3]``. Axes of size 1 are left out."""
     lines = []
     for axis, size in topology.larger_axes:
         lists = topology.get_axis_comm_lists(axis)
@@ -72,7 +77,7 @@ def groups_of(topology: ProcessTopology) -> list[str]:
 
 
 def switches(config: ParallelConfig, tp: int, dp: int) -> tuple[list[str], list[str]]:
-    """What is on, and what is off, each in a few words."""
+    """Which features are on, and which are off, each in a few words."""
     entries = [
         ("tp", "linears split", tp > 1),
         ("sp", "sequence parallelism", config.sp and tp > 1),
@@ -85,20 +90,28 @@ def switches(config: ParallelConfig, tp: int, dp: int) -> tuple[list[str], list[
 
 
 def _memory(config: ParallelConfig) -> str:
-    """What is kept for the backward, and what is made again."""
-    made = {
+    """A line on what is kept for the backward, and what is made again."""
+    kept = {
         "auto": "over 2 MiB, what norms, activations and gathers make is made again in the backward",
         True: "what norms, activations and gathers make is made again in the backward",
         False: "what norms, activations and gathers make is kept for the backward",
     }[config.regather]
     chunk = "" if config.loss_chunk is None else f"; loss_chunk: logits of {config.loss_chunk} tokens at once"
-    return f"regather {str(config.regather).lower()}: {made}{chunk}"
+    return f"regather {str(config.regather).lower()}: {kept}{chunk}"
 
 
 def summarize(
     topology: ProcessTopology, config: ParallelConfig, ranks_per_node: int, version: str, plan: Sequence[str]
 ) -> str:
-    """The start-up summary: sizes, the grid, the groups, what is sharded, what is on and off."""
+    """The text of the summary.
+
+    Args:
+        topology: the grid of ranks.
+        config: the configuration.
+        ranks_per_node: how many ranks are on a node.
+        version: the version of this package.
+        plan: lines on the plan.
+    """
     world = topology.world_size
     sizes = "".join(f"{' ×' if at else ','} {axis} {size}" for at, (axis, size) in enumerate(topology.larger_axes))
     nodes = max(1, world // ranks_per_node)

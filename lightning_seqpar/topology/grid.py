@@ -14,7 +14,7 @@ from typing import Any
 from lightning_seqpar.config import ParallelConfig, nearest
 
 PIPELINE = "pp"
-"""The axis that the pipeline helpers speak of; a topology without it is a pipeline of one stage."""
+"""The axis of pipeline stages; a topology without it is a pipeline of one stage."""
 
 
 def nearest_multiples(number: int, unit: int) -> str:
@@ -24,12 +24,12 @@ def nearest_multiples(number: int, unit: int) -> str:
 
 
 def _as_whole(size: Any) -> Any:
-    """A plain int of whatever counts as one (numpy's, torch's); anything else as it is, to be refused."""
+    """Convert an integer of another library (numpy, torch) to a plain int; anything else is returned as it is, to be refused."""
     return size if isinstance(size, bool) or not hasattr(size, "__index__") else size.__index__()
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:
-    """The divisors of ``number`` next to ``wanted``, as text for a message."""
+    """The divisors of ``number`` just below and just above ``wanted``, as text for a message: ``2 or 4``."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     below = [d for d in divisors if d < wanted]
     above = [d for d in divisors if d > wanted]
@@ -37,7 +37,7 @@ def _nearest_divisors(number: int, wanted: int) -> str:
 
 
 class Coord(dict[str, int]):
-    """Coordinates of a rank, one attribute per axis: ``coord.tp``."""
+    """Coordinates of a rank by axis, as items (``coord["tp"]``) and as attributes (``coord.tp``)."""
 
     def __getattr__(self, axis: str) -> int:
         try:
@@ -55,7 +55,7 @@ class ProcessTopology:
         dims: how many ranks lie along each axis.
 
     Raises:
-        ValueError: for no axes, a repeated name, a size below 1, or as many names as there are not sizes.
+        ValueError: if there are no axes, if names and sizes are not equally many, if a name is repeated, or if a size is below 1.
 
     Example::
 
@@ -124,9 +124,11 @@ class ProcessTopology:
 
     @property
     def _strides(self) -> tuple[int, ...]:
+        """For each axis, how far apart in rank two neighbours along it are."""
         return tuple(math.prod(self.dims[i + 1 :]) for i in range(len(self.dims)))
 
     def _require(self, axis: str) -> int:
+        """The place of an axis among all; raises ValueError with the nearest name if there is none of that name."""
         if axis not in self.axes:
             raise ValueError(f"unknown axis {axis!r}; did you mean {nearest(axis, self.axes)}?")
         return self.axes.index(axis)
@@ -143,10 +145,11 @@ class ProcessTopology:
         return sum(self._offset(axis, index) for axis, index in coord.items())
 
     def _offset(self, axis: str, index: int) -> int:
-        at = self._require(axis)
-        if not 0 <= index < self.dims[at]:
-            raise ValueError(f"{axis}={index} lies outside the axis: it has indices 0 to {self.dims[at] - 1}")
-        return index * self._strides[at]
+        """What the coordinate ``index`` along an axis adds to a rank; raises ValueError outside the axis."""
+        position = self._require(axis)
+        if not 0 <= index < self.dims[position]:
+            raise ValueError(f"{axis}={index} lies outside the axis: it has indices 0 to {self.dims[position] - 1}")
+        return index * self._strides[position]
 
     def get_coord(self, rank: int) -> Coord:
         """The coordinates of ``rank``, one attribute per axis."""
@@ -177,9 +180,9 @@ class ProcessTopology:
             return []
         if len(set(axes)) != len(axes):
             raise ValueError(f"axes {', '.join(axes)}: an axis stands there twice; name each axis once")
-        inside = self._spread(axes)
+        offsets = self._spread(axes)
         origins = self._spread([axis for axis in self.axes if axis not in axes])
-        return [[origin + offset for offset in inside] for origin in origins]
+        return [[origin + offset for offset in offsets] for origin in origins]
 
     def get_comm_list(self, rank: int, *axes: str) -> list[int]:
         """The one list of :meth:`get_axis_comm_lists` that holds ``rank``; costs its length alone."""
@@ -219,7 +222,7 @@ class ProcessTopology:
         """The ranks of ``rank``'s pipeline, first stage first."""
         if PIPELINE in self.axes:
             return self.get_comm_list(rank, PIPELINE)
-        self.get_coord(rank)  # refuses a rank outside
+        self.get_coord(rank)  # raises for a rank outside the topology
         return [rank]
 
     def stage_to_global(self, rank: int, stage: int, **coord: int) -> int:
@@ -230,10 +233,10 @@ class ProcessTopology:
             raise ValueError(
                 f"stage_to_global(..., pp={coord[PIPELINE]}): the stage is its second argument; leave pp out"
             )
-        there = {**self.get_coord(rank), **coord}
+        wanted = {**self.get_coord(rank), **coord}
         if PIPELINE in self.axes:
-            there[PIPELINE] = stage
-        return self.get_rank(**there)
+            wanted[PIPELINE] = stage
+        return self.get_rank(**wanted)
 
     def next_stage(self, rank: int) -> int:
         """The rank that ``rank`` sends activations to; the last stage's is the first (interleaving wraps around)."""
@@ -248,15 +251,16 @@ class ProcessTopology:
         return [[rank, self.next_stage(rank)] for rank in range(self.world_size)]
 
     def _check_split(self, split_rank: int | None) -> None:
+        """Raise ValueError unless ``split_rank`` is None or a stage after the first."""
         if split_rank is not None and not 0 < split_rank < self.pipeline_size:
             size = self.pipeline_size
             fix = f"use 1 to {size - 1}" if size > 1 else "it needs two stages or more; leave it out"
             raise ValueError(f"pp_split_rank={split_rank} lies outside a pipeline of {size} stages; {fix}")
 
     def embedding_ranks(self, rank: int, split_rank: int | None = None) -> list[int]:
-        """Who in ``rank``'s pipeline holds the token embedding: first and last stage (a tied head).
+        """The ranks of ``rank``'s pipeline that hold the token embedding: its first stage, and its last for a tied head.
 
-        With ``split_rank``, the first stage of the decoder in an encoder-decoder model, that stage too.
+        With ``split_rank``, the first stage of the decoder in an encoder-decoder model, that stage holds it too.
         """
         self._check_split(split_rank)
         stages = {0, self.pipeline_size - 1} | ({split_rank} if split_rank is not None else set())
@@ -264,7 +268,7 @@ class ProcessTopology:
         return [pipeline[stage] for stage in sorted(stages)]
 
     def position_embedding_ranks(self, rank: int, split_rank: int | None = None) -> list[int]:
-        """Who in ``rank``'s pipeline holds the position embedding: the first stage, and the decoder's first."""
+        """The ranks of ``rank``'s pipeline that hold the position embedding: the first stage, and the decoder's first."""
         self._check_split(split_rank)
         stages = {0} | ({split_rank} if split_rank is not None else set())
         pipeline = self.get_pipeline(rank)
@@ -283,6 +287,7 @@ class ProcessTopology:
         return [self.position_embedding_ranks(rank, split_rank) for rank in self._first_stages()]
 
     def _first_stages(self) -> list[int]:
+        """The ranks that are the first stage of their pipelines."""
         return self.filter_match(pp=0) if PIPELINE in self.axes else list(range(self.world_size))
 
     def is_first_stage(self, rank: int, virtual_stage: int = 0) -> bool:
@@ -318,7 +323,7 @@ class ProcessTopology:
 
     @property
     def larger_axes(self) -> list[tuple[str, int]]:
-        """The axes with more than one rank, and how many: what there is to see."""
+        """The axes along which there is more than one rank, each with its size, for texts that leave the others out."""
         return [(axis, size) for axis, size in self if size > 1]
 
     def get_crossing_lists(self, axis: str, ranks_per_node: int) -> list[list[int]]:

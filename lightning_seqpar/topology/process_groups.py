@@ -1,4 +1,4 @@
-"""The process groups that this rank is in: made once, found by axis."""
+"""The process groups that a rank belongs to, made once and looked up by the axes that they span."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Axes = str | tuple[str, ...]
 """One axis, several axes, or one of :data:`NAMED`."""
 
 NAMED = ("embedding", "position_embedding", "fp8_amax")
-"""Groups that are no set of axes, or a set with a name of its own (``fp8_amax`` is tp × dp)."""
+"""Groups that have a name of their own: those of embeddings, which span no set of axes, and ``fp8_amax``, which is tp × dp."""
 
 
 def _silent_group(rank: int, size: int) -> ProcessGroup:
-    """A group that nobody registered, on torch's fake backend."""
+    """A group on torch's fake backend, whose collectives return at once and send nothing. torch's registry does not know it."""
     group = ProcessGroup(HashStore(), rank, size)
     backend = FakeProcessGroup._create_internal(rank, size)
     for device in ("cpu", "meta", "cuda"):
@@ -83,7 +83,7 @@ class ParallelGroups:
                 f"the topology ({topology}) has {topology.world_size} ranks, the world {world}; "
                 "make them equal, or pass rank_mapping for a grid over a part of the world"
             )
-        if outside := [ranked for ranked in self._mapping if not 0 <= ranked < world]:
+        if outside := [world_rank for world_rank in self._mapping if not 0 <= world_rank < world]:
             raise ValueError(f"rank_mapping names rank {outside[0]}, but the world has ranks 0 to {world - 1}")
         self._groups: dict[frozenset[str], ProcessGroup] = {}
         self._twins: dict[frozenset[str], ProcessGroup] = {}
@@ -101,43 +101,50 @@ class ParallelGroups:
         rank_mapping: Sequence[int] | Mapping[int, int] | None,
         split_rank: int | None,
     ) -> None:
+        """Find this rank's place in the grid, and check that the mapping and the split fit. Makes no groups."""
         self.topology = topology
         self._world_rank = rank
         self._fake = False
-        self._known: dict[Axes, list[int]] = {}
+        self._ranks_by_axes: dict[Axes, list[int]] = {}
         size = topology.world_size
         if isinstance(rank_mapping, Mapping):
-            told: Sequence[int] = (
+            mapping: Sequence[int] = (
                 [rank_mapping[r] for r in range(size)] if set(rank_mapping) == set(range(size)) else ()
             )
         else:
-            told = range(size) if rank_mapping is None else tuple(rank_mapping)
-        if len(told) != size or (rank_mapping is not None and len(set(told)) != size):
+            mapping = range(size) if rank_mapping is None else tuple(rank_mapping)
+        if len(mapping) != size or (rank_mapping is not None and len(set(mapping)) != size):
             raise ValueError(
                 f"rank_mapping={rank_mapping}: give {size} different world ranks, one for each rank of the grid ({topology})"
             )
-        self._mapping = told
-        self._grid_rank = told.index(rank) if rank in told else -1
+        self._mapping = mapping
+        self._grid_rank = mapping.index(rank) if rank in mapping else -1
         if rank_mapping is None and self._grid_rank < 0:
-            topology.get_coord(rank)  # says which ranks there are
+            topology.get_coord(rank)  # raises, and says which ranks there are
         self._split_rank = split_rank
-        topology.embedding_ranks(0, split_rank)  # refuses a split outside the pipeline
+        topology.embedding_ranks(0, split_rank)  # raises for a split outside the pipeline
 
     def _axis_sets(self) -> list[tuple[str, ...]]:
+        """Every set of one axis or more, in an order that is the same on all ranks."""
         names = sorted(self.topology.axes)
         return [axes for count in range(1, len(names) + 1) for axes in combinations(names, count)]
 
     def _new(self, ranks: Sequence[int], options: Mapping[str, Any]) -> ProcessGroup:
-        # Members alone meet. The name that torch gives the group counts the groups that each of them made before, so all
-        # ranks of the world that construct this object must make equally many: who has none to make makes one of its own.
+        """Make a group of world ranks; only its members call this.
+
+        The name that torch gives a group counts the groups that a rank made before, and the members must arrive at the same
+        name. So all ranks that construct this object must make equally many groups: a rank that is in none at some point
+        makes one of itself alone there.
+        """
         group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False, **options)
         assert isinstance(group, ProcessGroup)
         self._made.append(group)
         return group
 
     def _make_axis_groups(self, into: dict[frozenset[str], ProcessGroup], options: Mapping[str, Any]) -> None:
+        """Make a group for each set of axes, and put it into ``into``; sets that have the same ranks share one."""
         by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
-        # Sorted axis sets: ranks that share two groups must make them in the same order.
+        # In the order of _axis_sets: ranks that share two groups must make them in the same order.
         for axes, first in self._distinct_axis_sets().items():
             ranks = tuple(self.ranks(axes)) if self._grid_rank >= 0 else (self._world_rank,)
             if axes == first:
@@ -146,17 +153,18 @@ class ParallelGroups:
                 into[frozenset(axes)] = by_ranks[ranks]
 
     def _distinct_axis_sets(self) -> dict[tuple[str, ...], tuple[str, ...]]:
-        """Every set of axes → the first one with the same ranks: axes of size 1 add none."""
+        """For every set of axes, the first set that has the same ranks: they differ in axes of size 1 alone."""
         first: dict[tuple[str, ...], tuple[str, ...]] = {}
-        found = {}
-        for axes in self._axis_sets():
-            found[axes] = first.setdefault(tuple(a for a in axes if self.topology.get_dim(a) > 1), axes)
-        return found
+        return {
+            axes: first.setdefault(tuple(axis for axis in axes if self.topology.get_dim(axis) > 1), axes)
+            for axes in self._axis_sets()
+        }
 
     def _make_named_groups(self, options: Mapping[str, Any]) -> None:
+        """Make the groups of embeddings; one that has the ranks of a group of axes, or of the other, shares that group."""
         known = {axes: self.topology.get_comm_list(0, *axes) for axes in self._axis_sets()}
         for name in ("embedding", "position_embedding"):
-            # Asked of grid rank 0, a member of every such group, so that all ranks decide alike.
+            # The ranks of grid rank 0's own group decide whether it is shared, so that all ranks decide alike.
             first = self._grid_ranks(frozenset((name,)), 0)
             shared = next((axes for axes, ranks in known.items() if ranks == first), None)
             known[name,] = first
@@ -168,7 +176,13 @@ class ParallelGroups:
 
     @classmethod
     def fake(cls, topology: ProcessTopology, rank: int, *, split_rank: int | None = None) -> ParallelGroups:
-        """Answers ranks and sizes without ``torch.distributed``; asking for a group raises."""
+        """An object that answers ranks and sizes without ``torch.distributed``; asking it for a group raises.
+
+        Args:
+            topology: the grid.
+            rank: the rank that it answers for.
+            split_rank: first pipeline stage of the decoder, in an encoder-decoder model.
+        """
         groups = cls.__new__(cls)
         groups._place(topology, rank, None, split_rank)
         groups._fake = True
@@ -177,9 +191,14 @@ class ParallelGroups:
 
     @classmethod
     def silent(cls, topology: ProcessTopology, rank: int = 0) -> ParallelGroups:
-        """Groups of one process that plays a rank: collectives return at once and move nothing, on any device.
+        """Groups for one process that acts as a rank of the grid: their collectives return at once and send nothing.
 
-        They need no ``torch.distributed``; shapes, memory and traffic are those of the rank, values are not.
+        They need no ``torch.distributed`` and work on any device. Shapes, memory and counts of traffic are those of the
+        rank; values are not.
+
+        Args:
+            topology: the grid.
+            rank: the rank that the process acts as.
         """
         groups = cls.fake(topology, rank)
         groups._fake = False
@@ -198,7 +217,12 @@ class ParallelGroups:
         return self._find(self._groups, axes)
 
     def gloo(self, axes: Axes) -> ProcessGroup:
-        """The gloo twin of the group along ``axes``."""
+        """The gloo group beside the group along ``axes``.
+
+        Raises:
+            RuntimeError: if they were made without ``gloo_twins=True``.
+            ValueError: for a group of embeddings, which has none.
+        """
         if not self._fake and not self._twins and self._groups:
             raise RuntimeError("no gloo twins were made; pass gloo_twins=True")
         if self._key(axes) & {"embedding", "position_embedding"}:
@@ -206,6 +230,7 @@ class ParallelGroups:
         return self._find(self._twins, axes)
 
     def _find(self, among: Mapping[frozenset[str], ProcessGroup], axes: Axes) -> ProcessGroup:
+        """The group along ``axes``; raises RuntimeError with the reason if there is none."""
         key = self._key(axes)
         if self._fake:
             raise RuntimeError(f"fake groups have no process group for {sorted(key)}; they answer ranks and sizes")
@@ -219,6 +244,7 @@ class ParallelGroups:
         return among[key]
 
     def _key(self, axes: Axes) -> frozenset[str]:
+        """What a group is looked up by; raises ValueError if ``axes`` names no axes of the topology and no named group."""
         names = (axes,) if isinstance(axes, str) else axes
         if names == ("fp8_amax",):
             names = tuple(axis for axis in ("dp", "tp") if axis in self.topology.axes)
@@ -234,6 +260,7 @@ class ParallelGroups:
         return frozenset(names)
 
     def _grid_ranks(self, key: frozenset[str], rank: int) -> list[int]:
+        """Ranks in the grid of the group that ``rank`` is in; of embeddings, those of its pipeline."""
         if key == {"embedding"}:
             return self.topology.embedding_ranks(rank, self._split_rank)
         if key == {"position_embedding"}:
@@ -245,12 +272,12 @@ class ParallelGroups:
 
         Of the embedding groups: those of this rank's pipeline, whether or not it is one of them.
         """
-        known = self._known.get(axes)
-        if known is None:
+        ranks = self._ranks_by_axes.get(axes)
+        if ranks is None:
             key = self._key(axes)
-            known = [self._mapping[r] for r in self._grid_ranks(key, self._grid_rank)] if self._grid_rank >= 0 else []
-            self._known[axes] = known
-        return list(known)
+            ranks = [self._mapping[r] for r in self._grid_ranks(key, self._grid_rank)] if self._grid_rank >= 0 else []
+            self._ranks_by_axes[axes] = ranks
+        return list(ranks)
 
     def rank(self, axes: Axes) -> int:
         """This process's rank in the group along ``axes``; -1 outside the grid, or if it is not a member."""
@@ -282,7 +309,7 @@ class ParallelGroups:
 
     def p2p_pairs(self) -> list[list[int]]:
         """World ranks ``[sender, receiver]`` of every hop along every pipeline, the wrap-around included."""
-        return [[self._mapping[one], self._mapping[other]] for one, other in self.topology.p2p_pairs()]
+        return [[self._mapping[sender], self._mapping[receiver]] for sender, receiver in self.topology.p2p_pairs()]
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """A ``DeviceMesh`` over these very groups, its dims named by the axes, for torch's own tools.
@@ -295,10 +322,10 @@ class ParallelGroups:
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=self.topology.axes)
 
     def destroy(self) -> None:
-        """Shut the groups down, on every rank that made them; whoever still holds one can't use it.
+        """Shut the groups down, on every rank that made them; a group that was taken from here can't be used any more.
 
-        Their names stay taken until the process ends: torch names a group by its ranks and by how many groups there are,
-        and one that is made again under an old name finds the dead addresses of the old one in the store.
+        Their names stay registered in torch until the process ends. torch names a group by its ranks and by how many groups
+        there are, and a new group of an old name would find the addresses of the old one, which are closed, in the store.
         """
         for group in self._made:
             group.shutdown()
