@@ -37,7 +37,7 @@ class Mutant:
             several modules have one of that name, ``grad_norm:global_grad_norm``.
         old: a part of the definition's source.
         new: what stands there instead.
-        tests: what is run to see it, as pytest's arguments.
+        tests: what is run to see it, as pytest's arguments. A file is ``tests/<name>``, in whichever folder of tests it lies.
     """
 
     name: str
@@ -1709,12 +1709,36 @@ def place_of(mutant: Mutant, known: Mapping[str, Sequence[Span]]) -> Span:
     return spans[counts.index(1)]
 
 
+def arguments_of(mutant: Mutant, root: Path) -> list[str]:
+    """A fault's arguments for pytest, each file of tests by its path in the repository at ``root``.
+
+    Raises:
+        ValueError: if no file below ``tests`` has such a name, several have it, or it has no test of the name behind ``::``.
+    """
+    found = []
+    for word in mutant.tests.split():
+        if not word.startswith("tests/"):
+            found.append(word)
+            continue
+        name, colons, test = word.removeprefix("tests/").partition("::")
+        files = sorted((root / "tests").rglob(name))
+        if len(files) != 1:
+            where = ", ".join(str(file.relative_to(root)) for file in files)
+            problem = f"tests/{name} is several files: {where}" if files else f"there is no file {name} below tests"
+            raise ValueError(f"{mutant.name}: {problem}")
+        if colons and not re.search(rf"^def {re.escape(test.partition('[')[0])}\(", files[0].read_text(), re.M):
+            raise ValueError(f"{mutant.name}: there is no {test} in {name}")
+        found.append(f"{files[0].relative_to(root)}{colons}{test}")
+    return found
+
+
 def stale(package: Path) -> list[str]:
-    """The faults that fit the source no more, and why."""
+    """The faults that fit the source or the tests beside it no more, and why."""
     known, found = definitions(package), []
     for mutant in MUTANTS:
         try:
             place_of(mutant, known)
+            arguments_of(mutant, package.parent)
         except ValueError as error:
             found.append(str(error))
     return found
@@ -1744,6 +1768,7 @@ def run(mutant: Mutant) -> tuple[bool, str]:
         folder = Path(place)
         copy_repository(folder)
         try:
+            arguments = arguments_of(mutant, folder)
             apply(mutant, folder / "lightning_seqpar")
         except ValueError as error:
             return False, f"STALE: {error}"
@@ -1764,12 +1789,12 @@ def run(mutant: Mutant) -> tuple[bool, str]:
             "--no-header",
             "-p",
             "no:cacheprovider",
-            *mutant.tests.split(),
+            *arguments,
         ]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
         seen = re.search(r"^FAILED (.+?)(?: - |$)", done.stdout, re.M)
         if done.returncode == 1 and seen:
-            return True, seen.group(1).removeprefix("tests/")
+            return True, re.sub(r"^tests/(\w+/)?", "", seen.group(1))
         return (
             False,
             "SURVIVED" if done.returncode == 0 else f"pytest ended with {done.returncode}: {done.stdout[-300:]}",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
-from fit import quiet_trainer
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.distributed.rank_consistency import check_agreement
 from lightning_seqpar.testing import RankFailedError, run_distributed
+from tests.helpers import models
+from tests.helpers.fit import quiet_trainer
 
 
 def worker_agree(values):

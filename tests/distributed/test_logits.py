@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import models
 import pytest
-import test_families  # noqa: F401  (puts its module where fit finds it)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import zoo
-from fit import fit, quiet_trainer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,6 +19,8 @@ from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, cross_entropy
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
+from tests.helpers import models, zoo
+from tests.helpers.fit import fit, quiet_trainer
 
 VOCAB, TOKENS = 11, 7  # the vocabulary divides by no number of ranks
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import types
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.testing import run_distributed
+from tests.helpers import models
 
 
 def groups(tp: int = 2) -> ParallelGroups:

@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import models
 import pytest
 import torch
-import zoo
-from fit import fit, quiet_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
@@ -24,6 +21,8 @@ from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify import self_check as selfcheck
 from lightning_seqpar.verify.self_check import self_check, worst_gradient
+from tests.helpers import models, zoo
+from tests.helpers.fit import fit, quiet_trainer
 
 CPU = torch.device("cpu")
 Rules = list[dict[str, Any]]

@@ -7,37 +7,21 @@ from typing import Any
 import peft
 import pytest
 import torch
-import zoo
-from fit import fit, quiet_trainer
-from models import loader
-from test_families import HuggingFace, build
 from torch import Tensor, nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
 from lightning_seqpar.layout.adapters import is_adapted
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
+from tests.helpers import zoo
+from tests.helpers.adapted import Adapted
+from tests.helpers.families import HuggingFace, build
+from tests.helpers.fit import fit, quiet_trainer
+from tests.helpers.models import loader
 
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-class Adapted(HuggingFace):
-    """A Hugging Face model under PEFT; only the adapters train."""
-
-    def __init__(self, family: str, targets: list[str], **options: Any) -> None:
-        super().__init__(family, "model")
-        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0, **options)
-        self.model = peft.get_peft_model(self.model, config)
-        torch.manual_seed(5)
-        for name, parameter in self.model.named_parameters():
-            if "lora_" in name:
-                nn.init.normal_(parameter, std=0.3)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-
-zoo.Adapted = Adapted
 CASES: dict[str, dict[str, Any]] = {
     "columns": {"family": "llama", "targets": ["q_proj", "v_proj"]},
     "rows": {"family": "llama", "targets": ["o_proj", "down_proj"]},

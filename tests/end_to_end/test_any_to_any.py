@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from fit import quiet_trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from test_checkpoint import same
-from test_folder import FORMS, Counting, Two, whole
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.checkpoint.convert import open_source, write_checkpoint
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import FLOAT64_TOLERANCE, ParityRecorder, Trace
+from tests.helpers import models
+from tests.helpers.checkpoints import FORMS, Counting, Two, same, whole
+from tests.helpers.fit import quiet_trainer
 
 BATCHES = 3  # of an epoch; saved behind it, and resumed for another
 OPTIMIZERS = ("adamw", "sgd", "several")

@@ -7,12 +7,10 @@ import warnings
 from typing import Any
 
 import lightning as L
-import models
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fit import quiet_trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,6 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, compare
+from tests.helpers import models
+from tests.helpers.fit import quiet_trainer
 
 
 class Stream(IterableDataset):

@@ -8,61 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
-from fit import fit, quiet_trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.parallel.apply import record_of
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import FLOAT64_TOLERANCE, ParityRecorder, compare
-
-PRECISION = "32-true"  # stock Lightning restores 64-true weights through float32
-
-
-def train(
-    model: str,
-    tp: int,
-    folder: str | None,
-    steps: int = 6,
-    ckpt: str | None = None,
-    after: str | None = None,
-    optimizer: str = "adamw",
-    every: int = 3,
-    batch: int = 8,
-    precision: str = PRECISION,
-    batches: int = 20,
-) -> Any:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    strategy = SeqParallelStrategy(tp=tp) if world > 1 else "auto"
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1) if folder else None
-    recorder = ParityRecorder()
-    trainer = quiet_trainer(
-        devices=world,
-        strategy=strategy,
-        max_steps=steps,
-        precision=precision,
-        enable_checkpointing=saver is not None,
-        callbacks=[recorder, *([saver] if saver else [])],
-    )
-    module = getattr(models, model)(optimizer=optimizer)
-    trainer.fit(module, models.loader(batch // (world // tp), count=batch * batches), ckpt_path=ckpt)
-    if after is not None:
-        trainer.save_checkpoint(after)
-    return recorder.trace
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
+from tests.helpers import models
+from tests.helpers.checkpoints import PRECISION, same, train
+from tests.helpers.fit import fit, quiet_trainer
 
 
 def shapes(value: Any) -> Any:

@@ -6,22 +6,21 @@ import dataclasses
 import json
 from pathlib import Path
 
-import models
 import pytest
 import torch
-from test_checkpoint import same, train
-from test_folder import run, whole
 
 from lightning_seqpar.checkpoint.convert import inspect_checkpoint, open_source, write_checkpoint
 from lightning_seqpar.cli.main import main
 from lightning_seqpar.testing import run_distributed
+from tests.helpers import models
+from tests.helpers.checkpoints import same, train, train_in_form, whole
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder of two ranks, and a file that plain Lightning wrote."""
     place = tmp_path_factory.mktemp("saved")
-    run_distributed(run, 2, 2, "sharded", 3, None, str(place / "parts.ckpt"))
+    run_distributed(train_in_form, 2, 2, "sharded", 3, None, str(place / "parts.ckpt"))
     train("GPT", 1, str(place / "plain"), steps=3)
     return place
 

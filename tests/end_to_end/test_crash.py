@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import crash
 import pytest
 
 from lightning_seqpar.checkpoint.atomic_files import MARKER
+from tests import crash
 
 
 @pytest.mark.parametrize("form", crash.FORMS)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
-import models
 import pytest
 import torch
 import torch.distributed as dist
-from fit import quiet_trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torch.utils.data import (
@@ -25,6 +23,8 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.testing import RankFailedError, run_distributed
+from tests.helpers import models
+from tests.helpers.fit import quiet_trainer
 
 
 class Numbered(Dataset):

@@ -5,85 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import lightning as L
 import pytest
-import torch
-import torch.nn.functional as F
-import transformers
-import write_families
-import zoo
-from fit import fit
-from models import perturb
-from torch import Tensor
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
-
-FAMILIES = list(write_families.FAMILIES)
-TASKS = {"bert": transformers.AutoModelForMaskedLM, "roberta": transformers.AutoModelForMaskedLM,
-         "t5": transformers.AutoModelForSeq2SeqLM}  # fmt: skip
-EXPERTS = {"experts_implementation": "eager"}  # grouped products know no float64
-
-
-def build(family: str, attention: str = "sdpa", **settings: Any) -> Any:
-    """A tiny model of a family with a head."""
-    config = write_families.FAMILIES[family][1][-1].__class__(
-        **{**write_families.FAMILIES[family][1][-1].to_dict(), "use_cache": False, **settings}
-    )
-    more = EXPERTS if family in ("mixtral", "qwen3_moe") else {}
-    kind = TASKS.get(family, transformers.AutoModelForCausalLM)
-    return kind.from_config(config, attn_implementation=attention, **more)
-
-
-class PreciseNorm(Gemma3RMSNorm):
-    """Gemma's norm in the precision of its input: rounded to float32, 1e-16 may become 1e-7."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._norm(x) * (1.0 + self.weight)
-
-
-def precise_loss(logits: Tensor, labels: Tensor, *args: Any, **more: Any) -> Tensor:
-    """The library's loss of a causal model without its cast to float32, in which a mean over replicas rounds at 1e-7."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-class HuggingFace(L.LightningModule):
-    """A model of transformers; the loss is its own, or ``F.cross_entropy`` on its logits."""
-
-    def __init__(self, family: str, loss: str = "model", **settings: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = build(family, **settings)
-        for module in self.model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-            for name in ("attention_dropout", "dropout"):
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
-            if type(module).__name__ == "Gemma3RMSNorm":
-                module.__class__ = PreciseNorm
-        if family not in TASKS:
-            self.model.loss_function = precise_loss
-        perturb(self)
-        self.model.train()
-        self.loss = loss
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (ids,) = batch
-        mask = (ids != 0).long()
-        if self.loss == "model":
-            return self.model(input_ids=ids, attention_mask=mask, labels=ids).loss
-        more = {"decoder_input_ids": ids} if self.model.config.is_encoder_decoder else {}
-        logits = self.model(input_ids=ids, attention_mask=mask, **more).logits
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-zoo.HuggingFace = HuggingFace
+from tests import write_families
+from tests.helpers.families import FAMILIES, build
+from tests.helpers.fit import fit
 
 TOPOLOGIES = {
     "tp2": (2, 2, True), "tp2-no-sp": (2, 2, False), "tp4": (4, 4, True), "tp4-no-sp": (4, 4, False),

@@ -10,17 +10,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
-from fit import quiet_trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from test_folder import whole
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.checkpoint.atomic_files import REPLACED, UNFINISHED, SaveError
 from lightning_seqpar.testing import run_distributed
+from tests.helpers import models
+from tests.helpers.checkpoints import whole
+from tests.helpers.fit import quiet_trainer
 
 FORMS = ["single", "sharded"]
 

@@ -9,98 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import models
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fit import quiet_trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from test_checkpoint import same
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.checkpoint.atomic_files import MARKER, WholeFileIO
-from lightning_seqpar.checkpoint.folder import Folder, Opened, find_folder
+from lightning_seqpar.checkpoint.atomic_files import MARKER
+from lightning_seqpar.checkpoint.folder import Folder, Opened
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, Trace
+from tests.helpers import models
+from tests.helpers.checkpoints import FORMS, same, train_in_form, whole
+from tests.helpers.fit import quiet_trainer
 
-FORMS: dict[str, dict[str, Any]] = {
-    "single": {"format": "single"},
-    "sharded": {"format": "sharded"},
-    "async": {"format": "sharded", "async_save": True},
-}
 STEPS = 6  # two epochs of three; Lightning goes on from an epoch's end where the data began
-
-
-class Two(models.GPT):
-    """Two param groups, a scheduler, a frozen part; on request two optimizers."""
-
-    def configure_optimizers(self) -> Any:
-        kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[self.optimizer]
-        more = {"momentum": 0.9} if self.optimizer == "sgd" else {"weight_decay": 0.1}
-        named = list(self.named_parameters())
-        self.model.norm.weight.requires_grad_(False)
-        groups = [
-            {"params": [p for _, p in named if p.ndim > 1 and p.requires_grad], **more},
-            {"params": [p for _, p in named if p.ndim < 2 and p.requires_grad]},
-        ]
-        optimizer = kind(groups, lr=0.05)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
-
-
-class Counting(Callback):
-    """A callback with a state of its own, a tensor among it."""
-
-    def __init__(self) -> None:
-        self.seen = torch.zeros(3)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        self.seen += torch.arange(3)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"]
-
-
-def run(
-    tp: int, form: str, steps: int, ckpt: str | None = None, save: str | None = None, optimizer: str = "adamw"
-) -> tuple[Trace, Any]:
-    """Train in float64 from the start or from ``ckpt``; save behind the third step, or where nothing is trained at the end."""
-    world = dist.get_world_size()
-    strategy = SeqParallelStrategy(tp=tp, checkpoint=FORMS[form])
-    recorder, counting = ParityRecorder(), Counting()
-    callbacks: list[Callback] = [recorder, counting]
-    if save is not None and ckpt is None:  # Lightning goes on from where a callback of it saves
-        place = Path(save)
-        callbacks.append(ModelCheckpoint(place.parent, filename=place.stem, every_n_train_steps=3, save_top_k=-1))
-    trainer = quiet_trainer(
-        devices=world, strategy=strategy, max_steps=steps, callbacks=callbacks, enable_checkpointing=len(callbacks) > 2
-    )
-    module = Two(optimizer=optimizer).double()
-    trainer.fit(module, models.loader(8 // (world // tp), count=8 * 3), ckpt_path=ckpt)
-    if save is not None and ckpt is not None:
-        trainer.save_checkpoint(save)
-    return recorder.trace, counting.seen
-
-
-def whole(path: str | Path) -> dict[str, Any]:
-    """A checkpoint of either form, whole."""
-    if not find_folder(Path(path)).is_dir():
-        return dict(WholeFileIO().load_checkpoint(path, weights_only=True))
-    opened = Opened(path, weights_only=True)
-    state = dict(opened.checkpoint)
-    state["state_dict"] = opened.take(state["state_dict"], {}, 0)
-    if "optimizer_states" not in state:
-        return state
-    state["optimizer_states"] = [
-        {**one, "state": {key: opened.take(entry, {}, 0) for key, entry in one["state"].items()}}
-        for one in state["optimizer_states"]
-    ]
-    return state
 
 
 # ---- what is hard to put together --------------------------------------------------------------------------------
@@ -108,16 +34,15 @@ def whole(path: str | Path) -> dict[str, Any]:
 
 def kinds() -> dict[str, tuple[Any, Any]]:
     """A module and its plan, by what is hard about it."""
-    import test_adapters
-    import zoo
-    from test_families import HuggingFace
+    from tests.helpers import adapted, zoo
+    from tests.helpers.families import HuggingFace
 
     vocab = {"base": "auto", "rules": [{"pattern": "model.{tokens,head}", "style": "vocab"}]}
     return {
         "fused": (lambda: zoo.Zoo("fused_gqa"), "auto"),
         "shared kv": (lambda: zoo.Zoo("gqa_shared"), "auto"),
         "padded and tied": (lambda: models.GPT(tied=True), vocab),
-        "lora": (lambda: test_adapters.Adapted("llama", ["q_proj", "o_proj"]), "auto"),
+        "lora": (lambda: adapted.Adapted("llama", ["q_proj", "o_proj"]), "auto"),
         "conv1d": (lambda: HuggingFace("gpt2"), "auto"),
         "experts": (lambda: HuggingFace("mixtral"), "auto"),
     }
@@ -194,7 +119,7 @@ def test_buffers_are_those_of_one_replica(tmp_path):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("saved") / "a.ckpt"
-    run_distributed(run, 2, 2, "sharded", 3, None, str(place))
+    run_distributed(train_in_form, 2, 2, "sharded", 3, None, str(place))
     return place
 
 

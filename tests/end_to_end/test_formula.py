@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import lightning as L
-import models
 import pytest
-import test_families
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fit import metered
 from torch import Tensor
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.testing import run_distributed
+from tests.helpers import families, models
+from tests.helpers.fit import metered
 
 B, S, BYTES = 4, 64, 4
 TOKENS = B * S
@@ -64,7 +63,7 @@ class Plain(L.LightningModule):
     def __init__(self, family: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model = test_families.build(family, **FAMILIES[family].settings).train()
+        self.model = families.build(family, **FAMILIES[family].settings).train()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (ids,) = batch

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import models
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import zoo
 from byte_gpt import ByteGPT
-from fit import quiet_trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -25,6 +22,8 @@ from lightning_seqpar.parallel.apply import record_of
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.guards import ELEMENTWISE_OPTIMIZERS, refuse_callbacks
 from lightning_seqpar.verify.parity import ParityRecorder
+from tests.helpers import models, zoo
+from tests.helpers.fit import quiet_trainer
 
 
 class L2(models.GPT):

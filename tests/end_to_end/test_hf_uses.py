@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo
-from fit import fit, quiet_trainer
-from models import loader
-from test_families import FAMILIES, HuggingFace
 from torch import Tensor, nn
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
+from tests.helpers import zoo
+from tests.helpers.families import FAMILIES, HuggingFace
+from tests.helpers.fit import fit, quiet_trainer
+from tests.helpers.models import loader
 
 LENGTH = 9  # odd
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import models
 import peft
 import pytest
 import torch
 import transformers
-import zoo
 from byte_gpt import ByteGPT
-from fit import fit, quiet_trainer
-from models import GPT
 from safetensors.torch import save_file
-from test_families import TASKS, HuggingFace, build
 from torch import Tensor, nn
 
 from lightning_seqpar import SeqParallelStrategy, weights_from
@@ -27,6 +22,11 @@ from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare
+from tests.helpers import models, zoo
+from tests.helpers.families import TASKS, HuggingFace, build
+from tests.helpers.fit import fit, quiet_trainer
+from tests.helpers.models import GPT
+from tests.helpers.processes import memory
 
 
 def replayed(make: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -276,12 +276,6 @@ class LargeLM(GPT):
     def on_fit_start(self) -> None:
         self.peak = memory("VmHWM") - memory("RssFile")  # without the libraries' code, which comes as it is run
         self.local = sum(p.nbytes for p in self.parameters())
-
-
-def memory(what: str) -> int:
-    """Bytes that this process has (``VmRSS``; of files ``RssFile``) or had at most (``VmHWM``)."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)]
-    return int(line.split()[1]) * 1024
 
 
 def peak_of(folder: str, check: bool) -> dict[str, int]:

@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 import torch
-from fit import fit
 
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import FLOAT32_LOSS_TOLERANCE, Trace, compare
+from tests.helpers.fit import fit
 
 MODELS = {
     "gpt-tied": ("GPT", (("tied", True),)),

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from fit import fit, quiet_trainer
-from models import loader
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +16,9 @@ from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.parallel.apply import record_of
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
+from tests.helpers import zoo
+from tests.helpers.fit import fit, quiet_trainer
+from tests.helpers.models import loader
 
 IDS = torch.randint(31, (4, 9), generator=torch.Generator().manual_seed(0))
 STEP = Example("a batch", "training_step", ((IDS,), 0), {})

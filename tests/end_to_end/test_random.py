@@ -9,7 +9,6 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from fit import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,6 +17,7 @@ from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.distributed.rng import DrawWatch, RankStreams
 from lightning_seqpar.parallel.apply import record_of
 from lightning_seqpar.testing import run_distributed
+from tests.helpers.fit import quiet_trainer
 
 P = 0.25
 

@@ -7,15 +7,15 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch.distributed as dist
-from fit import quiet_trainer
-from test_folder import FORMS
-from test_late_weights import memory
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.testing import run_distributed
+from tests.helpers import models
+from tests.helpers.checkpoints import FORMS
+from tests.helpers.fit import quiet_trainer
+from tests.helpers.processes import memory
 
 MIB = 2**20
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
-import zoo
-from fit import fit, quiet_trainer
 from torch import nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan, grad_norm
@@ -21,6 +18,8 @@ from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
 from lightning_seqpar.plan.rules import STYLES, parse_rule
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import compare
+from tests.helpers import models, zoo
+from tests.helpers.fit import fit, quiet_trainer
 
 ALL_STYLES = """\
 rules:

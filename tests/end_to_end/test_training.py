@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
-from fit import fit, quiet_trainer
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import compare
+from tests.helpers import models
+from tests.helpers.fit import fit, quiet_trainer
 
 PLANS = {
     "Direct": lambda: models.plan("", None),

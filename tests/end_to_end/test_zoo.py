@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 import pytest
-import zoo
-from fit import fit
 
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
+from tests.helpers import zoo
+from tests.helpers.fit import fit
 
 REFUSED = ("hard_coded", "head_list")
 KINDS = [kind for kind in (*zoo.BLOCKS, *zoo.MODELS) if kind not in REFUSED]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from typing import Any
 
 import lightning as L
-import models
 import torch
 import torch.distributed as dist
-import zoo
 from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.distributed.counters import StepMeter
 from lightning_seqpar.verify.parity import ParityRecorder, Trace
+from tests.helpers import models
 
 
 def quiet_trainer(**kwargs: Any) -> L.Trainer:
@@ -42,6 +42,15 @@ def metered(module: L.LightningModule, strategy: SeqParallelStrategy, loader: An
     return meter, trainer
 
 
+def _class_named(name: str) -> Any:
+    """The class of a helper module; the last two, which import transformers and peft, are loaded only if they are needed."""
+    for place in ("models", "zoo", "families", "adapted"):
+        found = getattr(importlib.import_module(f"tests.helpers.{place}"), name, None)
+        if found is not None:
+            return found
+    raise AttributeError(f"no module of tests/helpers has a model {name}")
+
+
 def fit(
     model: str,
     model_args: dict[str, Any],
@@ -57,12 +66,12 @@ def fit(
     precision: str = "64-true",
     callbacks: list[Callback] | None = None,
 ) -> Trace:
-    """Train ``<model>`` of models or zoo for ``steps`` optimizer steps and return the trace (whole tensors)."""
+    """Train the ``<model>`` of these helpers for ``steps`` optimizer steps and return the trace (whole tensors)."""
     torch.manual_seed(0)
     # These models are too small for "auto" to make or gather anything again.
     chosen = SeqParallelStrategy(**{"regather": True, **strategy}) if strategy is not None else "auto"
     dp = world // strategy.get("tp", 1) if strategy is not None else 1
-    module = (getattr(models, model, None) or getattr(zoo, model))(**model_args)
+    module = _class_named(model)(**model_args)
     recorder = ParityRecorder()
     trainer = quiet_trainer(
         devices=world,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run")
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -82,3 +82,9 @@ def survivors(tag: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def memory(what: str) -> int:
+    """Bytes that this process has (``VmRSS``; of files ``RssFile``) or had at most (``VmHWM``)."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)]
+    return int(line.split()[1]) * 1024

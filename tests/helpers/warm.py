@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fit  # noqa: F401
 import pytest  # noqa: F401
-import write_families
-import zoo  # noqa: F401
 from transformers import AutoModel
 
 import lightning_seqpar.strategy.strategy  # noqa: F401
 from lightning_seqpar.plan.sharding_plan import load_families
+from tests import write_families
+from tests.helpers import fit, zoo  # noqa: F401
 
 load_families()
 for _, configs, _ in write_families.FAMILIES.values():

@@ -8,8 +8,9 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from models import optimizer_of, perturb
 from torch import Tensor, nn
+
+from tests.helpers.models import optimizer_of, perturb
 
 
 class RMSNorm(nn.Module):

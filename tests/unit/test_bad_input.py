@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fit import quiet_trainer
 from omegaconf import OmegaConf
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
+from tests.helpers.fit import quiet_trainer
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"tp": 0}, "tp=0: a size must be 1 or more; leave it out for 1"),

@@ -10,10 +10,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from processes import ROOT
 from pydantic import ValidationError
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
+from tests.helpers.processes import ROOT
 
 CONF = ROOT / "conf"
 

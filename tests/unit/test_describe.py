@@ -10,16 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-import zoo
-from fit import metered
-from models import GPT, loader
-from test_families import HuggingFace, build
 from torch import nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
 from lightning_seqpar.cli.main import main
 from lightning_seqpar.cli.report import human, render
 from lightning_seqpar.testing import run_distributed
+from tests.helpers.families import HuggingFace, build
+from tests.helpers.fit import metered
+from tests.helpers.models import GPT, loader
 
 BATCH, LENGTH = 4, 10
 LLAMA_70B = {
@@ -170,11 +169,7 @@ def test_configure_model_is_run_without_memory():
 # ---- the command -----------------------------------------------------------------------------------------------
 
 
-def make_llama() -> nn.Module:
-    return build("llama")
-
-
-zoo.make_llama = make_llama
+LLAMA = "tests.helpers.families:make_llama"
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -200,18 +195,18 @@ def test_a_70b_folder_on_1024_ranks(folder, capsys):
 
 
 def test_json_says_all_of_it(folder, capsys):
-    data = json.loads(run(capsys, "zoo:make_llama", "tp=2", "--json", "--batch-size", "2", "--length", "12"))
-    said = describe(make_llama(), ParallelConfig(tp=2), batch_size=2, length=12)
+    data = json.loads(run(capsys, LLAMA, "tp=2", "--json", "--batch-size", "2", "--length", "12"))
+    said = describe(build("llama"), ParallelConfig(tp=2), batch_size=2, length=12)
     assert data == json.loads(json.dumps(said.to_dict()))
     assert data["rows"][3]["tensors"] == [{"name": "weight", "shape": [32, 32], "local_shape": [16, 32]}]
 
 
 def test_the_plan_can_be_edited_and_fed_back(tmp_path, capsys):
-    text = run(capsys, "zoo:make_llama", "tp=2", "--yaml")
+    text = run(capsys, LLAMA, "tp=2", "--yaml")
     file = tmp_path / "plan.yaml"
     file.write_text(text.replace("down_proj, style: row", "down_proj, style: row, units: 2"))
-    said = describe(make_llama(), ParallelConfig(tp=2, plan=str(file)))
-    same = describe(make_llama(), ParallelConfig(tp=2))
+    said = describe(build("llama"), ParallelConfig(tp=2, plan=str(file)))
+    same = describe(build("llama"), ParallelConfig(tp=2))
     assert [(row.module, row.style, row.tensors) for row in said.rows] == [
         (row.module, row.style, row.tensors) for row in same.rows
     ]
@@ -222,7 +217,7 @@ def test_a_yaml_file_of_the_command_line(capsys, monkeypatch, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
         "trainer: {devices: 4, strategy: {class_path: lightning_seqpar.SeqParallelStrategy, init_args: {tp: 2}}}\n"
-        "model: {class_path: models.GPT, init_args: {dim: 32}}\n"
+        "model: {class_path: tests.helpers.models.GPT, init_args: {dim: 32}}\n"
     )
     text = run(capsys, str(file))
     assert text.startswith("4 ranks: dp 2 × tp 2")
@@ -238,12 +233,12 @@ def test_a_yaml_file_of_the_command_line(capsys, monkeypatch, tmp_path):
         (["models:nothing"], "models has no 'nothing'; did you mean"),
         (["no_such_package:make"], "No module named 'no_such_package'"),
         (["models:loader"], "without arguments"),
-        (["zoo:make_llama", "tp=3"], "use tp of 1, 2, 4, 8"),
-        (["zoo:make_llama", "tq=3"], "tq"),
-        (["zoo:make_llama", "tp"], "write it as field=value"),
-        (["zoo:make_llama", "tp=2", "--length", "0"], "length=0 must be 1 or more"),
-        (["zoo:make_llama", "tp=4", "--world-size", "6"], "6"),
-        (["zoo:make_llama", "--config", "nowhere.yaml"], "does not exist"),
+        ([LLAMA, "tp=3"], "use tp of 1, 2, 4, 8"),
+        ([LLAMA, "tq=3"], "tq"),
+        ([LLAMA, "tp"], "write it as field=value"),
+        ([LLAMA, "tp=2", "--length", "0"], "length=0 must be 1 or more"),
+        ([LLAMA, "tp=4", "--world-size", "6"], "6"),
+        ([LLAMA, "--config", "nowhere.yaml"], "does not exist"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(args, told, capsys):

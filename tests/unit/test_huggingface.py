@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_families
 import torch
 import transformers
-import write_families
-from fit import quiet_trainer
-from models import loader
 from safetensors.torch import load_file, save_file
-from test_late_weights import memory
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.checkpoint.convert import open_source, write_checkpoint
 from lightning_seqpar.checkpoint.huggingface import HuggingFaceSource, HuggingFaceTarget
 from lightning_seqpar.cli.main import main
 from lightning_seqpar.testing import run_distributed
+from tests import write_families
+from tests.helpers import families
+from tests.helpers.fit import quiet_trainer
+from tests.helpers.models import loader
+from tests.helpers.processes import memory
 
 SIZE = "40KB"  # so that tiny models make several files
 
@@ -36,7 +36,7 @@ def files(folder: Path) -> dict[str, Any]:
 
 def written(family: str, place: Path, **settings: Any) -> Any:
     """A module's checkpoint, and what its library makes of its model."""
-    module = test_families.HuggingFace(family, **settings)
+    module = families.HuggingFace(family, **settings)
     module.model.save_pretrained(place / "like", max_shard_size=SIZE)
     (place / "like" / "tokenizer.json").write_text('{"of": "the user"}')
     torch.save({"state_dict": module.state_dict(), "epoch": 1, "global_step": 2}, place / "a.ckpt")
@@ -91,7 +91,7 @@ def test_the_config_tells_the_type_that_is_written(tmp_path):
 
 
 def test_what_the_config_ties_and_the_files_hold_twice_must_be_equal(tmp_path):
-    module = test_families.HuggingFace("qwen2", tie_word_embeddings=True)
+    module = families.HuggingFace("qwen2", tie_word_embeddings=True)
     module.model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     state = load_file(file)
@@ -142,7 +142,7 @@ def train(folder: str, names: list[str]) -> None:
     for name in names:
         strategy = SeqParallelStrategy(tp=2, checkpoint={"format": "sharded"})
         trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=2)
-        module = test_families.HuggingFace(name)
+        module = families.HuggingFace(name)
         trainer.fit(module, loader(4, count=16, length=9))
         trainer.save_checkpoint(f"{folder}/{name}.ckpt")
 
@@ -152,12 +152,12 @@ def test_what_was_trained_in_parts_is_loaded_by_the_library(tmp_path, capsys):
     run_distributed(train, 2, str(tmp_path), FEW)
     for name in FEW:
         source, out = str(tmp_path / f"{name}.ckpt"), str(tmp_path / f"{name}-out")
-        test_families.build(name).save_pretrained(tmp_path / name)
+        families.build(name).save_pretrained(tmp_path / name)
         main(["convert", source, out, "--to", "safetensors", "--like", str(tmp_path / name)])
         main(["convert", source, f"{source}.one"])
-        module = test_families.HuggingFace(name).double()
+        module = families.HuggingFace(name).double()
         module.load_state_dict(torch.load(f"{source}.one", weights_only=True)["state_dict"])
-        model = type(module.model).from_pretrained(out, attn_implementation="sdpa", **test_families.EXPERTS)
+        model = type(module.model).from_pretrained(out, attn_implementation="sdpa", **families.EXPERTS)
         assert all(torch.equal(value, model.state_dict()[key]) for key, value in module.model.state_dict().items())
         ids = torch.arange(12)[None]
         more = {"decoder_input_ids": ids} if name == "t5" else {}
@@ -172,7 +172,7 @@ def test_what_was_trained_in_parts_is_loaded_by_the_library(tmp_path, capsys):
     assert "8 ×  model.layers.*.block_sparse_moe.experts.*.w1.weight" in capsys.readouterr().out
 
 
-class Validated(test_families.HuggingFace):
+class Validated(families.HuggingFace):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.training_step(batch, batch_idx)
 

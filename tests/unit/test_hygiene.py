@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from mutants import Mutant, definitions, place_of, stale
 
 import lightning_seqpar
+from tests.mutants import Mutant, definitions, place_of, stale
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 ORDER = [

@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import byte_gpt
-import models
 import peers
 import pytest
 import torch
-import zoo
-from fit import fit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +24,8 @@ from lightning_seqpar.inference.model_copy import detached_copy
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
+from tests.helpers import models, zoo
+from tests.helpers.fit import fit
 
 IDS = torch.randint(31, (4, 9), generator=torch.Generator().manual_seed(0))
 

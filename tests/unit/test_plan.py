@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import byte_gpt
-import models
 import pytest
 import yaml
 from torch import nn
@@ -15,8 +14,9 @@ from lightning_seqpar.layout.module_names import match_pattern
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.rules import parse_rule
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, load_families, source_digest
+from tests.helpers import models
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(

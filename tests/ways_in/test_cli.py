@@ -8,11 +8,11 @@ import sys
 
 import pytest
 from lightning.pytorch.cli import LightningCLI
-from models import GPT
-from processes import ROOT
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
 from lightning_seqpar.cli.main import SeqParallelCLI, SeqParallelParser, main
+from tests.helpers.models import GPT
+from tests.helpers.processes import ROOT
 
 CONFIG = ("-c", str(ROOT / "conf" / "cli.yaml"))
 

@@ -9,15 +9,16 @@ import subprocess
 import sys
 
 import pytest
-from processes import PYTHON, environment, free_port, run_all, start, survivors
+
+from tests.helpers.processes import PYTHON, environment, free_port, run_all, start, survivors
 
 pytestmark = pytest.mark.launch
 
 SCRIPT = """
 import os, signal, sys, time
 import lightning as L
-import models
-from fit import quiet_trainer
+from tests.helpers import models
+from tests.helpers.fit import quiet_trainer
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.strategy import child_watch
 from lightning.pytorch.callbacks import Callback

@@ -7,16 +7,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fit import fit, quiet_trainer
-from processes import PYTHON, ROOT, TORCHRUN, environment, free_port, run, run_all
 
 from lightning_seqpar import SeqParallelStrategy
+from tests.helpers.fit import fit, quiet_trainer
+from tests.helpers.processes import PYTHON, ROOT, TORCHRUN, environment, free_port, run, run_all
 
 SCRIPT = """
 import os, warnings
 import torch
-import models
-from fit import quiet_trainer
+from tests.helpers import models
+from tests.helpers.fit import quiet_trainer
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.parity import ParityRecorder
 
@@ -122,7 +122,7 @@ def test_the_command_line_with_a_config_and_overrides(tmp_path):
 
 
 OWN_CLI = """
-import models
+from tests.helpers import models
 from lightning.pytorch.cli import LightningCLI
 import lightning_seqpar
 from torch.utils.data import DataLoader
@@ -207,8 +207,9 @@ def test_registry_names(name, tp):
 NOTEBOOK = """
 import sys
 sys.ps1 = ">>> "  # what an interactive prompt sets
-import torch, models
-from fit import quiet_trainer
+import torch
+from tests.helpers import models
+from tests.helpers.fit import quiet_trainer
 from lightning_seqpar import SeqParallelStrategy
 quiet_trainer(devices=1, max_steps=1, strategy=SeqParallelStrategy()).fit(models.GPT(), models.loader(4, count=4))
 print("one process ran")
@@ -218,7 +219,7 @@ quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2))
 
 @pytest.mark.parametrize("how", ["-c", "-"])
 def test_code_without_a_file_is_refused(how):
-    code = "import models; from fit import quiet_trainer; import lightning_seqpar; quiet_trainer(devices=2, strategy='seqpar_tp2')"
+    code = "import lightning_seqpar; from tests.helpers.fit import quiet_trainer; quiet_trainer(devices=2, strategy='seqpar_tp2')"
     done = subprocess.run(
         [PYTHON, how, *([code] if how == "-c" else [])],
         input=code if how == "-" else None, env=environment(), capture_output=True, text=True, timeout=60, check=False,
