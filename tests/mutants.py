@@ -565,7 +565,7 @@ MUTANTS = [
         "_reseed",
         'salt=rank.to_bytes(4, "little")',
         'salt=b"0"',
-        "tests/test_random.py",
+        "tests/test_rng_streams.py",
     ),
     Mutant(
         "a metric that reads logits first cuts the loss off",
@@ -607,7 +607,7 @@ MUTANTS = [
         "OutputWatch.note",
         "norm = leaf.double().nan_to_num(0.0, 0.0, 0.0).norm()",
         "norm = leaf.double().nan_to_num().norm()",
-        "tests/test_batch.py",
+        "tests/test_compared_batches.py",
     ),
     Mutant(
         "batches of mappings not looked at",
@@ -670,7 +670,7 @@ MUTANTS = [
         "RankStreams._end",
         "        _advance(used)\n",
         "",
-        "tests/test_random.py",
+        "tests/test_rng_streams.py",
     ),
     Mutant(
         "padding of the vocabulary not cut off",
@@ -901,14 +901,14 @@ MUTANTS = [
         "RankStreams._resume",
         "            _advance([True] * len(now))  # the next pause begins at a state of its own\n",
         "",
-        "tests/test_random.py",
+        "tests/test_rng_streams.py",
     ),
     Mutant(
         "a recompute that begins behind a pause goes on with its stream",
         "RankStreams._resume",
         '        if moved or where != "end":\n',
         "        if False:\n",
-        "tests/test_random.py",
+        "tests/test_rng_streams.py",
     ),
     Mutant(
         "a checkpoint's dropout kept as bytes",
@@ -1424,7 +1424,7 @@ MUTANTS = [
         "SeqParallelStrategy._late_weights",
         "        dist.broadcast_object_list(shared, src=dist.get_process_group_ranks(self._world)[0], group=self._world)\n",
         "",
-        "tests/test_late_weights.py",
+        "tests/test_meta_models.py",
     ),
     Mutant(
         "the second half of a row's adapter summed where it is whole",

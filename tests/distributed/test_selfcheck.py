@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
-from lightning_seqpar.inference.examples import Example, _project
+from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.testing import RankFailedError, run_distributed
@@ -34,10 +34,6 @@ def example() -> Example:
 
 def rules_of(kind: str, tp: int) -> Rules:
     return [rule.dump() for rule in infer_plan(zoo.Zoo(kind), example(), tp).plan.rules]
-
-
-def verdict(kind: str, rules: Rules | None, tp: int, sp: bool = True) -> list[str]:
-    return verdicts([(kind, rules, sp)], tp)[0]
 
 
 def verdicts(cases: list[tuple[str, Rules | None, bool]], tp: int) -> list[list[str]]:
@@ -135,19 +131,44 @@ def test_right_plans_pass():
     assert set(all_told([(kind, None, sp) for kind in kinds for sp in (True, False)], 4)) == {""}
 
 
-def wrong_gradient(kind: str) -> list[str]:
-    """A sum over tp that is left out: nothing in the forward changes."""
-    from unittest.mock import patch
+class Mean(torch.autograd.Function):
+    """A product with a gain whose gradient is a mean over positions: over fewer of them where a rank has a part."""
 
-    with (
-        patch("lightning_seqpar.verify.self_check.GradSync.flush_all", lambda self, check: None),
-        patch("lightning_seqpar.verify.self_check.check_replicated", lambda *args: None),  # it would see it too
-    ):
-        return verdict(kind, None, 2)
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, gain)
+        return x * gain
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, gain = ctx.saved_tensors
+        return grad * gain, (grad * x).flatten(0, -2).sum(0) / x.shape[1]
+
+
+def with_means(norm: type) -> type:
+    class OfMeans(norm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            plain = (
+                torch.nn.functional.layer_norm if isinstance(self, torch.nn.LayerNorm) else torch.nn.functional.rms_norm
+            )
+            return Mean.apply(plain(x, x.shape[-1:]), self.weight)
+
+    return OfMeans
+
+
+def wrong_gradient(kind: str) -> list[str]:
+    """Norms whose gradients are wrong where the sequence is dealt out; nothing in the forward changes."""
+    groups = ParallelGroups(ProcessTopology.from_config(ParallelConfig(tp=2), 2), torch.distributed.get_rank())
+    model = zoo.Zoo(kind)
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm | zoo.RMSNorm):
+            module.__class__ = with_means(type(module))
+    plan = ShardingPlan.from_rules(rules_of(kind, 2))
+    return self_check(model, [plan], groups, example(), sp=True, regather=True, device=CPU).wrong
 
 
 @pytest.mark.parametrize("kind", ["einsum", "gqa", "encoder_decoder"])
-def test_a_gradient_that_is_not_summed_is_seen(kind):
+def test_a_wrong_gradient_behind_a_right_forward_is_seen(kind):
     (said, _) = run_distributed(wrong_gradient, 2, kind)
     assert len(said) == 1
     assert "the gradient of net." in said[0]
@@ -261,7 +282,7 @@ class SmallAndWrong(zoo.PreNorm):
 zoo.EXTRA["small"] = lambda: SmallAndWrong(16, zoo.EinsumAttention(16, 4), zoo.FeedForward(16, 32), zoo.RMSNorm)
 
 
-def test_a_small_gradient_that_is_not_summed_is_seen():
+def test_a_small_gradient_that_is_wrong_is_seen():
     (said, _) = run_distributed(wrong_gradient, 2, "small")
     assert "times as large as it should be" in said[0]
     assert told("small") == ""
@@ -426,9 +447,10 @@ def fit_needing() -> None:
 def test_what_a_forward_gives_is_weighed_where_draws_are_kept_quiet():
     """Weights that were drawn would be zeros there, and every gradient of the check with them."""
     out = torch.ones(3, 4, requires_grad=True)
+    given, forward = torch.nn.Identity(), Example("the test's input", "forward", (out,), {})
     with Quiet(draws=False):
-        loss = _project(out)
+        loss = forward.run(given)
     loss.backward()
     assert out.grad.abs().min() > 0
     assert len(out.grad.unique()) == 12
-    assert torch.equal(loss, _project(out))
+    assert torch.equal(loss, forward.run(given))

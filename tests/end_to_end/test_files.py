@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.checkpoint.atomic_files import REPLACED, UNFINISHED, SaveError
+from lightning_seqpar.checkpoint.atomic_files import REPLACED, UNFINISHED, SaveError, WholeFileIO
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.helpers.checkpoints import whole
@@ -25,10 +25,10 @@ from tests.helpers.fit import quiet_trainer
 FORMS = ["single", "sharded"]
 
 
-def trained(form: str, ckpt: str | None = None, **options: Any) -> Any:
+def trained(form: str, ckpt: str | None = None, module: models.GPT | None = None, **options: Any) -> Any:
     strategy = SeqParallelStrategy(tp=2, checkpoint={"format": form})
     trainer = quiet_trainer(devices=2, strategy=strategy, **{"max_steps": 2, **options})
-    trainer.fit(models.GPT(), models.loader(4, count=24), ckpt_path=ckpt)
+    trainer.fit(module or models.GPT(), models.loader(4, count=24), ckpt_path=ckpt)
     return trainer
 
 
@@ -128,26 +128,23 @@ def restore_apart(form: str, folder: str) -> list[str]:
                 continue
             mine = f"{folder}/{dist.get_rank()}.ckpt"
         with pytest.raises((ValueError, RuntimeError)) as caught:
-            trained(form, mine, max_steps=4, callbacks=[Spoils()] if name == "late.ckpt" else [])
+            trained(form, mine, Spoiled(mine) if name == "late.ckpt" else None, max_steps=4)
         told.append(str(caught.value))
         dist.barrier()
     return told
 
 
-class Spoils(Callback):
-    """A disk that goes while one rank reads."""
+class Spoiled(models.GPT):
+    """Its disk goes while one rank reads."""
 
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if dist.get_rank() == 1:
-            strategy = trainer.strategy
-            load, strategy._load_model = strategy._load_model, None
-
-            def spoiled(checkpoint: Any, strict: bool) -> None:
-                for file in strategy._opened.folder.path.glob("*.distcp"):
-                    file.unlink()
-                load(checkpoint, strict)
-
-            strategy._load_model = spoiled
+            for file in self.folder.glob("*.distcp"):
+                file.unlink()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -318,8 +315,7 @@ def elsewhere(form: str) -> Any:
             trainer.save_checkpoint(path)
         return None
     trainer.save_checkpoint(path)
-    strategy = trainer.strategy
-    return strategy._load(path, None)["global_step"] if trainer.is_global_zero else None  # memory of the first rank
+    return WholeFileIO().load_checkpoint(path)["global_step"] if trainer.is_global_zero else None  # its own memory
 
 
 def test_other_file_systems_take_a_single_file():

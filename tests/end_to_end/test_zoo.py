@@ -86,3 +86,13 @@ def test_that_rule_beside_inference_is_enough(kind, sp):
         fit, 2, "Zoo", {"kind": kind}, world=2, strategy={"tp": 2, "sp": sp, "plan": {"rules": [rule]}}, steps=3
     )
     compare(reference(kind), got[0]).raise_if_failed()
+
+
+def fit_here(kind: str, world: int) -> Trace:
+    return fit("Zoo", {"kind": kind}, world=world, strategy={"tp": world}, steps=3)
+
+
+@pytest.mark.parametrize("kind", ["conv", "shifted"])
+def test_blocks_that_mix_positions_keep_whole_sequences(kind):
+    got = run_distributed(fit_here, 2, kind, 2)
+    compare(fit("Zoo", {"kind": kind}, steps=3), got[0]).raise_if_failed()

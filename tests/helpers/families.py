@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -28,6 +29,15 @@ def build(family: str, attention: str = "sdpa", **settings: Any) -> Any:
     more = EXPERTS if family in ("mixtral", "qwen3_moe") else {}
     kind = TASKS.get(family, transformers.AutoModelForCausalLM)
     return kind.from_config(config, attn_implementation=attention, **more)
+
+
+def save_pretrained(family: str, folder: Path, seed: int = 0, shards: str = "5GB") -> Path:
+    """Write a tiny model of a family as its library does, in files of ``shards`` at most; the folder."""
+    torch.manual_seed(seed)
+    model = build(family)
+    perturb(model)
+    model.save_pretrained(folder, max_shard_size=shards)
+    return folder
 
 
 def make_llama() -> nn.Module:

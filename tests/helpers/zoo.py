@@ -635,8 +635,31 @@ BLOCKS: dict[str, Any] = {
     "squared_relu": lambda: PreNorm(16, Attention(16, 4), FeedForward(16, 32, lambda x: F.relu(x).square())),
 }
 
-# Kinds that one test module adds, for itself and for the ranks it starts.
-EXTRA: dict[str, Any] = {}
+
+class ConvBlock(PreNorm):
+    """A convolution over the sequence beside attention."""
+
+    def __init__(self) -> None:
+        super().__init__(16, EinsumAttention(16, 4), FeedForward(16, 32))
+        self.conv = nn.Conv1d(16, 16, 3, padding=1, groups=16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.conv(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Shifted(PreNorm):
+    """Half of the features come from the position before, with no module to show it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        back = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+        return super().forward(torch.cat([x[..., :8], back[..., 8:]], -1))
+
+
+# Kinds that no test runs through with the others; a test module adds its own, for itself and for the ranks it starts.
+EXTRA: dict[str, Any] = {
+    "conv": ConvBlock,
+    "shifted": lambda: Shifted(16, EinsumAttention(16, 4), FeedForward(16, 32)),
+}
 
 
 class Decoder(nn.Module):

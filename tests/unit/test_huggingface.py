@@ -13,15 +13,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.checkpoint.convert import open_source, write_checkpoint
 from lightning_seqpar.checkpoint.huggingface import HuggingFaceSource, HuggingFaceTarget
 from lightning_seqpar.cli.main import main
-from lightning_seqpar.testing import run_distributed
 from tests import write_families
 from tests.helpers import families
-from tests.helpers.fit import quiet_trainer
-from tests.helpers.models import loader
 from tests.helpers.processes import memory
 
 SIZE = "40KB"  # so that tiny models make several files
@@ -133,55 +129,6 @@ def test_what_stands_beside_the_weights_is_copied(tmp_path):
     told = json.loads((tmp_path / "out" / "config.json").read_text())
     assert told["dtype"] == "float32"  # the first parameter's, as save_pretrained tells it
     assert "quantization_config" not in told
-
-
-FEW = ["llama", "mixtral", "t5"]
-
-
-def train(folder: str, names: list[str]) -> None:
-    for name in names:
-        strategy = SeqParallelStrategy(tp=2, checkpoint={"format": "sharded"})
-        trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=2)
-        module = families.HuggingFace(name)
-        trainer.fit(module, loader(4, count=16, length=9))
-        trainer.save_checkpoint(f"{folder}/{name}.ckpt")
-
-
-def test_what_was_trained_in_parts_is_loaded_by_the_library(tmp_path, capsys):
-    """And the library's folder is a checkpoint of ours."""
-    run_distributed(train, 2, str(tmp_path), FEW)
-    for name in FEW:
-        source, out = str(tmp_path / f"{name}.ckpt"), str(tmp_path / f"{name}-out")
-        families.build(name).save_pretrained(tmp_path / name)
-        main(["convert", source, out, "--to", "safetensors", "--like", str(tmp_path / name)])
-        main(["convert", source, f"{source}.one"])
-        module = families.HuggingFace(name).double()
-        module.load_state_dict(torch.load(f"{source}.one", weights_only=True)["state_dict"])
-        model = type(module.model).from_pretrained(out, attn_implementation="sdpa", **families.EXPERTS)
-        assert all(torch.equal(value, model.state_dict()[key]) for key, value in module.model.state_dict().items())
-        ids = torch.arange(12)[None]
-        more = {"decoder_input_ids": ids} if name == "t5" else {}
-        assert torch.equal(model(ids, **more).logits, module.model.eval()(ids, **more).logits)
-    capsys.readouterr()
-    main(["convert", f"{tmp_path}/t5-out", str(tmp_path / "t5-parts"), "--prefix", "model", "--to", "sharded"])
-    state = run_distributed(validate, 2, str(tmp_path / "t5-parts"))[0]
-    assert all(
-        torch.equal(value, state[name]) for name, value in torch.load(tmp_path / "t5.ckpt.one")["state_dict"].items()
-    )
-    main(["inspect", f"{tmp_path}/mixtral-out"])
-    assert "8 ×  model.layers.*.block_sparse_moe.experts.*.w1.weight" in capsys.readouterr().out
-
-
-class Validated(families.HuggingFace):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.training_step(batch, batch_idx)
-
-
-def validate(path: str) -> dict[str, Any]:
-    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2))
-    module = Validated("t5").double()
-    trainer.validate(module, loader(4, count=4, length=9), ckpt_path=path, verbose=False)
-    return dict(trainer.strategy.lightning_module_state_dict())
 
 
 def test_a_dry_run_lists_and_writes_nothing(tmp_path, capsys):

@@ -22,10 +22,7 @@ from lightning_seqpar.inference.examples import Example, NoExampleError, peek_ba
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.model_copy import detached_copy
 from lightning_seqpar.plan.choice import resolve_plans
-from lightning_seqpar.testing import run_distributed
-from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models, zoo
-from tests.helpers.fit import fit
 
 IDS = torch.randint(31, (4, 9), generator=torch.Generator().manual_seed(0))
 
@@ -222,29 +219,6 @@ def test_the_model_is_left_alone():
 # ---- sequence parallelism where it can't be ---------------------------------------------------------------------
 
 
-class ConvBlock(zoo.PreNorm):
-    """A convolution over the sequence beside attention."""
-
-    def __init__(self) -> None:
-        super().__init__(16, zoo.EinsumAttention(16, 4), zoo.FeedForward(16, 32))
-        self.conv = nn.Conv1d(16, 16, 3, padding=1, groups=16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x + self.conv(x.transpose(1, 2)).transpose(1, 2))
-
-
-class Shifted(zoo.PreNorm):
-    """Half of the features come from the position before, with no module to show it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        back = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
-        return super().forward(torch.cat([x[..., :8], back[..., 8:]], -1))
-
-
-zoo.EXTRA["conv"] = ConvBlock
-zoo.EXTRA["shifted"] = lambda: Shifted(16, zoo.EinsumAttention(16, 4), zoo.FeedForward(16, 32))
-
-
 def test_what_all_heads_share_stays_whole():
     told = infer_plan(zoo.Zoo("latent").net, IDS, 2).plan
     assert "kv_down" not in told.to_yaml()
@@ -301,16 +275,6 @@ def test_two_blocks_outside_any_list_keep_their_experts():
             return self.head(self.b(self.a(self.tokens(ids))))
 
     assert "{pattern: '{a,b}', style: blocks" in infer_plan(Two(), IDS, 2).plan.to_yaml()
-
-
-def fit_here(kind: str, world: int) -> Trace:
-    return fit("Zoo", {"kind": kind}, world=world, strategy={"tp": world}, steps=3)
-
-
-@pytest.mark.parametrize("kind", ["conv", "shifted"])
-def test_blocks_that_mix_positions_keep_whole_sequences(kind):
-    got = run_distributed(fit_here, 2, kind, 2)
-    compare(fit("Zoo", {"kind": kind}, steps=3), got[0]).raise_if_failed()
 
 
 # ---- examples --------------------------------------------------------------------------------------------------

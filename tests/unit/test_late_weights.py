@@ -1,13 +1,11 @@
-"""Models on the meta device: the same weights at every tp, read or drawn one tensor at a time."""
+"""Weights that are remembered, and read or drawn when they are needed: without processes."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import peft
 import pytest
 import torch
@@ -16,17 +14,11 @@ from byte_gpt import ByteGPT
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lightning_seqpar import SeqParallelStrategy, weights_from
+from lightning_seqpar import weights_from
 from lightning_seqpar.inference.model_copy import default_dtype
 from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
-from lightning_seqpar.testing import run_distributed
-from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare
-from tests.helpers import models, zoo
-from tests.helpers.families import TASKS, HuggingFace, build
-from tests.helpers.fit import fit, quiet_trainer
-from tests.helpers.models import GPT
-from tests.helpers.processes import memory
+from tests.helpers.families import build, save_pretrained
 
 
 def replayed(make: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -103,212 +95,6 @@ def test_a_replay_draws_in_the_type_that_was_the_default_then():
         assert torch.equal(found[name], tensor.detach()), name
 
 
-# ---- through the trainer ---------------------------------------------------------------------------------------
-
-
-class Late(GPT):
-    """The example's GPT, made in ``configure_model`` in the way that ``how`` says."""
-
-    def __init__(self, how: str) -> None:
-        L.LightningModule.__init__(self)
-        self.how, self.model, self.optimizer = how, None, "adamw"
-
-    def configure_model(self) -> None:
-        if self.model is not None:
-            return
-        if self.how != "unseeded":
-            torch.manual_seed(7)
-        if self.how == "real":
-            self.model = self.make()
-        elif self.how in ("meta", "unseeded"):
-            with torch.device("meta"):
-                self.model = self.make()
-        else:
-            with self.trainer.init_module(empty_init=True):
-                self.model = self.make()
-
-    @staticmethod
-    def make() -> nn.Module:
-        return ByteGPT(dim=16, n_head=4, n_layer=2, context=16, tied=True, vocab=31)
-
-
-models.Late = Late
-
-
-def fit_late(cases: list[tuple[str, dict[str, Any]]], world: int, tp: int) -> list[Trace]:
-    return [fit(kind, args, world=world, strategy={"tp": tp}, steps=3) for kind, args in cases]
-
-
-@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 4), (4, 2)])
-def test_a_model_of_meta_trains_like_the_one_made_for_real(world, tp):
-    real = fit("Late", {"how": "real"}, steps=3)
-    cases = [("Late", {"how": "meta"}), ("Late", {"how": "empty_init"})]
-    for got in run_distributed(fit_late, world, cases, world, tp)[0]:
-        compare(real, got).raise_if_failed()
-
-
-def fit_unseeded() -> Tensor:
-    torch.manual_seed(100 + torch.distributed.get_rank())
-    module = Late("unseeded")
-    quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1).fit(module, models.loader(4))
-    return module.model.tokens.weight.detach().clone()
-
-
-def test_ranks_that_are_seeded_apart_draw_one_model():
-    one, other = run_distributed(fit_unseeded, 2)
-    assert torch.equal(one, other)
-
-
-class LateHF(HuggingFace):
-    """A Hugging Face model without memory, initialised by its library or read from ``folder``."""
-
-    def __init__(self, family: str, folder: str = "", prefix: str = "", **settings: Any) -> None:
-        L.LightningModule.__init__(self)
-        self.loss, self.model = "user", None
-        self.family, self.folder, self.settings = family, folder, settings
-
-    def configure_model(self) -> None:
-        if self.model is not None:
-            return
-        torch.manual_seed(7)
-        with torch.device("meta"):
-            self.model = build(self.family, **self.settings)
-        if self.folder:
-            weights_from(self.model, self.folder)
-        quiet(self.model)
-
-
-def quiet(model: nn.Module) -> None:
-    """Without dropout, and Gemma's norm aside, as the families' own test has it."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    model.train()
-
-
-zoo.LateHF = LateHF
-CASES = ["llama", "phi3", "gpt2", "mixtral", "t5", "bert", "gpt_neox"]
-
-
-def fit_folders(folders: list[tuple[str, str]], world: int, tp: int) -> list[Trace | str]:
-    found: list[Trace | str] = []
-    for family, folder in folders:
-        try:
-            args = {"family": family, "folder": folder}
-            found.append(fit("LateHF", args, world=world, strategy={"tp": tp}, steps=2, length=9))
-        except (ValueError, RuntimeError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Each family's weights as ``save_pretrained`` writes them; every other one in several files."""
-    made = {}
-    for at, family in enumerate(CASES):
-        torch.manual_seed(at)
-        model = build(family)
-        models.perturb(model)
-        made[family] = tmp_path_factory.mktemp(family)
-        model.save_pretrained(made[family], max_shard_size="20KB" if at % 2 else "5GB")
-    return made
-
-
-class Loaded(LateHF):
-    """The same, read whole by its library."""
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            kind = TASKS.get(self.family, transformers.AutoModelForCausalLM)
-            more = {"experts_implementation": "eager"} if self.family == "mixtral" else {}
-            self.model = kind.from_pretrained(self.folder, dtype=torch.float64, use_cache=False, **more)
-            quiet(self.model)
-
-
-zoo.Loaded = Loaded
-
-
-@pytest.mark.parametrize(("world", "tp"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.matrix)])
-def test_weights_are_read_from_a_folder_in_parts(folders, world, tp):
-    given = [(family, str(folder)) for family, folder in folders.items()]
-    for (family, folder), got in zip(given, run_distributed(fit_folders, world, given, world, tp)[0], strict=True):
-        assert isinstance(got, Trace), f"{family}: {got}"
-        compare(fit("Loaded", {"family": family, "folder": folder}, steps=2, length=9), got).raise_if_failed()
-
-
-def test_random_weights_are_the_same_at_every_tp():
-    given = [(family, "") for family in CASES]
-    two = run_distributed(fit_folders, 2, given, 2, 2)[0]
-    one = run_distributed(fit_folders, 2, given, 2, 1)[0]
-    for family, a, b in zip(CASES, one, two, strict=True):
-        assert isinstance(a, Trace), f"{family}: {a}"
-        assert isinstance(b, Trace), f"{family}: {b}"
-        compare(a, b).raise_if_failed()
-        assert all(float(weight.std()) > 0 for weight in a.weights.values() if weight.ndim > 1), family
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------
-
-LARGE = {"dim": 1024, "n_head": 8, "n_layer": 21, "context": 16, "tied": True, "vocab": 31}
-"""1.06 GB in float32."""
-
-
-class LargeLM(GPT):
-    """Ends right behind the strategy's set-up."""
-
-    def __init__(self, folder: str = "") -> None:
-        L.LightningModule.__init__(self)
-        self.folder, self.model, self.peak, self.local = folder, None, 0, 0
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            with torch.device("meta"):
-                self.model = ByteGPT(**LARGE)
-            if self.folder:
-                weights_from(self.model, self.folder)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    def on_fit_start(self) -> None:
-        self.peak = memory("VmHWM") - memory("RssFile")  # without the libraries' code, which comes as it is run
-        self.local = sum(p.nbytes for p in self.parameters())
-
-
-def peak_of(folder: str, check: bool) -> dict[str, int]:
-    module = LargeLM(folder)
-    before = memory("VmRSS") - memory("RssFile")
-    Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
-    trainer = quiet_trainer(
-        devices=2, strategy=SeqParallelStrategy(tp=2, self_check=check), precision="32-true", max_steps=0
-    )
-    trainer.fit(module, models.loader(2, length=8, count=2))
-    return {"peak": module.peak - before, "local": module.local}
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure a peak")
-@pytest.mark.parametrize("source", ["random", "file"])
-def test_a_rank_never_holds_more_than_its_shards_and_one_tensor(source, tmp_path):
-    with torch.device("meta"):
-        model = ByteGPT(**LARGE)
-    whole = sum(p.nbytes for p in model.parameters())
-    largest = max(p.nbytes for p in model.parameters())
-    assert whole > 1_000_000_000
-    if source == "file":
-        real = {name: torch.zeros_like(p, device="cpu") for name, p in model.named_parameters()}
-        save_file(real, tmp_path / "model.safetensors")
-    for check in (False, True):
-        for told in run_distributed(peak_of, 2, str(tmp_path) if source == "file" else "", check, timeout=250.0):
-            assert told["local"] < 0.51 * whole
-            if check:  # the proof runs on a copy whose equal blocks are one
-                assert told["peak"] < 0.8 * whole, told
-            else:
-                assert told["peak"] < told["local"] + largest + 64_000_000, told
-
-
 # ---- what can't be done ----------------------------------------------------------------------------------------
 
 
@@ -342,58 +128,6 @@ def test_a_model_with_numbers_is_filled_at_once(tmp_path):
     weights_from(other, tmp_path)
     for name, p in one.named_parameters():
         assert torch.equal(p, other.get_parameter(name)), name
-
-
-class Orphan(Late):
-    """A parameter that nothing fills: made on the meta device before anything could remember it."""
-
-    def __init__(self) -> None:
-        L.LightningModule.__init__(self)
-        self.how, self.model, self.optimizer = "real", None, "adamw"
-        self.scale = nn.Parameter(torch.empty(3, device="meta"))
-
-
-models.Orphan = Orphan
-
-
-def fit_orphan() -> str:
-    try:
-        fit("Orphan", {}, world=2, strategy={"tp": 2}, steps=1)
-    except ValueError as error:
-        return str(error)
-    return "trained"
-
-
-def test_a_parameter_that_nothing_fills_is_refused():
-    for told in run_distributed(fit_orphan, 2):
-        assert told.startswith("scale: it was made on the meta device, and nothing says how it is filled")
-        assert "weights_from(module, folder)" in told
-
-
-class Early(GPT):
-    """Made and initialised on the meta device before any strategy could remember it."""
-
-    def __init__(self) -> None:
-        L.LightningModule.__init__(self)
-        self.optimizer = "adamw"
-        with torch.device("meta"):
-            self.model = ByteGPT(dim=16, n_head=4, n_layer=1, context=16, tied=True, vocab=31)
-
-
-models.Early = Early
-
-
-def fit_early() -> str:
-    try:
-        fit("Early", {}, world=2, strategy={"tp": 2}, steps=1)
-    except ValueError as error:
-        return str(error)
-    return "trained"
-
-
-def test_an_initialisation_that_nothing_remembers_is_refused():
-    for told in run_distributed(fit_early, 2):
-        assert "initialised there outside configure_model, where nothing remembers it" in told
 
 
 def test_resets_fill_what_was_made_too_early():
@@ -460,7 +194,12 @@ def test_what_the_meta_device_forgets_is_remembered(make):
         assert torch.equal(dict((*model.named_parameters(), *model.named_buffers()))[name], tensor), name
 
 
-def late_llama(folder: str, *, then: Any = lambda model: model, weights: bool = True) -> tuple[nn.Module, LateWeights]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(save_pretrained("llama", tmp_path_factory.mktemp("llama")))
+
+
+def remembered(folder: str, *, then: Any = lambda model: model, weights: bool = True) -> tuple[nn.Module, DeferredInit]:
     recorder = DeferredInit()
     torch.manual_seed(5)
     with recorder:
@@ -469,6 +208,11 @@ def late_llama(folder: str, *, then: Any = lambda model: model, weights: bool = 
         if weights:
             weights_from(model, folder)
         model = then(model)
+    return model, recorder
+
+
+def late_llama(folder: str, **options: Any) -> tuple[nn.Module, LateWeights]:
+    model, recorder = remembered(folder, **options)
     return model, LateWeights(model, recorder)
 
 
@@ -510,9 +254,8 @@ def filled(model: nn.Module, late: LateWeights) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
-def test_what_may_happen_between_files_and_filling(folders):
+def test_what_may_happen_between_files_and_filling(folder):
     """Casts, checkpoints that are loaded over meta tensors; a copy of before."""
-    folder = str(folders["llama"])
     real = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     names = dict(real.named_parameters())
 
@@ -520,11 +263,11 @@ def test_what_may_happen_between_files_and_filling(folders):
     assert all(torch.equal(p, names[name].bfloat16()) for name, p in found.items())
 
     state = {name: p.detach() + 1 for name, p in real.state_dict().items()}
-    model, late = late_llama(folder)
+    model, recorder = remembered(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it does nothing
         model.load_state_dict(state)
-    found = filled(model, LateWeights(model, late._recorder, state))
+    found = filled(model, LateWeights(model, recorder, state))
     assert all(torch.equal(p, state[name].float()) for name, p in found.items())
 
     with pytest.raises(ValueError, match="adapted since"):
@@ -547,17 +290,16 @@ def test_what_may_happen_between_files_and_filling(folders):
         assert found[f"teacher.{name}"].any(), name
 
 
-def test_a_part_with_numbers_is_filled_at_once(folders):
+def test_a_part_with_numbers_is_filled_at_once(folder):
     with torch.device("meta"):
         model = build("llama")
     model.lm_head.to_empty(device="cpu")
     model.lm_head.weight.data.zero_()
-    assert weights_from(model, str(folders["llama"])).lm_head.weight.any()
+    assert weights_from(model, folder).lm_head.weight.any()
 
 
-def test_adapters_around_layers_that_files_fill(folders):
+def test_adapters_around_layers_that_files_fill(folder):
     """PEFT gives layers other names after ``weights_from``; they are filled by those they had."""
-    folder = str(folders["llama"])
     model, late = late_llama(folder, then=lora)
     filled(model, late)
     real = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -597,13 +339,13 @@ def test_adapters_around_layers_that_files_fill(folders):
         (False, lora, r"made on the meta device without weights and adapted since .*q_proj\)"),
     ],
 )
-def test_what_became_of_layers_that_files_fill(folders, weights, then, says):
+def test_what_became_of_layers_that_files_fill(folder, weights, then, says):
     def broken(model: nn.Module) -> nn.Module:
         with torch.no_grad(), torch.device("meta"):
             return then(model)
 
     with pytest.raises(ValueError, match=says):
-        late_llama(str(folders["llama"]), then=broken, weights=weights)[1].check()
+        late_llama(folder, then=broken, weights=weights)[1].check()
 
 
 def test_two_parameters_in_one_memory_are_refused():
@@ -626,26 +368,3 @@ def test_what_is_read_and_not_known_is_refused():
             model.weight.mul_(scale)
     with pytest.raises(ValueError, match=r"mul_ reads a tensor of shape \[3\] whose numbers are not known"):
         LateWeights(model, recorder).check()
-
-
-def resume(folder: str) -> list[Trace]:
-    """Three steps in two runs, the second from the first one's checkpoint; with numbers from the start, and without."""
-    found = []
-    for how in ("real", "meta"):
-        for steps in (1, 3):
-            recorder = ParityRecorder()
-            trainer = quiet_trainer(
-                devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=steps, callbacks=[recorder]
-            )
-            file = f"{folder}/{how}.ckpt"
-            data = models.loader(8, length=10, count=24)
-            trainer.fit(Late(how), data, ckpt_path=file if steps == 3 else None, weights_only=False)
-            if steps == 1:
-                trainer.save_checkpoint(file)
-        found.append(recorder.trace)
-    return found
-
-
-def test_a_checkpoint_fills_a_model_without_numbers(tmp_path):
-    real, late = run_distributed(resume, 2, str(tmp_path))[0]
-    compare(real, late).raise_if_failed()
