@@ -80,15 +80,15 @@ MUTANTS = [
     ),
     Mutant(
         "row bias unsynced",
-        "ResolvedPlan.layout_of",
-        "            return layout(partial=sp, reason=Reason.ROW_BIAS_ON_SHARDS if sp else Reason.IDENTICAL), False\n",
-        "            return layout(), False\n",
+        "RowRule.layout",
+        "Reason.ROW_BIAS_ON_SHARDS if sp else Reason.IDENTICAL, partial=sp)",
+        "Reason.IDENTICAL)",
     ),
     Mutant(
         "heads' norm unsynced without sp",
         "ResolvedPlan.layout_of",
-        "return layout(partial=in_gather, reason=Reason.COPY_TO_ROW if in_gather else Reason.IDENTICAL), in_gather",
-        "return layout(), False",
+        "return self.make_layout(parameter, reason, partial=in_gather), in_gather",
+        "return self.make_layout(parameter), False",
     ),
     Mutant(
         "wrong conjugate for the gather",
@@ -514,8 +514,8 @@ MUTANTS = [
     Mutant(
         "copies of shards pass for the whole",
         "_Swap.apply",
-        "            self.modules[name].__dict__[_PART] = name\n",
-        "            self.modules[name].__dict__.pop(_PART, None)\n",
+        "            plan.modules[name].__dict__[_PART] = name\n",
+        "            plan.modules[name].__dict__.pop(_PART, None)\n",
         "tests/test_guards.py -k copies",
     ),
     Mutant(
@@ -708,10 +708,38 @@ MUTANTS = [
         "tests/test_products.py",
     ),
     Mutant(
+        "what a module sums is let go of before it is reduced",
+        "_Swap._hooks",
+        "            for rule in reversed(rules):\n",
+        "            for rule in rules:\n",
+        "tests/test_products.py",
+    ),
+    Mutant(
+        "an earlier rule wins over a later one",
+        "PlannedModel._decide",
+        "            last[rule.slot or rule.style, match.name, at if rule.accumulates else -1] = match\n",
+        "            last.setdefault((rule.slot or rule.style, match.name, at if rule.accumulates else -1), match)\n",
+        "tests/test_resolve.py",
+    ),
+    Mutant(
+        "of several rules that set attributes the last alone holds",
+        "PlannedModel._decide",
+        "at if rule.accumulates else -1",
+        "-1",
+        "tests/test_resolve.py",
+    ),
+    Mutant(
+        "a row that its module multiplies itself is never reduced",
+        "RowRule.place",
+        "        if name not in plan.modules:\n",
+        "        if False:\n",
+        "tests/test_resolve.py",
+    ),
+    Mutant(
         "a whole expert among sharded ones accepted",
-        "ResolvedPlan._check_siblings",
-        "if twin in self.modules and twin not in self.linear:",
-        "if twin not in self.modules:",
+        "_check_siblings",
+        "if twin in plan.modules and twin not in linears:",
+        "if twin not in plan.modules:",
         "tests/test_products.py",
     ),
     Mutant(
@@ -1143,9 +1171,9 @@ MUTANTS = [
     ),
     Mutant(
         "stochastic depth on the rank's own stream without sp",
-        "_Swap._hook_others",
+        "_Swap._hook_dropouts",
         "if (stochastic or isinstance(module, _DropoutNd)) and any(",
-        "if (stochastic and self.sp_at(name) or isinstance(module, _DropoutNd)) and any(",
+        "if (stochastic and self.plan.sp_at(name) or isinstance(module, _DropoutNd)) and any(",
         "tests/test_random.py",
     ),
     Mutant(
@@ -1394,7 +1422,7 @@ MUTANTS = [
     Mutant(
         "router scores of a shard taken for all",
         "_Swap._hook_shard_readers",
-        "                        yield self.modules[name].register_forward_hook(note_shards(region, name))\n",
+        "                yield module.register_forward_hook(note_shards(region, name))\n",
         "",
         "tests/test_hf_uses.py",
     ),
@@ -1430,7 +1458,7 @@ MUTANTS = [
         "the second half of a row's adapter summed where it is whole",
         "ResolvedPlan.layout_of",
         "        if self._follows_row(module):\n",
-        "        if self._follows_row(module) and self.sp_at(module):\n",
+        "        if self._follows_row(module) and sp:\n",
         "tests/test_adapters.py",
     ),
     Mutant(
@@ -1636,7 +1664,7 @@ MUTANTS = [
     Mutant(
         "a property that a plan set not taken back",
         "unshard",
-        "    for restore in record.restore:\n        restore()\n",
+        "    for restore in reversed(record.restore):  # what was changed last is taken back first\n        restore()\n",
         "",
         "tests/test_parallelize.py -k property",
     ),

@@ -41,8 +41,8 @@ from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.adapters import without_adapters
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.plan.rules import BlocksRule, ColumnRule, ReplaceRule, RowRule, WholeRule
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.styles.style import LINEAR
 
 _TRIES = 600  # sets of changes that are tried at most, the smallest first
 
@@ -132,13 +132,12 @@ class _Decided:
 
     def __init__(self, model: nn.Module, own: ShardingPlan | None) -> None:
         self._matches = own.match(model) if own is not None else []
-        self._wholes = [match.name for match in self._matches if isinstance(match.rule, WholeRule)]
-        self._linears = {match.name for match in self._matches if isinstance(match.rule, ColumnRule | RowRule)}
-        self._replaced = {match.name for match in self._matches if isinstance(match.rule, ReplaceRule)}
+        self._wholes = [match.name for match in self._matches if match.rule.undoes_inside]
+        self._linears = {match.name for match in self._matches if match.rule.slot == LINEAR}
 
     def stacks(self, trace: ForwardTrace) -> list[list[Call]]:
         """The stacks of blocks that the user named, in order of execution."""
-        named = {match.name for match in self._matches if isinstance(match.rule, BlocksRule)}
+        named = {match.name for match in self._matches if match.rule.style == "blocks"}
         found: dict[str, dict[str, Call]] = {}
         for call in trace.calls:
             if call.name in named and activation(trace, call) is not None:
@@ -148,7 +147,7 @@ class _Decided:
     def covers(self, *names: str) -> bool:
         """Whether the modules of a group are decided: one is computed whole, or the user names them all."""
         whole = any(inside(name, one) for name in names for one in self._wholes)
-        return whole or all(name in self._linears or name in self._replaced for name in names)
+        return whole or all(name in self._linears for name in names)
 
 
 def _owner(model: nn.Module, block: str) -> str:

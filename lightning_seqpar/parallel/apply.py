@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,41 +18,17 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.activations.norm_recompute import is_norm, make_recomputing
 from lightning_seqpar.distributed.collectives import all_gather
 from lightning_seqpar.distributed.rng import Drawn
-from lightning_seqpar.layout.adapters import BASE
-from lightning_seqpar.layout.attribute_override import read_attribute, write_attribute
-from lightning_seqpar.layout.module_names import Argument, inside
+from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason
-from lightning_seqpar.nn.attention import ParallelMultiheadAttention, ParallelTransformerEncoder
-from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear, set_data, shrink
-from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
-from lightning_seqpar.parallel.resolve import ResolvedPlan, Stack
+from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.unsharded_view import as_written
-from lightning_seqpar.plan.rules import ColumnRule, CopyRule, GatherRule, ReplaceRule, RowRule, Rule, SetRule, WholeRule
-from lightning_seqpar.plan.sharding_plan import Match, ShardingPlan
-from lightning_seqpar.region.hooks import (
-    begin_sum,
-    close_call,
-    close_gather,
-    draw_alike,
-    end_sum,
-    enter_at_exit,
-    enter_block,
-    exit_region,
-    gather_arguments,
-    leave_block,
-    make_shards,
-    make_whole,
-    narrow,
-    note_shards,
-    reduce_output,
-    require_shard,
-    return_whole,
-    slice_arguments,
-    switch_streams,
-    widen,
-)
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.region.hooks import draw_alike, note_shards, require_shard, return_whole
 from lightning_seqpar.region.sequence_region import SequenceRegion
+from lightning_seqpar.styles.blocks import hook_stack
+from lightning_seqpar.styles.style import Application, Match, Stack
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _RECORD = "_seqpar_record"
@@ -71,7 +46,7 @@ class ShardedModel:
         doubtful: partial parameters whose class the module tree alone does not prove; checked when training runs.
         changes: what became of its modules, to take it back.
         restore: gives properties of modules their values back: what they store elsewhere no comparison of the module shows.
-        choices: ``(module, style, who decided)`` for each planned module, in order.
+        matches: the plan's rules with the modules and tensors that they hold for, in order.
         buffers: layouts of the buffers that are cut.
         on_shards: parameters whose gradient is partial because they are read inside a sequence region.
         is_copy: the model is a copy that no trainer trains.
@@ -83,7 +58,7 @@ class ShardedModel:
     regions: list[SequenceRegion]
     sp: bool
     doubtful: frozenset[str]
-    choices: list[tuple[str, str, str]]
+    matches: list[Match]
     buffers: dict[str, ParamLayout] = field(default_factory=dict)
     hooks: list[RemovableHandle] = field(default_factory=list)
     reading: bool = False
@@ -94,6 +69,11 @@ class ShardedModel:
     versions: dict[str, int] = field(default_factory=dict)
     changes: list[ModuleChange] = field(default_factory=list)
     restore: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def choices(self) -> list[tuple[str, str, str]]:
+        """``(module, style, who decided)`` for each planned module, in order."""
+        return [(match.name, match.rule.style, match.source) for match in self.matches]
 
     def note_versions(self) -> None:
         """The shards are as they should be now."""
@@ -125,7 +105,7 @@ class ShardedModel:
 
     def equal_buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers that every rank must hold alike: all but the cut ones and those of modules that work on local features."""
-        local = {name for name, style, _ in self.choices if style in ("gather", "copy", "replace")}
+        local = {match.name for match in self.matches if match.rule.holds_local_features}
         return [
             (name, buffer)
             for name, buffer in self.model.named_buffers()
@@ -184,7 +164,7 @@ def record_of(model: nn.Module) -> ShardedModel | None:
     return record if isinstance(record, ShardedModel) and record.model is model else None
 
 
-class _Swap(ResolvedPlan):
+class _Swap:
     """One parallelisation: what was read and checked is carried out, on the process groups."""
 
     def __init__(
@@ -196,244 +176,89 @@ class _Swap(ResolvedPlan):
         regather: bool | Literal["auto"],
         loss_chunk: int | None,
     ) -> None:
-        super().__init__(model, plans, groups.size("tp"), sp, loss_chunk)
-        self.groups, self.rank = groups, groups.rank("tp")
-        self.regions = {stack.blocks[0]: self._region(stack, regather) for stack in self.stacks}
+        self.plan = ResolvedPlan(model, plans, groups.size("tp"), sp, loss_chunk)
+        self._model, self._groups = model, groups
+        regions = {stack.blocks[0]: self._region(stack, regather) for stack in self.plan.stacks}
+        self._application = Application(self.plan, groups["tp"], groups.rank("tp"), regions)
 
     def _region(self, stack: Stack, regather: bool | Literal["auto"]) -> SequenceRegion:
-        region = SequenceRegion(self.groups["tp"], stack.dim, sp=stack.sp, name=stack.shown, regather=regather)
+        region = SequenceRegion(self._groups["tp"], stack.dim, sp=stack.sp, name=stack.shown, regather=regather)
         region.blocks = tuple(stack.blocks)
         return region
 
-    def region_of(self, name: str) -> SequenceRegion:
-        """The region whose blocks hold the module."""
-        return self.regions[self.stack_of(name).blocks[0]]
-
     def apply(self) -> ShardedModel:
         """Change the model; nothing was changed before this."""
-        names = [name for name, _ in self.model.named_parameters()]
-        facts = {name: self.layout_of(name) for name in names}
+        plan, application = self.plan, self._application
+        facts = {name: plan.layout_of(name) for name, _ in self._model.named_parameters()}
         layouts = {name: layout for name, (layout, _) in facts.items()}
-        doubtful = frozenset(name for name, (_, doubt) in facts.items() if doubt)
         keepers = self._keepers()
-        before = [ModuleSnapshot(module) for module in dict.fromkeys(self.modules.values())]
-        for name, match in self.linear.items():
-            self._swap(name, match.rule)
-        restore = [setter for match in self.sets for setter in self._property_setters(match)]
-        for match in self.sets:
-            self._set(match)
-        self._swap_vocabs()
+        before = [ModuleSnapshot(module) for module in dict.fromkeys(plan.modules.values())]
+        for match in plan.decided:
+            match.rule.apply(match.name, application)
         for name, region in keepers.items():
-            make_recomputing(self.modules[name], region.policy.remakes_between_blocks)
-        choices = [(match.name, match.rule.style, match.source) for match in self.matches]
+            make_recomputing(plan.modules[name], region.policy.remakes_between_blocks)
         record = ShardedModel(
-            self.model,
-            ModelLayout(self.model, layouts),
-            self.groups,
-            list(self.regions.values()),
-            self.sp,
-            doubtful,
-            choices,
+            self._model,
+            ModelLayout(self._model, layouts),
+            self._groups,
+            list(application.regions.values()),
+            plan.sp,
+            doubtful=frozenset(name for name, (_, doubt) in facts.items() if doubt),
+            matches=plan.matches,
+            buffers=application.buffers,
+            on_shards=frozenset(
+                name for name, item in layouts.items() if item.is_partial and plan.sp_at(name.rpartition(".")[0])
+            ),
         )
-        record.on_shards = frozenset(
-            n for n, item in layouts.items() if item.is_partial and self.sp_at(n.rpartition(".")[0])
-        )
-        record.buffers = dict(self._slice_tensors())
-        record.hooks = [*self._hook_regions(), *self._hook_gathers(), *self._hook_others()]
-        record.hooks += [*self._hook_shard_readers(layouts), *self._hook_givers()]
-        record.hooks += [module.register_state_dict_pre_hook(_guard(record)) for module in self._holders(record)]
+        record.hooks = list(self._hooks(record))
         for name in dict.fromkeys(name.rpartition(".")[0] for name, item in layouts.items() if item.is_sharded):
-            self.modules[name].__dict__[_PART] = name
-        record.changes, record.restore = changes_since(before), restore
-        self.model.__dict__[_RECORD] = record
+            plan.modules[name].__dict__[_PART] = name
+        record.changes, record.restore = changes_since(before), application.restore
+        self._model.__dict__[_RECORD] = record
         return record
 
     def _keepers(self) -> dict[str, SequenceRegion]:
         """Norms and dropouts of the regions: what they keep for the backward can be less."""
         found: dict[str, SequenceRegion] = {}
-        for name, module in self.modules.items():
-            if self.canonical[name] != name or not (is_norm(module) or type(module) is nn.Dropout):
+        for name, module in self.plan.modules.items():
+            if self.plan.canonical[name] != name or not (is_norm(module) or type(module) is nn.Dropout):
                 continue
-            for stack in self.stacks:
-                if stack.covers(name) or any(inside(name, out) for out in stack.exits):
-                    found.setdefault(name, self.regions[stack.blocks[0]])
+            if (stack := self.plan.stack_reaching(name)) is not None:
+                found[name] = self._application.region_at(stack)
         return found
 
-    def _swap(self, name: str, rule: Rule) -> None:
-        module = self.modules[name]
-        if name in self.encoders:
-            assert isinstance(module, nn.TransformerEncoder)
-            stack = self.stack_owned_by(name)
-            assert stack is not None
-            ParallelTransformerEncoder.adopt(module, self.regions[stack.blocks[0]])
-            return
-        region = self.region_of(name)
-        if isinstance(rule, ReplaceRule):
-            if not isinstance(module, ParallelMultiheadAttention):
-                assert isinstance(module, nn.MultiheadAttention)
-                ParallelMultiheadAttention.adopt(module, region, name)
-            return
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            return  # the same module under a second name
-        if isinstance(rule, ColumnRule):
-            column = ColumnParallelLinear.adopt(module, self.shards[name], region, name, self.kinds[name])
-            column.recomputes_elementwise = True
-            column.gathers_input = name in self.gathers and name not in self.copies
-        else:
-            row = RowParallelLinear.adopt(module, self.shards[name], region, name, self.kinds[name])
-            row.leaves_partial = self.reduced_at(name) is not None
+    # ---- hooks -------------------------------------------------------------------------------------------------
 
-    def _slice_tensors(self) -> Iterator[tuple[str, ParamLayout]]:
-        """Cut what has a head dim of its own; the layouts of the buffers among it."""
-        for name in self.raw:
-            shrink(self._tensor(name), self.shards[name], self.rank)
-        shards = {name: self.sliced_shard(name) for name in self.sliced_tensors}
-        for name, shard in shards.items():
-            assert shard is not None
-            tensor, (module, _, leaf) = self._tensor(name), name.rpartition(".")
-            if isinstance(tensor, nn.Parameter):
-                shrink(tensor, shard, self.rank)
-            else:
-                layout = ParamLayout(name, tuple(tensor.shape), shard, reason=Reason.LOCAL_HEADS)
-                setattr(self.modules[module], leaf, shard.take(tensor, self.rank))
-                yield name, layout
+    def _hooks(self, record: ShardedModel) -> Iterator[RemovableHandle]:
+        """All forward hooks, in the order in which those of one module run."""
+        for stack in self.plan.stacks:
+            yield from hook_stack(stack, self._application)
+            owner = self.plan.modules[stack.owner]
+            yield owner.register_forward_pre_hook(_refuse_other_strategies(self._model), prepend=True)
+        for name in dict.fromkeys(match.name for match in self.plan.decided):
+            rules = [match.rule for match in self.plan.at(name)]
+            for rule in rules:
+                yield from rule.before(name, self._application)
+            for rule in reversed(rules):
+                yield from rule.after(name, self._application)
+        yield from self._hook_dropouts()
+        yield from self._hook_shard_readers(record.layout)
+        yield from self._hook_givers()
+        for module in self._holders(record.layout):
+            yield module.register_state_dict_pre_hook(_guard(record))
 
-    def _swap_vocabs(self) -> None:
-        cut: set[int] = set()
-        shards = {name: self.vocab_shard(name) for name in self.vocabs}
-        for name, shard in shards.items():
-            module = self.modules[name]
-            assert isinstance(module, nn.Embedding | nn.Linear)
-            first = id(module.weight) not in cut
-            cut.add(id(module.weight))
-            if isinstance(module, nn.Embedding):
-                VocabParallelEmbedding.adopt(module, shard, self.groups["tp"], self.rank, cut=first)
-            else:
-                VocabParallelHead.adopt(
-                    module, shard, self.groups["tp"], self.rank, cut=first, loss_chunk=self.loss_chunk
-                )
-
-    def _property_setters(self, match: Match) -> Iterator[Callable[[], None]]:
-        """For each property that a ``set`` rule writes to: what gives it the value that it has now."""
-        rule, module = match.rule, self.modules[match.name]
-        assert isinstance(rule, SetRule)
-        for attribute in dict.fromkeys((*rule.divide, *rule.values, *rule.ratio)):
-            first = attribute.partition(".")[0]
-            if isinstance(getattr(type(module), first, None), property):
-                yield functools.partial(setattr, module, first, getattr(module, first))
-
-    def _set(self, match: Match) -> None:
-        rule, module = match.rule, self.modules[match.name]
-        assert isinstance(rule, SetRule)
-        ratios = {attribute: self.local_ratio(match, attribute) for attribute in rule.ratio}  # of the whole counts
-        for attribute in rule.divide:
-            write_attribute(module, attribute, read_attribute(module, attribute) // self.size)
-        for attribute, value in rule.values.items():
-            write_attribute(module, attribute, value)
-        for attribute, value in ratios.items():
-            write_attribute(module, attribute, value)
-
-    def _hook_regions(self) -> Iterator[RemovableHandle]:
-        for stack in self.stacks:
-            region = self.regions[stack.blocks[0]]
-            owner = self.modules[stack.owner]
-            yield owner.register_forward_pre_hook(_open_call(region, self.model), prepend=True)
-            exits = stack.exits or stack.blocks[-1:]
-            for name in exits:  # before the hooks that close what the exit needs
-                if name not in stack.blocks and name != stack.owner:
-                    yield self.modules[name].register_forward_pre_hook(enter_at_exit(region, name))
-                yield self.modules[name].register_forward_hook(exit_region(region, name, at_owner=name == stack.owner))
-            for name in stack.blocks:
-                block = self.modules[name]
-                yield block.register_forward_pre_hook(enter_block(region, name, stack.arg), with_kwargs=True)
-                yield block.register_forward_hook(leave_block(region, name), always_call=True)
-            # The owner's frame closes last, behind an exit at the owner itself.
-            yield owner.register_forward_hook(close_call(region, at_block=exits[-1] in stack.blocks), always_call=True)
-
-    def _hook_gathers(self) -> Iterator[RemovableHandle]:
-        blocks = {name for stack in self.stacks for name in stack.blocks}
-        for name in dict.fromkeys((*self.gathers, *self.copies)):
-            gathered, copied = (self._args(found, name) for found in (self.gathers, self.copies))
-            if not copied and isinstance(getattr(self.linear.get(name), "rule", None), ColumnRule):
-                continue  # the column gathers itself
-            module, region = self.modules[name], self.region_of(name)
-            rule = self.gathers[name].rule if name in self.gathers else None
-            narrow_input = isinstance(rule, GatherRule) and rule.local_width
-            rows = sum(isinstance(m.rule, RowRule) and inside(n, name) for n, m in self.linear.items())
-            hook = gather_arguments(region, name, gathered, copied, local_width=narrow_input, rows=rows)
-            yield module.register_forward_pre_hook(hook, with_kwargs=True)
-            if name in self.reduces:  # before the hook that closes what was gathered
-                yield from self._hook_reduce(name)
-            closing = close_gather(region, name, is_block=name in blocks, heads=self._heads(name))
-            yield module.register_forward_hook(closing, always_call=True)
-
-    def _hook_reduce(self, name: str) -> Iterator[RemovableHandle]:
-        module, region = self.modules[name], self.region_of(name)
-        held = {key: self.model.get_parameter(key) for key in (*self.raw, *self.once) if inside(key, name)}
-        rows = [key for key in held if key in self.raw and isinstance(self.raw[key].rule, RowRule)]
-        once = [key for key in held if key in self.once]
-
-        def holders(names: Sequence[str]) -> list[tuple[nn.Module, str]]:
-            return [(self.modules[key.rpartition(".")[0]], key.rpartition(".")[2]) for key in names]
-
-        raw = any(key.rpartition(".")[0] == name for key in self.raw)
-        columns = [n for n, m in self.linear.items() if isinstance(m.rule, ColumnRule) and inside(n, name)]
-        widths = frozenset(self.shards[n].local_length(self.rank) for n in columns)
-        begin = begin_sum(region, holders(once), holders(rows), widths, raw=raw)
-        yield module.register_forward_pre_hook(begin)
-        reducing = reduce_output(region, name, [held[key] for key in rows], [held[key] for key in once])
-        yield module.register_forward_hook(reducing)
-        yield module.register_forward_hook(end_sum(region, holders([*once, *rows]), raw=raw), always_call=True)
-
-    @staticmethod
-    def _args(found: Mapping[str, Match], name: str) -> tuple[Argument, ...]:
-        rule = found[name].rule if name in found else None
-        return rule.args if isinstance(rule, GatherRule | CopyRule | WholeRule) else ()
-
-    def _hook_others(self) -> Iterator[RemovableHandle]:
-        """Modules that are computed whole, norms over the full width, arguments with a head dim, sums of parts."""
-        for name in self.reduces:
-            if name not in self.gathers and name not in self.copies:
-                yield from self._hook_reduce(name)
-        for name in self.wholes:
-            module, region = self.modules[name], self.region_of(name)
-            args = self._args(self.wholes, name)
-            yield module.register_forward_pre_hook(make_whole(region, name, args), with_kwargs=True)
-            yield module.register_forward_hook(make_shards(region, name))
-        for name in self.wide:
-            module, region = self.modules[name], self.region_of(name)
-            yield module.register_forward_pre_hook(widen(region, name))
-            yield module.register_forward_hook(narrow(region, name))
-        yield from self._hook_adapters()
-        for name, module in self.modules.items():
+    def _hook_dropouts(self) -> Iterator[RemovableHandle]:
+        """What drops whole activations, and stochastic depth, draws alike on all ranks."""
+        for name, module in self.plan.modules.items():
             stochastic = type(module).__name__.lower().endswith(("droppath", "stochasticdepth"))
-            if (stochastic or isinstance(module, _DropoutNd)) and any(stack.covers(name) for stack in self.stacks):
-                before, behind = draw_alike(self.region_of(name), always=stochastic)
+            if (stochastic or isinstance(module, _DropoutNd)) and any(stack.covers(name) for stack in self.plan.stacks):
+                before, behind = draw_alike(self._application.region_of(name), always=stochastic)
                 yield module.register_forward_pre_hook(before)
                 yield module.register_forward_hook(behind, always_call=True)
-        for name, rule in self.sliced_args.items():
-            module, region = self.modules[name], self.region_of(name)
-            hook = slice_arguments(region, name, rule.args or (), rule.dim)
-            yield module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def _hook_adapters(self) -> Iterator[RemovableHandle]:
-        """What an adapter drops out of its input: beside a column all ranks alike, beside a row each of its own features."""
-        for name, match in self.linear.items():
-            around, _, leaf = name.rpartition(".")
-            dropout = self.modules.get(f"{around}.lora_dropout")
-            if leaf != BASE or dropout is None:
-                continue
-            region = self.region_of(name)
-            alike = isinstance(match.rule, ColumnRule)
-            if not alike and region.sp:
-                continue  # inside a block of shards all draws are the rank's own
-            for module in dropout.children():
-                yield module.register_forward_pre_hook(switch_streams(region, "pause" if alike else "begin"))
-                yield module.register_forward_hook(switch_streams(region, "resume" if alike else "end"))
-
-    def _hook_shard_readers(self, layouts: dict[str, ParamLayout]) -> Iterator[RemovableHandle]:
+    def _hook_shard_readers(self, layouts: Mapping[str, ParamLayout]) -> Iterator[RemovableHandle]:
         """Modules whose parameters see shards must not be called where activations are whole."""
-        if not self.sp:
+        if not self.plan.sp:
             return
         readers = {
             name.rpartition(".")[0]
@@ -441,40 +266,33 @@ class _Swap(ResolvedPlan):
             if layout.is_partial and layout.reason is Reason.SEES_SHARDS
         }
         for name in sorted(readers):
-            for stack in self.stacks:
-                if stack.covers(name) or any(inside(name, out) for out in stack.exits):
-                    if name not in stack.blocks:
-                        region = self.regions[stack.blocks[0]]
-                        yield self.modules[name].register_forward_pre_hook(require_shard(region, name))
-                        yield self.modules[name].register_forward_hook(note_shards(region, name))
-                    break
+            stack = self.plan.stack_reaching(name)
+            if stack is not None and name not in stack.blocks:
+                module, region = self.plan.modules[name], self._application.region_at(stack)
+                yield module.register_forward_pre_hook(require_shard(region, name))
+                yield module.register_forward_hook(note_shards(region, name))
 
     def _hook_givers(self) -> Iterator[RemovableHandle]:
         """Modules around the blocks: what they return of the inside must be whole."""
+        modules = self.plan.modules
         around: dict[int, list[SequenceRegion]] = defaultdict(list)
-        for stack in self.stacks:
+        for stack in self.plan.stacks:
             path = stack.owner.split(".") if stack.owner else []
             for at in range(len(path) + 1):
-                module = self.modules[".".join(path[:at])]
-                around[id(module)].append(self.regions[stack.blocks[0]])
-        for module in {id(m): m for m in self.modules.values() if id(m) in around}.values():
+                around[id(modules[".".join(path[:at])])].append(self._application.region_at(stack))
+        for module in {id(m): m for m in modules.values() if id(m) in around}.values():
             yield module.register_forward_hook(return_whole(around[id(module)]))
 
-    def _heads(self, name: str) -> int | None:
-        """Of how many query heads a gathering module has a part: the units of its first column; none if it has no column."""
-        for column, match in self.linear.items():
-            if inside(column, name) and isinstance(match.rule, ColumnRule):
-                return self.units[column]
-        return None
-
-    def _holders(self, record: ShardedModel) -> list[nn.Module]:
+    def _holders(self, layouts: Mapping[str, ParamLayout]) -> list[nn.Module]:
         """Modules that hold a sharded parameter, at any depth."""
-        sharded = [name for name, layout in record.layout.items() if layout.is_sharded]
-        found = [module for name, module in self.modules.items() if any(inside(p, name) for p in sharded)]
+        sharded = [name for name, layout in layouts.items() if layout.is_sharded]
+        found = [module for name, module in self.plan.modules.items() if any(inside(p, name) for p in sharded)]
         return list(dict.fromkeys(found))
 
 
-def _open_call(region: SequenceRegion, model: nn.Module) -> Callable[..., None]:
+def _refuse_other_strategies(model: nn.Module) -> Callable[..., None]:
+    """Before the blocks run: the trainer's strategy must be the one that sharded them."""
+
     def hook(module: nn.Module, args: Any) -> None:
         trainer = getattr(model, "_trainer", None)
         record = record_of(model)
@@ -489,7 +307,6 @@ def _open_call(region: SequenceRegion, model: nn.Module) -> Callable[..., None]:
                 f"the model is still sharded by an earlier strategy, and {type(trainer.strategy).__name__} would train "
                 "the shards as if they were the model; call lightning_seqpar.unshard(model) on all ranks first"
             )
-        region.open_frame()
 
     return hook
 
@@ -556,7 +373,7 @@ def parallelize(
     if record_of(model) is not None:
         raise ValueError("the model is parallelised already; call unshard(model) first")
     swap = _Swap(model, plans, groups, sp, regather, loss_chunk)
-    refuse_compiled(model, [match.name for match in swap.matches])
+    refuse_compiled(model, [match.name for match in swap.plan.matches])
     return swap.apply()
 
 
@@ -593,7 +410,7 @@ def unshard(model: nn.Module) -> nn.Module:
         hook.remove()
     for change in record.changes:
         change.undo()
-    for restore in record.restore:
+    for restore in reversed(record.restore):  # what was changed last is taken back first
         restore()
     del model.__dict__[_RECORD]
     return model

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lightning_seqpar.config import PlanSpec, nearest
-from lightning_seqpar.layout.adapters import BASE, DOWN, UP, is_adapted
+from lightning_seqpar.layout.adapters import BASE, is_adapted
 from lightning_seqpar.layout.module_names import match_pattern
-from lightning_seqpar.plan.rules import ColumnRule, RowRule, Rule
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, Family, ShardingPlan, load_families
+from lightning_seqpar.styles.style import Rule
 
 
 @dataclass
@@ -69,11 +69,11 @@ def _with_adapters(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     rules: list[Rule] = []
     for rule in plan.rules:
         found = [n for n in adapted if match_pattern(plan.full(rule.pattern), n)]
-        if not found or not isinstance(rule, ColumnRule | RowRule):
+        half = rule.adapter_half
+        if not found or half is None:
             rules.append(rule)
             continue
         named = [name for name, _ in model.named_modules() if match_pattern(plan.full(rule.pattern), name)]
-        half = UP if isinstance(rule, ColumnRule) else DOWN
         if len(found) == len(named):
             patterns = [f"{rule.pattern}.{BASE}", f"{rule.pattern}.{half}.*"]
         else:  # some have none
@@ -88,7 +88,7 @@ def check_plan(spec: str | PlanSpec) -> None:
     """What can be said of a plan without a model: names, files, styles and options.
 
     Raises:
-        ValueError: as :func:`resolve_plans` and :func:`parse_rule` do.
+        ValueError: as :func:`resolve_plans` and :func:`~lightning_seqpar.styles.registry.parse_rule` do.
     """
     base = spec if isinstance(spec, str) else spec.base
     if isinstance(spec, PlanSpec):

@@ -22,7 +22,8 @@ from torch import nn
 from lightning_seqpar.config import FrozenModel, nearest
 from lightning_seqpar.layout.adapters import plain_modules
 from lightning_seqpar.layout.module_names import compile_pattern, match_pattern
-from lightning_seqpar.plan.rules import BlocksRule, ColumnRule, LocalHeadsRule, OnceRule, RowRule, Rule, parse_rule
+from lightning_seqpar.styles.registry import parse_rule
+from lightning_seqpar.styles.style import Match, Rule, Target
 
 EXAMPLE = """\
 rules:
@@ -38,16 +39,6 @@ rules:
 def parse_yaml(text: str) -> Any:
     """The data in a YAML text, by libyaml where there is one: the shipped plans are read at every start."""
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-
-
-@dataclass(frozen=True)
-class Match:
-    """A rule and the module of a model that it holds for."""
-
-    name: str
-    rule: Rule
-    source: str
-    of_tensor: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,8 +91,7 @@ class ShardingPlan:
 
     def without_sp(self) -> ShardingPlan:
         """The same with whole sequences in every stack of blocks."""
-        rules = [rule.model_copy(update={"sp": False}) if isinstance(rule, BlocksRule) else rule for rule in self.rules]
-        return ShardingPlan(tuple(rules), self.prefix, self.source)
+        return ShardingPlan(tuple(rule.without_sp() for rule in self.rules), self.prefix, self.source)
 
     def to_yaml(self) -> str:
         """The rules as YAML that :meth:`from_yaml` reads back; patterns carry the prefix."""
@@ -129,14 +119,14 @@ class ShardingPlan:
         names = _Names(model)
         found: list[Match] = []
         for rule in self.rules:
-            hits, of_tensors = names.hits(rule, self.full(rule.pattern))
+            pattern = self.full(rule.pattern)
+            hits, target = names.hits(rule, pattern)
             if not hits:
-                kind = "parameter or buffer" if of_tensors else "module"
-                near = nearest(self.full(rule.pattern), [name for name in names.of(of_tensors) if name], 5)
+                near = nearest(pattern, [name for name in names.of[target] if name], 5)
                 raise ValueError(
-                    f"plan pattern {self.full(rule.pattern)!r} (style {rule.style}) matches no {kind}; near names: {near}"
+                    f"plan pattern {pattern!r} (style {rule.style}) matches no {target.value}; near names: {near}"
                 )
-            found += [Match(name, rule, self.source, of_tensors) for name in hits]
+            found += [Match(name, rule, self.source, target is not Target.MODULES) for name in hits]
         return found
 
     def hits(self, rule: Rule, model: nn.Module) -> bool:
@@ -148,23 +138,20 @@ class _Names:
     """What a model's patterns can match."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
-        self._parameters = [name for name, _ in model.named_parameters()]
-        self._tensors = [*self._parameters, *(name for name, _ in model.named_buffers())]
+        parameters = [name for name, _ in model.named_parameters()]
+        self.of = {
+            Target.MODULES: [name for name, _ in model.named_modules(remove_duplicate=False)],
+            Target.PARAMETERS: parameters,
+            Target.TENSORS: [*parameters, *(name for name, _ in model.named_buffers())],
+        }
 
-    def of(self, tensors: bool) -> list[str]:
-        """All names of one sort."""
-        return self._tensors if tensors else self._modules
-
-    def hits(self, rule: Rule, pattern: str) -> tuple[list[str], bool]:
-        """The names that a rule holds for, and whether they are of tensors."""
+    def hits(self, rule: Rule, pattern: str) -> tuple[list[str], Target]:
+        """The names that a rule holds for, and what they are names of; where it hits nothing, what it should name first of all."""
         compiled = compile_pattern(pattern)
-        of_tensors = isinstance(rule, OnceRule) or (isinstance(rule, LocalHeadsRule) and rule.args is None)
-        found = [name for name in self.of(of_tensors) if compiled.fullmatch(name)]
-        if not found and isinstance(rule, ColumnRule | RowRule):
-            raw = [name for name in self._parameters if compiled.fullmatch(name)]
-            return raw, bool(raw)
-        return found, of_tensors
+        for target in rule.targets:
+            if found := [name for name in self.of[target] if compiled.fullmatch(name)]:
+                return found, target
+        return [], rule.targets[0]
 
 
 class Family(FrozenModel):

@@ -40,6 +40,15 @@ def _replace(
     return args, {**kwargs, where: value}
 
 
+def open_call(region: SequenceRegion) -> Callable[..., None]:
+    """The owner, which runs the blocks, is called."""
+
+    def hook(module: nn.Module, args: Any) -> None:
+        region.open_frame()
+
+    return hook
+
+
 def close_call(region: SequenceRegion, *, at_block: bool) -> Callable[..., Any]:
     """The owner returned or raised; the region ends ``at_block``, or at a module that always runs."""
 

@@ -29,7 +29,6 @@ from lightning_seqpar.inference.infer import Inference, infer_plan
 from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, is_large
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.choice import resolve_plans
-from lightning_seqpar.plan.rules import ReduceRule
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.self_check import SelfCheckError, self_check
@@ -324,7 +323,7 @@ class Prover:
 
 
 def _has_sums(plans: Sequence[ShardingPlan]) -> bool:
-    return any(isinstance(rule, ReduceRule) for plan in plans for rule in plan.rules)
+    return any(rule.style == "reduce" for plan in plans for rule in plan.rules)
 
 
 # ---- what is remembered ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from lightning_seqpar.layout.attribute_override import AttributeOverride
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
-from lightning_seqpar.plan.rules import STYLES, parse_rule
+from lightning_seqpar.styles.registry import STYLES, parse_rule
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import compare
 from tests.helpers import models, zoo

@@ -12,8 +12,8 @@ from torch import nn
 from lightning_seqpar import ParallelConfig, ShardingPlan
 from lightning_seqpar.layout.module_names import match_pattern
 from lightning_seqpar.plan.choice import resolve_plans
-from lightning_seqpar.plan.rules import parse_rule
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, load_families, source_digest
+from lightning_seqpar.styles.registry import parse_rule
 from tests.helpers import models
 
 ROOT = Path(__file__).resolve().parents[2]

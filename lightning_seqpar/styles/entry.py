@@ -1,0 +1,41 @@
+"""The hooks around a module that is entered with whole activations: what ``gather`` and ``copy`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch.utils.hooks import RemovableHandle
+
+from lightning_seqpar.layout.module_names import Argument, inside
+from lightning_seqpar.region.hooks import close_gather, gather_arguments
+from lightning_seqpar.styles.style import Application
+
+
+def hook_entry(
+    name: str,
+    application: Application,
+    gathered: Sequence[Argument] = (),
+    copied: Sequence[Argument] = (),
+    *,
+    local_width: bool = False,
+) -> Iterator[RemovableHandle]:
+    """In front of the module: arguments are gathered, or copied where they are whole already."""
+    plan, region = application.plan, application.region_of(name)
+    rows = sum(inside(n, name) for n, m in plan.named("row").items() if not m.of_tensor)
+    hook = gather_arguments(region, name, gathered, copied, local_width=local_width, rows=rows)
+    yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def close_entry(name: str, application: Application) -> Iterator[RemovableHandle]:
+    """Behind it: what was gathered is let go of, and must have passed a row."""
+    plan = application.plan
+    is_block = any(name in stack.blocks for stack in plan.stacks)
+    hook = close_gather(application.region_of(name), name, is_block=is_block, heads=_query_heads(name, application))
+    yield application.module(name).register_forward_hook(hook, always_call=True)
+
+
+def _query_heads(name: str, application: Application) -> int | None:
+    """Of how many query heads the module has a part: the units of its first column; none if it has no column."""
+    plan = application.plan
+    columns = (n for n, m in plan.named("column").items() if inside(n, name) and not m.of_tensor)
+    return next((plan.units[column] for column in columns), None)

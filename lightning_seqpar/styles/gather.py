@@ -1,0 +1,49 @@
+"""``gather``: a module's arguments gathered along the sequence where it is entered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from pydantic import field_validator
+from torch.utils.hooks import RemovableHandle
+
+from lightning_seqpar.layout.module_names import Argument
+from lightning_seqpar.styles.copy import CopyRule
+from lightning_seqpar.styles.entry import close_entry, hook_entry
+from lightning_seqpar.styles.style import Application, PlannedModel, Rule, each_once
+
+
+class GatherRule(Rule):
+    """Arguments gathered along the sequence where this module is entered."""
+
+    style: Literal["gather"] = "gather"
+    args: tuple[Argument, ...] = (0,)
+    local_width: bool = False
+    """The module sees a stand-in as wide as this rank's part, and its columns the gathered activation: for a forward that
+    takes its head size from its input's last dim (``B, T, C = x.shape``)."""
+
+    opens_partial: ClassVar[bool] = True
+    holds_local_features: ClassVar[bool] = True
+
+    @field_validator("args")
+    @classmethod
+    def args_are_named_once(cls, value: tuple[Argument, ...]) -> tuple[Argument, ...]:
+        return each_once(value, "gather")
+
+    def check(self, name: str, plan: PlannedModel) -> None:
+        """It lies inside a block."""
+        plan.stack_of(name)
+
+    def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """The arguments are gathered, and those that a ``copy`` rule names are copied. A column gathers by itself."""
+        plan = application.plan
+        copied = next((rule.args for rule in (m.rule for m in plan.at(name)) if isinstance(rule, CopyRule)), ())
+        if copied or name not in plan.named("column"):
+            yield from hook_entry(name, application, self.args, copied, local_width=self.local_width)
+
+    def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """What was gathered must have passed a row by the end of the module, or of its block."""
+        plan = application.plan
+        if name in plan.named("copy") or name not in plan.named("column"):
+            yield from close_entry(name, application)

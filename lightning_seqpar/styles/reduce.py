@@ -1,0 +1,94 @@
+"""``reduce``: the rows inside a module leave partial sums, which are reduced once, where it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.region.hooks import begin_sum, end_sum, reduce_output
+from lightning_seqpar.styles.style import Application, Match, PlannedModel, Rule
+
+
+class ReduceRule(Rule):
+    """The rows inside this module leave partial sums, which are reduced where it returns: once for many experts."""
+
+    style: Literal["reduce"] = "reduce"
+
+    def check(self, name: str, plan: PlannedModel) -> None:
+        """It is entered with whole activations, has rows inside, and no expert in it is left whole."""
+        stack = plan.stack_of(name)
+        if stack.sp and not any(inside(name, around) for around in plan.named("gather")):
+            raise ValueError(
+                f"{name}: its rows' partial sums are reduced where it returns, so it must be entered with whole activations; "
+                f"add a rule {{pattern: {name}, style: gather}}, with all the arguments that hold tokens"
+            )
+        _check_siblings(name, plan)
+        if not any(inside(row, name) for row in plan.named("row")):
+            raise ValueError(f"{name}: 'reduce' takes a module with rows inside, and the plan names none there")
+        if name in plan.linears:
+            raise ValueError(f"{name}: a {plan.linears[name].rule.style} reduces itself; name the module around it")
+
+    def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """What it adds to the partial sums counts on the first rank alone."""
+        plan, parts = application.plan, _Parts(name, application)
+        columns = [n for n, m in plan.named("column").items() if inside(n, name) and not m.of_tensor]
+        widths = frozenset(plan.shards[n].local_length(application.rank) for n in columns)
+        hook = begin_sum(
+            application.region_of(name),
+            parts.holders(parts.once),
+            parts.holders(parts.rows),
+            widths,
+            raw=parts.unwrapped,
+        )
+        yield application.module(name).register_forward_pre_hook(hook)
+
+    def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """Its output is reduced."""
+        module, region, parts = application.module(name), application.region_of(name), _Parts(name, application)
+        parameter = application.plan.model.get_parameter
+        rows, once = ([parameter(n) for n in names] for names in (parts.rows, parts.once))
+        yield module.register_forward_hook(reduce_output(region, name, rows, once))
+        hidden = parts.holders([*parts.once, *parts.rows])
+        yield module.register_forward_hook(end_sum(region, hidden, raw=parts.unwrapped), always_call=True)
+
+
+class _Parts:
+    """What a reducing module holds: its row parameters, those that the first rank alone adds, and whether it multiplies itself."""
+
+    def __init__(self, name: str, application: Application) -> None:
+        plan = application.plan
+        self._modules = plan.modules
+        unwrapped = plan.unwrapped_parameters
+        held = [key for key in (*unwrapped, *plan.named("once")) if inside(key, name)]
+        self.rows = [key for key in held if key in plan.named("row")]
+        self.once = [key for key in held if key in plan.named("once")]
+        self.unwrapped = any(key.rpartition(".")[0] == name for key in unwrapped)
+
+    def holders(self, names: Sequence[str]) -> list[tuple[nn.Module, str]]:
+        """The module that holds each of these parameters, and the parameter's own name in it."""
+        return [(self._modules[key.rpartition(".")[0]], key.rpartition(".")[2]) for key in names]
+
+
+def _check_siblings(name: str, plan: PlannedModel) -> None:
+    """Of experts in a list all are sharded or none: a whole one would count once per rank in the sum."""
+    linears: dict[str, Match] = plan.linears
+    for planned in [n for n in linears if inside(n, name)]:
+        path = planned.split(".")
+        for at in range(name.count(".") + 2, len(path)):
+            holder = plan.modules[".".join(path[:at])]
+            if not isinstance(holder, nn.ModuleList | nn.ModuleDict):
+                continue
+            for key, _ in holder.named_children():
+                twin = ".".join([*path[:at], key, *path[at + 1 :]])
+                if not any(inside(one, ".".join([*path[:at], key])) for one in (*linears, *plan.unwrapped_parameters)):
+                    twin = ".".join([*path[:at], key])
+                if twin in plan.modules and twin not in linears:
+                    raise ValueError(
+                        f"{twin}: no rule names it, but {planned} beside it is a {linears[planned].rule.style} whose "
+                        f"output is summed at the end of {name}, where a whole expert would count tp times; write the "
+                        "pattern for all of them ('*')"
+                    )

@@ -1,0 +1,71 @@
+"""All styles by name, and rules from plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from lightning_seqpar.config import nearest
+from lightning_seqpar.styles.blocks import BlocksRule
+from lightning_seqpar.styles.column import ColumnRule
+from lightning_seqpar.styles.copy import CopyRule
+from lightning_seqpar.styles.exit import ExitRule
+from lightning_seqpar.styles.full_width import FullWidthRule
+from lightning_seqpar.styles.gather import GatherRule
+from lightning_seqpar.styles.local_heads import LocalHeadsRule
+from lightning_seqpar.styles.once import OnceRule
+from lightning_seqpar.styles.reduce import ReduceRule
+from lightning_seqpar.styles.replace import ReplaceRule
+from lightning_seqpar.styles.row import RowRule
+from lightning_seqpar.styles.scatter import ScatterRule
+from lightning_seqpar.styles.set import SetRule
+from lightning_seqpar.styles.style import Rule
+from lightning_seqpar.styles.vocab import VocabRule
+from lightning_seqpar.styles.whole import WholeRule
+
+STYLES: dict[str, type[Rule]] = {
+    "blocks": BlocksRule,
+    "scatter": ScatterRule,
+    "exit": ExitRule,
+    "whole": WholeRule,
+    "replace": ReplaceRule,
+    "column": ColumnRule,
+    "row": RowRule,
+    "gather": GatherRule,
+    "copy": CopyRule,
+    "reduce": ReduceRule,
+    "once": OnceRule,
+    "local_heads": LocalHeadsRule,
+    "full_width": FullWidthRule,
+    "vocab": VocabRule,
+    "set": SetRule,
+}
+"""The styles, in the order in which they are checked and applied. Of the forward hooks of one module, those of the first style here
+are the outermost: what ``reduce`` sums is summed before ``gather`` lets go of what it gathered."""
+
+
+def parse_rule(data: Any) -> Rule:
+    """One rule from plain data.
+
+    Raises:
+        ValueError: for a missing or unknown style, or a wrong option; the message shows the rule.
+    """
+    if isinstance(data, Rule):
+        return data
+    if not isinstance(data, Mapping) or "style" not in data or "pattern" not in data:
+        raise ValueError(
+            f"plan rule {data!r}: a rule is a mapping with at least 'pattern' and 'style', such as "
+            "{pattern: layers.*, style: blocks}"
+        )
+    style = data["style"]
+    if style not in STYLES:
+        raise ValueError(
+            f"plan rule {dict(data)}: no style {style!r}; did you mean {nearest(str(style), list(STYLES))}?"
+        )
+    try:
+        return STYLES[style](**data)
+    except ValidationError as error:
+        causes = "; ".join(str(item["msg"]).removeprefix("Value error, ") for item in error.errors())
+        raise ValueError(f"plan rule {dict(data)}: {causes}") from None

@@ -1,0 +1,89 @@
+"""``row``: in-features sharded over the tensor-parallel ranks; the products are parts of a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from torch.utils.hooks import RemovableHandle
+
+from lightning_seqpar.layout.adapters import DOWN
+from lightning_seqpar.layout.linear_kind import features
+from lightning_seqpar.layout.param_layout import ParamLayout, Reason
+from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.nn.linear import RowParallelLinear, shrink
+from lightning_seqpar.styles.adapter_draws import hook_adapter_dropout
+from lightning_seqpar.styles.cutting import kind_of_linear, unit_counts, unwrapped_dim
+from lightning_seqpar.styles.reduce import ReduceRule
+from lightning_seqpar.styles.style import LINEAR, Application, Match, PlannedModel, Rule, Target
+
+
+class RowRule(Rule):
+    """In-features sharded. A parameter's partial sums are reduced where its module returns."""
+
+    style: Literal["row"] = "row"
+    dim: int | None = None
+    """For a parameter: the dim of its in-features; by default the last, as in ``[experts, out, in]``."""
+    units: int | str | None = None
+    """As for a column."""
+
+    slot: ClassVar[str] = LINEAR
+    adapter_half: ClassVar[str | None] = DOWN
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """A linear, or else a parameter."""
+        return Target.MODULES, Target.PARAMETERS
+
+    def place(self, name: str, plan: PlannedModel) -> None:
+        """A module that multiplies a row parameter itself returns a partial sum."""
+        if name not in plan.modules:
+            owner = name.rpartition(".")[0]
+            plan.imply(Match(owner, ReduceRule(pattern=owner), "row"))
+
+    def check(self, name: str, plan: PlannedModel) -> None:
+        """The features divide into whole units for every rank."""
+        if name not in plan.modules:
+            dim = unwrapped_dim(name, -1 if self.dim is None else self.dim, self.style, plan)
+            length = plan.tensor(name).shape[dim]
+            units = unit_counts(name, self.units, [length], plan)
+        else:
+            plan.stack_of(name)
+            kind = kind_of_linear(name, self.style, plan)
+            _, length = features(plan.modules[name], kind)
+            dim, units = 1 if kind == "out_in" else 0, unit_counts(name, self.units, [length], plan)
+            if units[0] % plan.size:
+                works = ", ".join(str(n) for n in range(1, units[0] + 1) if units[0] % n == 0)
+                raise ValueError(
+                    f"{name}: {units[0]} units (heads or features) do not divide by tp={plan.size}; use tp of {works}"
+                )
+        plan.shards[name] = Shard.by_segments(dim, [length], units, plan.size, name)
+
+    def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
+        """The weight is cut along the in-features. The bias is whole; added to shards, or on one rank, it is partial."""
+        shard = plan.shards[name]
+        if parameter == name:
+            return plan.make_layout(parameter, Reason.ROW, shard=shard, partial=shard.has_shared, free=True)
+        module, _, leaf = parameter.rpartition(".")
+        if module != name:
+            return None
+        if leaf == "weight":
+            return plan.make_layout(parameter, Reason.ROW, shard=shard, free=plan.kind_of(name) == "in_out")
+        if plan.reduced_at(name) is not None:
+            return plan.make_layout(parameter, Reason.ROW_BIAS_ONCE, partial=True)
+        sp = plan.sp_at(name)
+        return plan.make_layout(parameter, Reason.ROW_BIAS_ON_SHARDS if sp else Reason.IDENTICAL, partial=sp)
+
+    def apply(self, name: str, application: Application) -> None:
+        """The linear becomes a row of this rank's features; of a parameter its part stays."""
+        plan = application.plan
+        shard, kind = plan.shards[name], plan.kind_of(name) if name in plan.modules else None
+        if kind is None:
+            shrink(plan.tensor(name), shard, application.rank)
+            return
+        row = RowParallelLinear.adopt(application.module(name), shard, application.region_of(name), name, kind)
+        row.leaves_partial = plan.reduced_at(name) is not None
+
+    def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """Of an adapter around it: what is dropped out of its input is each rank's own features."""
+        yield from hook_adapter_dropout(name, application, alike=False)

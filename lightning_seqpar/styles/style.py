@@ -1,0 +1,405 @@
+"""What a style is, and what it works on.
+
+A plan is a list of rules; a rule is a pattern over names and a style with options. Each style is one subclass of :class:`Rule`, in
+a module of its own, and answers for all that the style means: what its pattern can name, which options it takes, what it checks on
+a model, which layout it gives a parameter, how it changes modules and which forward hooks it needs. Undoing needs no code of a
+style's own: modules are compared before and after, parameters are made whole from their layouts, and hooks go by their handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar
+
+from pydantic import field_validator
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
+
+from lightning_seqpar.config import FrozenModel
+from lightning_seqpar.layout.attribute_override import read_attribute
+from lightning_seqpar.layout.linear_kind import LinearKind, linear_kind
+from lightning_seqpar.layout.module_names import Argument, inside
+from lightning_seqpar.layout.param_layout import ParamLayout, Reason
+from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.region.sequence_region import SequenceRegion
+
+LINEAR = "linear"
+"""The slot of the styles that shard a linear: a module is a column, a row or replaced."""
+
+
+class Target(Enum):
+    """What a pattern may name."""
+
+    MODULES = "module"
+    PARAMETERS = "parameter"
+    TENSORS = "parameter or buffer"
+
+
+class Rule(FrozenModel):
+    """One line of a plan: a pattern, and the style that the modules (or tensors) of that name get. Subclasses are the styles."""
+
+    pattern: str
+    """Module name with ``*`` for one name or index and ``{a,b}`` for alternatives; ``""`` is the root."""
+    style: str
+
+    slot: ClassVar[str] = ""
+    """Of the styles that share a slot, a name has one: the last rule's. By default each style is alone in its own."""
+    accumulates: ClassVar[bool] = False
+    """Whether every rule for a name holds, and not just the last."""
+    undoes_inside: ClassVar[bool] = False
+    """Whether it undoes what earlier rules said of the module and its inside, but for rules that say where the blocks are."""
+    says_where_blocks_are: ClassVar[bool] = False
+    """Whether it says which modules are blocks, not what becomes of a module."""
+    opens_partial: ClassVar[bool] = False
+    """Whether parameters inside see whole activations on their way to a sum over tp, so that their gradients are partial."""
+    holds_local_features: ClassVar[bool] = False
+    """Whether buffers inside may hold this rank's features, and need not be the same on all ranks."""
+    adapter_half: ClassVar[str | None] = None
+    """For a linear's style: the half of an adapter around the linear that gets the style too."""
+
+    @field_validator("pattern")
+    @classmethod
+    def pattern_is_well_formed(cls, value: str) -> str:
+        if value and (".." in value or value.startswith(".") or value.endswith(".") or "**" in value):
+            raise ValueError(
+                f"pattern={value!r}: write names joined by single dots, '*' for one name, '{{a,b}}' for alternatives"
+            )
+        if value.count("{") != value.count("}"):
+            raise ValueError(f"pattern={value!r}: a brace is not closed; write alternatives as '{{a,b}}'")
+        return value
+
+    def dump(self) -> dict[str, Any]:
+        """The rule as plain data, defaults left out."""
+        data = self.model_dump(mode="json", exclude_defaults=True)
+        return {"pattern": self.pattern, "style": self.style, **data}
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """What the pattern names: the first of these of which it matches any."""
+        return (Target.MODULES,)
+
+    def without_sp(self) -> Rule:
+        """The same rule where activations between blocks stay whole."""
+        return self
+
+    def place(self, name: str, plan: PlannedModel) -> None:
+        """Say where the stacks of blocks are and where they end; called before anything is checked."""
+
+    def check(self, name: str, plan: PlannedModel) -> None:
+        """Refuse what can't be done right with the module or tensor of that name. Nothing has been changed.
+
+        Raises:
+            ValueError: with the name, the value, the rule and the fix.
+        """
+
+    def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
+        """The layout of a parameter that is ``name``, or lies in the module ``name``; none if the style does not decide it."""
+        return None
+
+    def apply(self, name: str, application: Application) -> None:
+        """Change the module or tensor of that name in place."""
+
+    def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """Forward hooks in front of the module. Of several styles of one module, the first registered is the outermost."""
+        yield from ()
+
+    def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """Forward hooks behind the module, where the outermost style's come last."""
+        yield from ()
+
+
+def each_once(args: tuple[Argument, ...], what: str) -> tuple[Argument, ...]:
+    """Arguments of a rule as they are.
+
+    Raises:
+        ValueError: if there are none, or one stands there twice.
+    """
+    if not args or len(set(args)) != len(args):
+        raise ValueError(f"args={list(args)}: name each argument to {what} once, by position or keyword")
+    return args
+
+
+@dataclass(frozen=True)
+class Match:
+    """A rule, and one name of a model that it holds for.
+
+    Attributes:
+        name: of a module, or of a tensor.
+        rule: what holds for it.
+        source: who wrote the rule, for the plan's table.
+        of_tensor: whether the name is a parameter's or a buffer's.
+    """
+
+    name: str
+    rule: Rule
+    source: str
+    of_tensor: bool = False
+
+
+@dataclass
+class Stack:
+    """One stack of blocks and what belongs to it.
+
+    Attributes:
+        owner: the module that runs the blocks.
+        blocks: their names, in order.
+        dim: the tensor dim of the sequence.
+        sp: whether activations between them are shards along the sequence.
+        arg: the argument of a block that carries the activation.
+        exits: modules at whose output the region ends; at the last block's where there are none.
+    """
+
+    owner: str
+    blocks: list[str]
+    dim: int
+    sp: bool = True
+    arg: Argument = 0
+    exits: list[str] = field(default_factory=list)
+
+    @property
+    def shown(self) -> str:
+        """How messages call the stack's region."""
+        return self.owner or "the model"
+
+    def covers(self, name: str) -> bool:
+        """Whether the module is a block or a part of one."""
+        return any(inside(name, block) for block in self.blocks)
+
+    def reaches(self, name: str) -> bool:
+        """Whether the module runs between the stack's first block and the end of its region."""
+        return self.covers(name) or any(inside(name, out) for out in self.exits)
+
+
+class PlannedModel:
+    """A model and the rules that hold for it: what a style looks at when it checks, and when it lays out parameters.
+
+    It needs the size of the axis ``tp``, and no process group: a plan for 512 ranks is read on one.
+
+    Args:
+        model: the whole model.
+        matches: every rule with every name that it holds for, in the plan's order; a later one wins.
+        styles: the names of all styles, in the order in which they are checked and applied.
+        size: number of tensor-parallel ranks.
+        sp: whether activations between blocks are shards along the sequence, where a blocks rule does not say otherwise.
+        loss_chunk: tokens of which a head that is sharded by vocabulary makes logits at once.
+
+    Raises:
+        ValueError: for rules that name no blocks, or say what can't be of stacks and where they end.
+
+    Attributes:
+        matches: the rules that are not undone by a later ``whole``, in the plan's order.
+        decided: of these the rules that hold, style by style in the order of the registry.
+        openers: the modules inside which parameters may have partial gradients whatever ``sp`` is.
+        linears: by name, the modules that are columns or rows, or are replaced by a module that has both.
+        unwrapped_parameters: by name, the parameters that a module multiplies itself, as columns or rows.
+        modules: the model's modules by every name.
+        stacks: the stacks of blocks.
+        shards: by the name of a module or tensor that a style cuts, how it is dealt out; filled by the styles' checks.
+        units: of each column, into how many units its first segment is dealt out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        matches: Sequence[Match],
+        styles: Sequence[str],
+        size: int,
+        sp: bool,
+        loss_chunk: int | None = None,
+    ) -> None:
+        self.model, self.size, self.sp, self.loss_chunk = model, size, sp, loss_chunk
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        first: dict[int, str] = {}
+        for name, module in self.modules.items():
+            first.setdefault(id(module), name)
+        # A module that stands under several names (a shared block) is one module: its first name counts.
+        self.canonical = {name: first[id(module)] for name, module in self.modules.items()}
+        self.matches = _without_undone([m for m in matches if self.canonical.get(m.name, m.name) == m.name])
+        self.stacks: list[Stack] = []
+        self.shards: dict[str, Shard] = {}
+        self.units: dict[str, int] = {}
+        self._styles = list(styles)
+        self._implied: list[Match] = []
+        self._kinds: dict[str, LinearKind | None] = {}
+        self._decide()
+        if not self.named("blocks"):
+            raise ValueError(
+                "the plan has no 'blocks' rule: name the repeated blocks, for example "
+                "{pattern: 'model.layers.*', style: blocks}"
+            )
+        for match in self.decided:
+            match.rule.place(match.name, self)
+
+    # ---- which rule holds ----------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        last: dict[tuple[str, str, int], Match] = {}
+        for at, match in enumerate(self.matches):
+            rule = match.rule
+            last[rule.slot or rule.style, match.name, at if rule.accumulates else -1] = match
+        for match in self._implied:
+            last.setdefault((match.rule.slot or match.rule.style, match.name, -1), match)
+        self._last = list(last.values())
+        order = {style: at for at, style in enumerate(self._styles)}
+        self.decided = sorted(self._last, key=lambda match: order[match.rule.style])
+        self._named: dict[tuple[str, ...], dict[str, Match]] = {}
+        self._at: dict[str, list[Match]] = {}
+        for match in self.decided:
+            self._at.setdefault(match.name, []).append(match)
+        planned = self.named("column", "row", "replace")
+        self.openers = [match.name for match in self.decided if match.rule.opens_partial]
+        self.linears = {name: match for name, match in planned.items() if not match.of_tensor}
+        self.unwrapped_parameters = {name: match for name, match in planned.items() if match.of_tensor}
+
+    def named(self, *styles: str) -> dict[str, Match]:
+        """What has one of these styles, by name, in the plan's order."""
+        if styles not in self._named:
+            self._named[styles] = {match.name: match for match in self._last if match.rule.style in styles}
+        return self._named[styles]
+
+    def at(self, name: str) -> list[Match]:
+        """The rules that hold for a name, in the order of the registry."""
+        return self._at.get(name, [])
+
+    def drop(self, name: str, rule: Rule) -> None:
+        """A rule turns out to have nothing to do for a name: it is as if it had not matched."""
+        self.matches = [m for m in self.matches if not (m.name == name and m.rule.style == rule.style)]
+        self._decide()
+
+    def imply(self, match: Match) -> None:
+        """A rule that follows from another one, where none of the plan says so; the plan's table does not list it."""
+        self._implied.append(match)
+        self._decide()
+
+    # ---- where a module is -----------------------------------------------------------------------------------------
+
+    def stack_of(self, name: str) -> Stack:
+        """The stack whose blocks hold the module.
+
+        Raises:
+            ValueError: if the module lies outside of all blocks.
+        """
+        for stack in self.stacks:
+            if stack.covers(name):
+                return stack
+        raise ValueError(
+            f"plan: {name!r} is planned but lies outside the blocks "
+            f"({', '.join(stack.blocks[0] for stack in self.stacks)}, ...); only what the blocks hold can be sharded"
+        )
+
+    def stack_owned_by(self, owner: str) -> Stack | None:
+        """The first stack that the module runs."""
+        return next((stack for stack in self.stacks if stack.owner == owner), None)
+
+    def stack_reaching(self, name: str) -> Stack | None:
+        """The first stack in whose region the module runs; none outside of all regions."""
+        return next((stack for stack in self.stacks if stack.reaches(name)), None)
+
+    def sp_at(self, name: str) -> bool:
+        """Whether activations are shards where the module runs: inside the blocks of a region with sp, or at its end."""
+        stack = self.stack_reaching(name)
+        return stack is not None and stack.sp
+
+    def reduced_at(self, name: str) -> str | None:
+        """The module at whose end the partial sums of a row are reduced; none if at the row itself."""
+        return next((owner for owner in self.named("reduce") if inside(name, owner)), None)
+
+    def is_gathered_for(self, name: str) -> bool:
+        """Whether the module, or one around it, is entered with whole activations."""
+        return any(inside(name, around) for around in self.named("gather", "copy"))
+
+    # ---- what it is ------------------------------------------------------------------------------------------------
+
+    def kind_of(self, name: str) -> LinearKind | None:
+        """How a linear keeps its weight; none if the module is not known to be a linear."""
+        if name not in self._kinds:
+            self._kinds[name] = linear_kind(self.modules[name])
+        return self._kinds[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """The parameter or buffer of that name."""
+        module, _, leaf = name.rpartition(".")
+        tensor = getattr(self.modules[module], leaf)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def number_at(self, name: str, attribute: str) -> int:
+        """A whole-number attribute of a module, or of the nearest one around it.
+
+        Raises:
+            ValueError: if no module on the way up has it.
+        """
+        at = name if name in self.modules else name.rpartition(".")[0]
+        while True:
+            try:
+                value = read_attribute(self.modules[at], attribute)
+            except AttributeError:
+                value = None
+            if isinstance(value, int):
+                return value
+            if at == "":
+                raise ValueError(
+                    f"{name}: units={attribute!r} is no whole-number attribute of it or of a module around it"
+                )
+            at = at.rpartition(".")[0]
+
+    def make_layout(
+        self,
+        parameter: str,
+        reason: Reason = Reason.IDENTICAL,
+        *,
+        shard: Shard | None = None,
+        partial: bool = False,
+        free: bool = False,
+    ) -> ParamLayout:
+        """The layout of a parameter whose gradient is ``partial`` over tp, or not."""
+        over = frozenset({"tp"}) if partial else frozenset()
+        return ParamLayout(parameter, tuple(self.model.get_parameter(parameter).shape), shard, over, reason, free)
+
+
+def _without_undone(matches: Sequence[Match]) -> list[Match]:
+    """The rules that no later one undoes."""
+    kept: list[Match] = []
+    for match in matches:
+        if match.rule.undoes_inside:
+            kept = [m for m in kept if m.rule.says_where_blocks_are or not inside(m.name, match.name)]
+        kept.append(match)
+    return kept
+
+
+@dataclass
+class Application:
+    """One plan that is being carried out on a model: what a style needs to change it.
+
+    Attributes:
+        plan: the plan, read and checked.
+        group: the tensor-parallel process group.
+        rank: this rank's place in it.
+        regions: the sequence regions, by the first block of their stack.
+        buffers: layouts of the buffers that styles have cut.
+        restore: calls that give properties their values back: what they store elsewhere no comparison of a module shows.
+            They are made in reverse order.
+    """
+
+    plan: PlannedModel
+    group: ProcessGroup
+    rank: int
+    regions: dict[str, SequenceRegion]
+    buffers: dict[str, ParamLayout] = field(default_factory=dict)
+    restore: list[Callable[[], None]] = field(default_factory=list)
+
+    def module(self, name: str) -> nn.Module:
+        """The module of that name."""
+        module: nn.Module = self.plan.modules[name]
+        return module
+
+    def region_of(self, name: str) -> SequenceRegion:
+        """The region whose blocks hold the module."""
+        return self.region_at(self.plan.stack_of(name))
+
+    def region_at(self, stack: Stack) -> SequenceRegion:
+        """The region of a stack."""
+        return self.regions[stack.blocks[0]]

@@ -1,0 +1,58 @@
+"""``whole``: a module inside the blocks that every rank computes whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from pydantic import field_validator
+from torch.utils.hooks import RemovableHandle
+
+from lightning_seqpar.layout.module_names import Argument, inside
+from lightning_seqpar.layout.param_layout import ParamLayout, Reason
+from lightning_seqpar.region.hooks import make_shards, make_whole
+from lightning_seqpar.styles.style import Application, PlannedModel, Rule, each_once
+
+
+class WholeRule(Rule):
+    """A module inside the blocks that every rank computes whole: inputs gathered, output sliced again.
+
+    For what mixes positions and can't be dealt out: attention with head counts written into it, a convolution.
+    """
+
+    style: Literal["whole"] = "whole"
+    args: tuple[Argument, ...] = (0,)
+
+    undoes_inside: ClassVar[bool] = True
+
+    @field_validator("args")
+    @classmethod
+    def args_are_named_once(cls, value: tuple[Argument, ...]) -> tuple[Argument, ...]:
+        return each_once(value, "whole")
+
+    def check(self, name: str, plan: PlannedModel) -> None:
+        """It lies inside a block, and no rule shards anything in it."""
+        for stack in plan.stacks:
+            if name in stack.blocks:
+                raise ValueError(
+                    f"{name}: 'whole' names a module inside a block, and this is a block; leave it out of 'blocks'"
+                )
+        planned = [n for n in (*plan.linears, *plan.named("gather"), *plan.named("copy")) if inside(n, name)]
+        if planned:
+            raise ValueError(
+                f"{name} is computed whole on every rank, but {planned[0]} inside it is planned; drop one of both"
+            )
+        plan.stack_of(name)
+
+    def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
+        """Every rank computes the same: gradients are identical."""
+        return plan.make_layout(parameter, Reason.COMPUTED_WHOLE)
+
+    def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """Its arguments are gathered."""
+        hook = make_whole(application.region_of(name), name, self.args)
+        yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """Its output is sliced again."""
+        yield application.module(name).register_forward_hook(make_shards(application.region_of(name), name))
