@@ -147,9 +147,9 @@ def test_a_yaml_file_of_the_command_line(capsys, monkeypatch, tmp_path):
     [
         (["nowhere"], "target='nowhere' is nothing that is known; give a YAML file"),
         (["nowhere.yaml"], "no such file"),
-        (["models:nothing"], "models has no 'nothing'; did you mean"),
+        (["tests.helpers.models:nothing"], "models has no 'nothing'; did you mean"),
         (["no_such_package:make"], "No module named 'no_such_package'"),
-        (["models:loader"], "without arguments"),
+        (["tests.helpers.models:loader"], "without arguments"),
         ([LLAMA, "tp=3"], "use tp of 1, 2, 4, 8"),
         ([LLAMA, "tq=3"], "tq"),
         ([LLAMA, "tp"], "write it as field=value"),
