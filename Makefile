@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DATA ?=
 ARGS ?=
 
-.PHONY: help install demo test parity matrix crash check lint format types mutants convergence bench clean
+.PHONY: help install demo unit test parity matrix crash check lint format types mutants convergence bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -25,14 +25,17 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## train on two processes and on one, compare (DATA=file-or-folder)
 	$(BIN)/python examples/demo.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
+unit: $(STAMP)  ## what one runs while editing: the tests that start no processes, in under a minute
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/unit $(ARGS)
+
 test: $(STAMP)  ## the test suite, two at a time
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 parity: $(STAMP)  ## every Hugging Face family at every topology, against one process
-	$(BIN)/python -m pytest tests/test_families.py tests/test_hf_uses.py tests/test_zoo.py tests/test_adapters.py tests/test_describe.py tests/test_late_weights.py -m "matrix or not matrix" --numprocesses 2 --dist loadgroup --parity-table docs/parity.md $(ARGS)
+	$(BIN)/python -m pytest $(addprefix tests/end_to_end/test_,families.py hf_uses.py zoo.py adapters.py estimates.py meta_models.py) -m "matrix or not matrix" --numprocesses 2 --dist loadgroup --parity-table docs/parity.md $(ARGS)
 
 matrix: $(STAMP)  ## checkpoints from every topology and form to every other
-	$(BIN)/python -m pytest tests/test_any_to_any.py -m matrix --numprocesses 2 --dist loadgroup --durations 3 $(ARGS)
+	$(BIN)/python -m pytest tests/end_to_end/test_any_to_any.py -m matrix --numprocesses 2 --dist loadgroup --durations 3 $(ARGS)
 
 lint: $(STAMP)  ## formatter and linter
 	$(BIN)/ruff format --check .

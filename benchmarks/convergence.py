@@ -24,9 +24,9 @@ import matplotlib.pyplot as plt
 from lightning_seqpar.parity import Trace
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
-from mutants import MUTANTS, copy_repository  # noqa: E402
+from tests.mutants import MUTANTS, Mutant, apply, copy_repository  # noqa: E402
 
 RUNS = {
     "one process": ["--single"],
@@ -46,12 +46,10 @@ def sabotage(folder: Path) -> None:
     """A copy of the repository without the sum over tp and without the check that would see it."""
     copy_repository(folder)
     fault = next(mutant for mutant in MUTANTS if mutant.name == "norm sync left out")
-    check = "            check_replicated(_parameters(optimizer), record.layout, self.groups)\n"
-    for file, old, new in ((fault.file, fault.old, fault.new), ("strategy.py", check, "            pass\n")):
-        path = folder / "lightning_seqpar" / file
-        text = path.read_text()
-        assert text.count(old) == 1, f"{file} has changed: {old!r}"
-        path.write_text(text.replace(old, new))
+    check = "                check_replicated(_parameters(optimizer), record.layout, self.groups)\n"
+    unseen = Mutant("what would see it left out", "SteppingStrategy.check_step", check, "                pass\n")
+    for mutant in (fault, unseen):
+        apply(mutant, folder / "lightning_seqpar")
 
 
 def train(name: str, tied: bool, steps: int, out: Path) -> Trace:

@@ -11,14 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-for folder in (ROOT / "benchmarks", ROOT / "examples", ROOT / "tests"):
-    sys.path.insert(0, str(folder))
-# Forked ranks find the same modules.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(ROOT / "benchmarks"), str(ROOT / "examples"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-)
-
 if "PYTEST_XDIST_WORKER" in os.environ:  # started as python -c, where the strategy would start no processes
     sys.argv[0] = pytest.__file__
 
@@ -42,6 +34,9 @@ ERRORS = pytest.StashKey[Errors]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Processes that tests start find the modules that pytest finds (pythonpath in pyproject.toml).
+    folders = [*map(str, config.getini("pythonpath")), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     config.stash[ERRORS] = []
 
 
@@ -101,6 +96,6 @@ def own_cache(tmp_path_factory):
     """Proofs of plans are remembered for this run of the tests alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        forkserver.set_forkserver_preload(["warm"])
+        forkserver.set_forkserver_preload(["tests.helpers.warm"])
         forkserver.ensure_running()  # now: ranks have its environment
         yield

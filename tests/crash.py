@@ -22,18 +22,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-import models
 import torch
 import torch.distributed as dist
-from fit import quiet_trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from test_folder import FORMS, same, whole
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.checkpoint.atomic_files import REPLACED, UNFINISHED, beside
 from lightning_seqpar.testing import RankFailedError, run_distributed
+from tests.helpers import models
+from tests.helpers.checkpoints import FORMS, same, whole
+from tests.helpers.fit import quiet_trainer
 
 STEPS = 3
 WATCHED = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree", "os.symlink")

@@ -37,7 +37,7 @@ class Mutant:
             several modules have one of that name, ``grad_norm:global_grad_norm``.
         old: a part of the definition's source.
         new: what stands there instead.
-        tests: what is run to see it, as pytest's arguments.
+        tests: what is run to see it, as pytest's arguments. A file is ``tests/<name>``, in whichever folder of tests it lies.
     """
 
     name: str
@@ -565,7 +565,7 @@ MUTANTS = [
         "_reseed",
         'salt=rank.to_bytes(4, "little")',
         'salt=b"0"',
-        "tests/test_random.py",
+        "tests/test_rng_streams.py",
     ),
     Mutant(
         "a metric that reads logits first cuts the loss off",
@@ -607,7 +607,7 @@ MUTANTS = [
         "OutputWatch.note",
         "norm = leaf.double().nan_to_num(0.0, 0.0, 0.0).norm()",
         "norm = leaf.double().nan_to_num().norm()",
-        "tests/test_batch.py",
+        "tests/test_compared_batches.py",
     ),
     Mutant(
         "batches of mappings not looked at",
@@ -670,7 +670,7 @@ MUTANTS = [
         "RankStreams._end",
         "        _advance(used)\n",
         "",
-        "tests/test_random.py",
+        "tests/test_rng_streams.py",
     ),
     Mutant(
         "padding of the vocabulary not cut off",
@@ -929,14 +929,14 @@ MUTANTS = [
         "RankStreams._resume",
         "            _advance([True] * len(now))  # the next pause begins at a state of its own\n",
         "",
-        "tests/test_random.py",
+        "tests/test_rng_streams.py",
     ),
     Mutant(
         "a recompute that begins behind a pause goes on with its stream",
         "RankStreams._resume",
         '        if moved or where != "end":\n',
         "        if False:\n",
-        "tests/test_random.py",
+        "tests/test_rng_streams.py",
     ),
     Mutant(
         "a checkpoint's dropout kept as bytes",
@@ -1452,7 +1452,7 @@ MUTANTS = [
         "SeqParallelStrategy._late_weights",
         "        dist.broadcast_object_list(shared, src=dist.get_process_group_ranks(self._world)[0], group=self._world)\n",
         "",
-        "tests/test_late_weights.py",
+        "tests/test_meta_models.py",
     ),
     Mutant(
         "the second half of a row's adapter summed where it is whole",
@@ -1765,12 +1765,36 @@ def place_of(mutant: Mutant, known: Mapping[str, Sequence[Span]]) -> Span:
     return spans[counts.index(1)]
 
 
+def arguments_of(mutant: Mutant, root: Path) -> list[str]:
+    """A fault's arguments for pytest, each file of tests by its path in the repository at ``root``.
+
+    Raises:
+        ValueError: if no file below ``tests`` has such a name, several have it, or it has no test of the name behind ``::``.
+    """
+    found = []
+    for word in mutant.tests.split():
+        if not word.startswith("tests/"):
+            found.append(word)
+            continue
+        name, colons, test = word.removeprefix("tests/").partition("::")
+        files = sorted((root / "tests").rglob(name))
+        if len(files) != 1:
+            where = ", ".join(str(file.relative_to(root)) for file in files)
+            problem = f"tests/{name} is several files: {where}" if files else f"there is no file {name} below tests"
+            raise ValueError(f"{mutant.name}: {problem}")
+        if colons and not re.search(rf"^def {re.escape(test.partition('[')[0])}\(", files[0].read_text(), re.M):
+            raise ValueError(f"{mutant.name}: there is no {test} in {name}")
+        found.append(f"{files[0].relative_to(root)}{colons}{test}")
+    return found
+
+
 def stale(package: Path) -> list[str]:
-    """The faults that fit the source no more, and why."""
+    """The faults that fit the source or the tests beside it no more, and why."""
     known, found = definitions(package), []
     for mutant in MUTANTS:
         try:
             place_of(mutant, known)
+            arguments_of(mutant, package.parent)
         except ValueError as error:
             found.append(str(error))
     return found
@@ -1800,6 +1824,7 @@ def run(mutant: Mutant) -> tuple[bool, str]:
         folder = Path(place)
         copy_repository(folder)
         try:
+            arguments = arguments_of(mutant, folder)
             apply(mutant, folder / "lightning_seqpar")
         except ValueError as error:
             return False, f"STALE: {error}"
@@ -1820,12 +1845,12 @@ def run(mutant: Mutant) -> tuple[bool, str]:
             "--no-header",
             "-p",
             "no:cacheprovider",
-            *mutant.tests.split(),
+            *arguments,
         ]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
         seen = re.search(r"^FAILED (.+?)(?: - |$)", done.stdout, re.M)
         if done.returncode == 1 and seen:
-            return True, seen.group(1).removeprefix("tests/")
+            return True, re.sub(r"^tests/(\w+/)?", "", seen.group(1))
         return (
             False,
             "SURVIVED" if done.returncode == 0 else f"pytest ended with {done.returncode}: {done.stdout[-300:]}",

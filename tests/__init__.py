@@ -1,0 +1,1 @@
+"""The tests, by kind, and what they share."""

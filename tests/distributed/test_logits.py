@@ -1,0 +1,453 @@
+"""Logits that stay sharded by vocabulary: the loss in every form, what keeps them sharded, and what gathers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.distributed.counters import SavedBytes
+from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.nn.sharded_logits import ShardedLogits, cross_entropy
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import Trace, compare
+from tests.helpers import models, zoo
+from tests.helpers.fit import fit, quiet_trainer
+
+VOCAB, TOKENS = 11, 7  # the vocabulary divides by no number of ranks
+
+
+def make(dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (TOKENS,)) -> tuple[Tensor, Tensor]:
+    """Whole logits, and class targets of which some are ignored."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(*shape, VOCAB, generator=generator, dtype=torch.float64) * 3
+    target = torch.randint(VOCAB, shape, generator=generator)
+    target.view(-1)[2] = -100
+    return whole.to(dtype), target
+
+
+def sharded(whole: Tensor) -> tuple[ShardedLogits, Tensor]:
+    """This rank's part as a leaf, and the logits made of it."""
+    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
+    rank = dist.get_rank()
+    part = Shard(whole.ndim - 1, VOCAB, shard.ranges, shard.padded).take(whole.detach(), rank)
+    leaf = part.clone().requires_grad_()
+    return ShardedLogits.wrap(leaf * 1, shard, dist.group.WORLD, rank), leaf
+
+
+def not_made(whole: Tensor, chunk: int) -> tuple[ShardedLogits, Tensor]:
+    """The same logits, not made yet: the product of the whole ones with a head that changes nothing."""
+    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
+    rank = dist.get_rank()
+    head = Shard(0, VOCAB, shard.ranges, shard.padded).take(torch.eye(VOCAB, dtype=whole.dtype), rank)
+    leaf = whole.detach().clone().requires_grad_()
+    return ShardedLogits.product(leaf * 1, head, None, chunk, shard, dist.group.WORLD, rank), leaf
+
+
+def part_of(whole: Tensor) -> Tensor:
+    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
+    return Shard(whole.ndim - 1, VOCAB, shard.ranges, shard.padded).take(whole, dist.get_rank())
+
+
+WEIGHT = torch.linspace(0.5, 2.0, VOCAB, dtype=torch.float64)
+LOSSES: dict[str, Any] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "ignored": {"ignore_index": 3},
+    "all ignored": {},
+    "all ignored, smoothed": {"label_smoothing": 0.1},
+    "smoothed": {"label_smoothing": 0.1},
+    "weighted": {"weight": WEIGHT},
+    "smoothed and weighted": {"label_smoothing": 0.2, "weight": WEIGHT, "reduction": "mean"},
+    "smoothed and weighted, each": {"label_smoothing": 0.2, "weight": WEIGHT, "reduction": "none"},
+}
+
+
+def losses(dtype: torch.dtype, limit: float) -> None:
+    for name, options in LOSSES.items():
+        whole, target = make(dtype)
+        whole.requires_grad_()
+        options = {key: value.to(dtype) if isinstance(value, Tensor) else value for key, value in options.items()}
+        if name == "ignored":
+            target = target.clamp_min(0)
+        if name.startswith("all ignored"):
+            target = torch.full_like(target, -100)
+        wanted = F.cross_entropy(whole, target, **options)
+        logits, leaf = sharded(whole)
+        got = F.cross_entropy(logits, target, **options)
+        assert type(got) is Tensor
+        assert got.dtype == wanted.dtype
+        assert torch.allclose(got, wanted, rtol=limit, atol=limit, equal_nan=True), name
+        scale = torch.linspace(1, 2, wanted.numel(), dtype=dtype).view(wanted.shape)
+        (wanted * scale).sum().backward()
+        (got * scale).sum().backward()
+        assert torch.allclose(leaf.grad, part_of(whole.grad), rtol=limit, atol=limit), name
+        for chunk in (1, 3, 100):
+            logits, leaf = not_made(whole, chunk)
+            again = F.cross_entropy(logits, target, **options)
+            assert torch.allclose(again, wanted, rtol=limit, atol=limit, equal_nan=True), name
+            (again * scale).sum().backward()
+            dist.all_reduce(leaf.grad)  # each rank's columns give a part
+            assert torch.allclose(leaf.grad, whole.grad, rtol=limit, atol=limit), name
+
+
+def test_the_loss_in_every_form():
+    for world in (2, 4):
+        run_distributed(losses, world, torch.float64, 1e-12)
+    run_distributed(losses, 3, torch.float32, 1e-5)
+
+
+def shapes() -> None:
+    """The ways in which people flatten and shift."""
+    whole, target = make(shape=(2, 5))
+    whole.requires_grad_()
+    for flatten in (
+        lambda x, y: (x[:, :-1].flatten(0, 1), y[:, 1:].flatten()),
+        lambda x, y: (x[..., :-1, :].contiguous().view(-1, VOCAB), y[..., 1:].contiguous().view(-1)),
+        lambda x, y: (x.float().double().reshape(-1, x.size(-1)), y.reshape(-1)),
+        lambda x, y: (x.view(-1, x.shape[-1]), y.view(-1)),
+        lambda x, y: (x[y != -100], y[y != -100]),
+        lambda x, y: (x[:, -1], y[:, -1]),
+        lambda x, y: (torch.tanh(x / 5.0).mul(5.0).view(-1, VOCAB), y.view(-1)),
+        lambda x, y: (x.to(torch.float64)[0].squeeze(0), y[0]),
+    ):
+        logits, leaf = sharded(whole)
+        flat, kept = flatten(logits, target)
+        assert isinstance(flat, ShardedLogits)
+        got = F.cross_entropy(flat, kept)
+        rows, kept = flatten(whole, target)
+        wanted = F.cross_entropy(rows, kept)
+        assert torch.allclose(got, wanted, rtol=1e-6)
+        whole.grad = None
+        wanted.backward()
+        got.backward()
+        assert torch.allclose(leaf.grad, part_of(whole.grad), rtol=1e-5, atol=1e-8)
+        logits, leaf = not_made(whole, 3)
+        flat, kept = flatten(logits, target)
+        again = F.cross_entropy(flat, kept)
+        assert torch.allclose(again, wanted, rtol=1e-6)
+        again.backward()
+        dist.all_reduce(leaf.grad)
+        assert torch.allclose(leaf.grad, whole.grad, rtol=1e-5, atol=1e-8)
+
+
+def masked() -> None:
+    """Logits that are minus infinity: on one rank all of them, for some tokens."""
+    whole, target = make()
+    for columns in (slice(0, 6), slice(6, 11)):
+        some = whole.detach().clone()
+        some[::2, columns] = float("-inf")
+        kept = target.masked_fill((target >= columns.start) & (target < columns.stop), -100)
+        some.requires_grad_()
+        logits, leaf = sharded(some)
+        wanted, got = F.cross_entropy(some, kept), F.cross_entropy(logits, kept)
+        assert torch.allclose(got, wanted, rtol=1e-12)
+        wanted.backward()
+        got.backward()
+        assert torch.allclose(leaf.grad, part_of(some.grad), rtol=1e-12, atol=1e-12)
+
+
+def anything_else() -> None:
+    """What is no loss reads the whole, and gives each rank its part of the gradient."""
+    whole, target = make(shape=(2, 5))
+    probabilities = whole.detach().softmax(-1)
+    for use in (
+        lambda x: x.softmax(-1).square().sum(),
+        lambda x: x.logsumexp(-1).square().mean(),
+        lambda x: (x / 2.0 + 1).log_softmax(-1).sum(),
+        lambda x: F.cross_entropy(x.transpose(1, 2), target),
+        lambda x: F.cross_entropy(x.view(-1, VOCAB), probabilities.view(-1, VOCAB)),
+        lambda x: F.kl_div(F.log_softmax(x, -1), probabilities, reduction="batchmean"),
+        lambda x: F.nll_loss(F.log_softmax(x, -1).flatten(0, 1), target.flatten()),
+        lambda x: x[..., 3].sum() + x[0, 1, 2],
+        lambda x: x.unsqueeze(-1).sum(),
+        lambda x: x.log_softmax(-1).gather(-1, target.clamp_min(0).unsqueeze(-1)).sum(),
+        lambda x: x.gather(-1, target.clamp_min(0).unsqueeze(-1)).square().sum(),
+        lambda x: torch.stack([x, x]).sum(),
+        lambda x: torch.cat([x[:, 1:], x[:, :1]], 1).square().sum(),
+        lambda x: x.permute(2, 0, 1).reshape(VOCAB, -1).square().sum(),
+        lambda x: torch.einsum("bsv,v->bs", x, WEIGHT).square().sum(),
+        lambda x: _Square.apply(x).sum(),
+        lambda x: (x * x.detach()).sum(),
+        lambda x: torch.mul(input=x, other=2.0).sum() + torch.reshape(input=x, shape=(-1, VOCAB)).square().sum(),
+        _after_a_look,
+    ):
+        whole.requires_grad_()
+        whole.grad = None
+        logits, leaf = sharded(whole)
+        wanted, got = use(whole), use(logits)
+        assert type(got) is Tensor
+        assert torch.allclose(got, wanted, rtol=1e-12)
+        wanted.backward()
+        got.backward()
+        assert torch.allclose(leaf.grad, part_of(whole.grad), rtol=1e-12, atol=1e-12)
+        logits, leaf = not_made(whole, 3)
+        again = use(logits)
+        assert torch.allclose(again, wanted, rtol=1e-12)
+        again.backward()
+        dist.all_reduce(leaf.grad)
+        assert torch.allclose(leaf.grad, whole.grad, rtol=1e-12, atol=1e-12)
+    logits, _ = sharded(whole)
+    assert torch.equal(logits.argmax(-1), whole.argmax(-1))
+    assert torch.equal(logits.topk(3).indices, whole.topk(3).indices)
+    assert (logits == whole).all()
+    assert type(logits.to("meta")) is Tensor  # no group is there
+    assert type(logits.double()) is ShardedLogits
+    assert logits.shape == whole.shape
+    assert logits.requires_grad
+    assert not logits.detach().requires_grad
+    assert logits.tolist() == whole.tolist()
+    assert torch.equal(torch.as_tensor(logits.detach().cpu().numpy()), whole.detach())
+
+
+def _after_a_look(x: Tensor) -> Tensor:
+    """A metric reads the logits before the loss does."""
+    for watching in (torch.no_grad, torch.inference_mode):
+        with watching():
+            x.argmax(-1)
+    return F.cross_entropy(x.view(-1, VOCAB), torch.arange(10)) + x.square().mean()
+
+
+class _Square(torch.autograd.Function):
+    """Somebody's own function: no function of torch's stands before it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+def refusals() -> None:
+    whole, target = make()
+    logits, _ = sharded(whole)
+    assert "ShardedLogits(shape=[7, 11]" in repr(logits)
+    with pytest.raises(RuntimeError, match=r"register_hook of logits that are sharded .* logits.whole\(\) first"):
+        logits.register_hook(print)
+    for change in (
+        lambda x: x.div_(2),
+        lambda x: x.masked_fill_(whole > 0, 0.0),
+        lambda x: x.__setitem__((0, 0), 1.0),
+        lambda x: x.__itruediv__(2),
+        lambda x: F.relu(x, inplace=True),
+        lambda x: torch.add(whole, whole, out=x),
+    ):
+        with pytest.raises(RuntimeError, match="would change a copy"):
+            change(logits.detach())
+    with pytest.raises(IndexError, match="Target 11 is out of bounds"):
+        F.cross_entropy(logits, target.masked_fill(target == -100, 11))
+    with pytest.raises(ValueError, match="to match target batch_size"):
+        F.cross_entropy(logits, target[:-1])
+    with pytest.raises(ValueError, match="average is not a valid value"):
+        cross_entropy(logits, target, reduction="average")
+    assert torch.isnan(F.cross_entropy(logits, torch.full_like(target, -100)))
+    x, head = torch.randn(TOKENS, 8, requires_grad=True), torch.nn.Parameter(torch.randn(6, 8))
+    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
+    for made in (
+        lambda x: ShardedLogits.wrap(F.linear(x, head), shard, dist.group.WORLD, dist.get_rank()),
+        lambda x: ShardedLogits.product(x, head, None, 7, shard, dist.group.WORLD, dist.get_rank()),
+    ):
+        with pytest.raises(RuntimeError, match="out of a reentrant activation checkpoint"):
+            F.cross_entropy(checkpoint(made, x, use_reentrant=True), target)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half, _ = sharded(whole.bfloat16())
+        assert F.cross_entropy(half, target).dtype == F.cross_entropy(whole.bfloat16(), target).dtype == torch.float32
+
+
+def kept() -> None:
+    """A loss keeps the logits of the compute type, and no other copy of them; or not even those."""
+    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
+    x, head = torch.randn(64, 8, dtype=torch.bfloat16), torch.nn.Parameter(torch.randn(6, 8, dtype=torch.bfloat16))
+    x.requires_grad_()
+    target = torch.randint(VOCAB, (64,))
+    small = 64 * (8 + 1 + 4 + 4 + 4)  # target, which count, their weight, the largest, the sum
+    for make_logits, wanted in (
+        (lambda: ShardedLogits.wrap(F.linear(x, head), shard, dist.group.WORLD, dist.get_rank()), 64 * 6 * 2),
+        (lambda: ShardedLogits.product(x, head, None, 7, shard, dist.group.WORLD, dist.get_rank()), 0),
+    ):
+        with SavedBytes(exclude=[x, head]) as saved:
+            F.cross_entropy(make_logits().float(), target)  # the cast makes nothing
+        assert saved.total - wanted <= small + 16, saved.total
+
+
+def kept_across_a_step() -> None:
+    """Logits that nobody read before the weights changed would be those of other weights."""
+    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
+    x, head = torch.randn(4, 8), torch.nn.Parameter(torch.randn(6, 8))
+    made, read = (ShardedLogits.product(x, head, None, 2, shard, dist.group.WORLD, dist.get_rank()) for _ in range(2))
+    before = read.whole()
+    with torch.no_grad():
+        head.add_(1.0)
+    assert torch.equal(read.whole(), before)
+    for use in (
+        lambda: made.whole(),
+        lambda: F.cross_entropy(made, torch.zeros(4, dtype=torch.long)),
+        lambda: made[1:],
+    ):
+        with pytest.raises(RuntimeError, match="read after the head's weight or its input has changed"):
+            use()
+
+
+def looked_at() -> None:
+    """Where nothing learns, what was made once is kept; but not what only an inference could use."""
+    whole, _ = make()
+    logits, _ = not_made(whole, 3)
+    for held, watching in (
+        (logits, torch.no_grad),
+        (logits.detach(), torch.no_grad),
+        (logits.detach(), torch.inference_mode),
+    ):
+        with watching():
+            held.argmax(-1)
+        kept = held.local is held.local and not held.local.is_inference()
+        assert kept
+    with torch.inference_mode():  # Lightning's evaluation, but over gloo
+        target = torch.zeros(TOKENS, dtype=torch.long)
+        assert torch.allclose(
+            F.cross_entropy(not_made(whole, 3)[0].float(), target), F.cross_entropy(whole.float(), target)
+        )
+    teacher, student = logits.detach(), whole.clone().requires_grad_()
+    with torch.inference_mode():
+        teacher.argmax(-1)
+    (teacher * student).sum().backward()
+    assert torch.allclose(student.grad, whole)
+
+
+def of_a_teacher() -> None:
+    """What was made, or changed, without gradients gives none, whenever it is read."""
+    shard = Shard.by_vocabulary(VOCAB, dist.get_world_size())
+    x, head = torch.randn(4, 8, requires_grad=True), torch.nn.Parameter(torch.randn(6, 8))
+    bias, student = torch.nn.Parameter(torch.randn(6)), torch.randn(4, VOCAB, requires_grad=True)
+    where = (shard, dist.group.WORLD, dist.get_rank())
+    changes = (
+        lambda x: x * 1.0,
+        lambda x: x.double().float(),
+        lambda x: x.view(2, 2, VOCAB).flatten(0, 1),
+        lambda x: x[:],
+    )
+    for make_logits in (
+        lambda: ShardedLogits.product(x, head, bias, 2, *where),
+        lambda: ShardedLogits.wrap(F.linear(x, head, bias), *where),
+    ):
+        for change in changes:
+            outer = make_logits()
+            with torch.no_grad():
+                made, changed = make_logits(), change(outer)
+            for logits in (made, change(made), changed):
+                assert not logits.requires_grad
+                assert not F.cross_entropy(logits, torch.zeros(4, dtype=torch.long)).requires_grad
+                assert not logits.softmax(-1).requires_grad
+                (logits.softmax(-1) * student).sum().backward()
+            assert outer.softmax(-1).requires_grad
+    assert x.grad is head.grad is bias.grad is None
+
+
+@pytest.mark.parametrize(
+    "check", [shapes, anything_else, refusals, masked, kept, kept_across_a_step, looked_at, of_a_teacher]
+)
+def test_what_people_do_with_logits(check):
+    run_distributed(check, 2)
+
+
+# ---- through a trainer -----------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor of floats has that any operation makes, parameters aside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_meta:
+                self.count = max(self.count, leaf.numel())
+        return out
+
+
+class Wide(zoo.Zoo):
+    """Nothing in it is as large as its logits."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__("einsum")
+        self.net = zoo.Decoder("einsum", depth=1, vocab=999, tied=True)
+        self.line, self.largest = loss, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (ids,) = batch
+        with Largest() as watch:
+            logits = self.net(ids[:, :-1])
+            if self.line == "whole":
+                logits = logits.clone() + 0.0 * logits.amax()
+            loss = F.cross_entropy(logits.float().view(-1, 999), ids[:, 1:].flatten())
+            torch.autograd.grad(loss, [p for p in self.parameters() if p.requires_grad], retain_graph=True)
+        self.largest = watch.count
+        return loss
+
+
+def measure(loss: str, vocab: bool, chunk: int | None = None) -> int:
+    rules = [
+        {"pattern": "net.h.*", "style": "blocks"},
+        {"pattern": "net.h.*.attn", "style": "whole"},
+        {"pattern": "net.h.*.mlp", "style": "gather"},
+        {"pattern": "net.h.*.mlp.fc1", "style": "column"},
+        {"pattern": "net.h.*.mlp.fc2", "style": "row"},
+        {"pattern": "net.ln_f", "style": "exit"},
+        *([{"pattern": "net.{wte,lm_head}", "style": "vocab"}] if vocab else []),
+    ]
+    plan = {"base": "none", "rules": rules}
+    strategy = SeqParallelStrategy(tp=2, plan=plan, self_check=False, loss_chunk=chunk)
+    module = Wide(loss)
+    quiet_trainer(devices=2, strategy=strategy, max_steps=1, precision="32-true").fit(module, models.loader(16))
+    return module.largest
+
+
+def test_peak_memory_of_logits_is_a_ranks_part():
+    tokens = 16 * 9
+    assert run_distributed(measure, 2, "own", True) == [tokens * 500] * 2
+    assert run_distributed(measure, 2, "own", False) == [tokens * 999] * 2
+    assert run_distributed(measure, 2, "whole", True) == [tokens * 1000] * 2
+    # 16 tokens' logits at a time.
+    assert run_distributed(measure, 2, "own", True, 16) == [16 * 500] * 2
+
+
+def fit_hugging_face() -> list[Trace]:
+    return [
+        fit(
+            "HuggingFace",
+            {"family": family, "loss": "user"},
+            world=2,
+            strategy={"tp": 2, "plan": {"rules": [rule]}, "loss_chunk": chunk},
+            steps=3,
+        )
+        for family, rule in HUGGING.items()
+        for chunk in (None, 5)
+    ]
+
+
+HUGGING = {
+    "llama": {"pattern": "model.{model.embed_tokens,lm_head}", "style": "vocab"},
+    "gpt2": {"pattern": "model.{transformer.wte,lm_head}", "style": "vocab"},
+    "t5": {"pattern": "model.{shared,encoder.embed_tokens,decoder.embed_tokens,lm_head}", "style": "vocab"},
+}
+
+
+def test_hugging_face_heads():
+    found = iter(run_distributed(fit_hugging_face, 2)[0])
+    for family in HUGGING:
+        wanted = fit("HuggingFace", {"family": family, "loss": "user"}, steps=3)
+        for _ in ("whole", "in chunks"):
+            compare(wanted, next(found)).raise_if_failed()

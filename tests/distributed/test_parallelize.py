@@ -1,0 +1,313 @@
+"""The swap: what it makes of each parameter, and that a refused plan leaves the model as it was."""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from byte_gpt import CausalSelfAttention
+from torch import nn
+
+from lightning_seqpar import ParallelGroups, ProcessTopology, ShardingPlan, unshard
+from lightning_seqpar.layout.param_layout import Reason
+from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_seqpar.parallel.apply import parallelize
+from lightning_seqpar.parallel.resolve import ResolvedPlan
+from lightning_seqpar.plan.choice import resolve_plans
+from lightning_seqpar.testing import run_distributed
+from tests.helpers import models
+
+
+def groups(tp: int = 2) -> ParallelGroups:
+    return ParallelGroups(ProcessTopology(["dp", "tp"], [dist.get_world_size() // tp, tp]), dist.get_rank())
+
+
+def classify(sp: bool) -> dict[str, str]:
+    model = models.AttentionNorm(tied=False)
+    record = parallelize(model, resolve_plans(models_plan(), model), groups(), sp=sp)
+    return {
+        name: "sharded" if layout.is_sharded else "partial" if layout.is_partial else "identical"
+        for name, layout in record.layout.items()
+    }
+
+
+def models_plan():
+    from lightning_seqpar import ParallelConfig
+
+    return ParallelConfig(plan=models.plan()).plan
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_every_parameter_is_classified(sp):
+    found = run_distributed(classify, 2, sp)[0]
+    block = "model.blocks.0."
+    partial = "partial" if sp else "identical"
+    expected = {
+        "model.tokens.weight": "identical",
+        "model.positions.weight": "identical",
+        "model.head.weight": "identical",
+        "model.norm.weight": partial,
+        block + "norm1.weight": partial,
+        block + "norm2.bias": partial,
+        block + "attn.qkv.weight": "sharded",
+        block + "attn.qkv.bias": "sharded",
+        block + "attn.proj.weight": "sharded",
+        block + "attn.proj.bias": partial,
+        block + "attn.head_norm.weight": "partial",
+        block + "mlp.up.bias": "sharded",
+        block + "mlp.down.weight": "sharded",
+        block + "mlp.down.bias": partial,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def identity() -> None:
+    model = models.GPT()
+    qkv, weight = model.model.blocks[0].attn.qkv, model.model.blocks[0].attn.qkv.weight
+    calls = []
+    qkv.register_forward_hook(lambda *a: calls.append(1))
+    record = parallelize(model, resolve_plans("auto", model), groups())
+    # The user's references stay good: same module, same parameter, same hooks, still an nn.Linear.
+    assert model.model.blocks[0].attn.qkv is qkv
+    assert qkv.weight is weight
+    assert isinstance(qkv, ColumnParallelLinear | nn.Linear)
+    assert type(qkv) is ColumnParallelLinear
+    assert type(model.model.blocks[0].attn.proj) is RowParallelLinear
+    assert (qkv.out_features, model.model.blocks[0].attn.n_head) == (24, 2)
+    assert "rank" in repr(qkv)
+    model.model(torch.ones(1, 4, dtype=torch.long))
+    assert calls == [1]
+    assert record.layout.local_numel() < record.layout.global_numel()
+    assert ("model.blocks.0.attn.qkv", "column", "family byte_gpt") in record.choices
+    with pytest.raises(ValueError, match="parallelised already"):
+        parallelize(model, [], groups())
+    copied = copy.deepcopy(model)  # an EMA's copy
+    assert copied.model.blocks[0].attn.qkv.weight.shape == weight.shape
+
+
+def test_modules_and_parameters_stay_the_same_objects():
+    run_distributed(identity, 2)
+
+
+BAD_PLANS = {
+    "no blocks": ([{"pattern": "model.norm", "style": "exit"}], "has no 'blocks' rule"),
+    "nothing sharded": (models.rules()[:1], "the plan shards nothing"),
+    "outside": (
+        [*models.rules(), {"pattern": "model.head", "style": "column"}],
+        "'model.head' is planned but lies outside the blocks",
+    ),
+    "no attribute": (
+        [*models.rules(), {"pattern": "model.blocks.*.attn", "style": "set", "divide": ["heads"]}],
+        "'set' names 'heads', which CausalSelfAttention does not have",
+    ),
+    "not divisible": (
+        [*models.rules(), {"pattern": "model.blocks.*.attn", "style": "set", "divide": ["training"]}],
+        "can't be divided by tp=2",
+    ),
+    "segments": (
+        [*models.rules(), {"pattern": "model.blocks.*.attn.qkv", "style": "column", "segments": 5}],
+        "48 out-features do not divide into 5 equal segments",
+    ),
+    "segment sizes": (
+        [*models.rules(), {"pattern": "model.blocks.*.attn.qkv", "style": "column", "segments": [16, 16]}],
+        "segments .16, 16. sum to 32, the linear has 48",
+    ),
+    "units": (
+        [*models.rules(), {"pattern": "model.blocks.*.attn.qkv", "style": "column", "units": "heads"}],
+        "units='heads' is no whole-number attribute",
+    ),
+    "replace": (
+        [*models.rules(), {"pattern": "model.blocks.*.mlp.up", "style": "replace"}],
+        "'replace' knows nn.MultiheadAttention, and this is a Linear",
+    ),
+    "norm as row": (
+        [*models.rules(), {"pattern": "model.blocks.*.norm1", "style": "row"}],
+        "style 'row' takes an nn.Linear, and this is a torch.nn.modules.normalization.LayerNorm",
+    ),
+    "scatter": (
+        [*models.rules(), {"pattern": "model.norm", "style": "scatter"}],
+        "'scatter' names a block, and this is none",
+    ),
+}
+
+
+def refuse(rules, says) -> None:
+    model = models.GPT()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    text = str(model)
+    with pytest.raises(ValueError, match=says):
+        parallelize(model, [ShardingPlan.from_rules(rules)], groups())
+    assert str(model) == text
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    model.state_dict()
+
+
+def refuse_all() -> None:
+    for rules, says in BAD_PLANS.values():
+        refuse(rules, says)
+
+
+def test_a_plan_that_can_not_be_carried_out_leaves_the_model_untouched():
+    run_distributed(refuse_all, 2)
+
+
+def keyword_blocks() -> None:
+    """A block called by keyword, with the activation named by 'scatter', and an attention with a keyword gather."""
+    from byte_gpt import Block
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Block(16, 4)
+
+        def forward(self, position, *, hidden):
+            return self.inner(hidden) + 0 * position, position
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Named() for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x, _ = layer(torch.zeros(1), hidden=x)
+            return x
+
+    torch.manual_seed(0)
+    model = Stack().double()
+    x = torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True)
+    expected = model(x)
+    expected.pow(2).sum().backward()
+    grad, x.grad = x.grad.clone(), None
+    rules = [
+        {"pattern": "layers.*", "style": "blocks"},
+        {"pattern": "layers.*", "style": "scatter", "arg": "hidden"},
+        {"pattern": "layers.*.inner.{attn,mlp}", "style": "gather"},
+        {"pattern": "layers.*.inner.attn.qkv", "style": "column", "segments": 3, "units": "n_head"},
+        {"pattern": "layers.*.inner.attn.proj", "style": "row"},
+        {"pattern": "layers.*.inner.attn", "style": "set", "divide": ["n_head"]},
+        {"pattern": "layers.*.inner.mlp.up", "style": "column"},
+        {"pattern": "layers.*.inner.mlp.down", "style": "row"},
+    ]
+    parallelize(model, [ShardingPlan.from_rules(rules)], groups())
+    out = model(x)
+    out.pow(2).sum().backward()
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(x.grad, grad, rtol=1e-9, atol=1e-9)
+    unshard(model)
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+
+
+def test_arguments_by_keyword_and_tuple_outputs():
+    run_distributed(keyword_blocks, 2)
+
+
+class Scored(nn.Module):
+    """An MLP that reads scores of a wider type than its activations, as experts read a router's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x, scores):
+        assert (x.dtype, scores.dtype) == (torch.float32, torch.float64)
+        return self.down(self.up(x).relu() * scores.to(x.dtype))
+
+
+class ScoredBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.mlp = nn.LayerNorm(16), nn.Linear(16, 1), Scored()
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.mlp(h, self.gate(h).double().sigmoid())
+
+
+class ScoredStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ScoredBlock() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def arguments_of_two_types(sp: bool) -> None:
+    torch.manual_seed(0)
+    model = ScoredStack()
+    x = torch.randn(2, 7, 16, requires_grad=True)
+    expected = model(x)
+    expected.pow(2).sum().backward()
+    grad, x.grad = x.grad.clone(), None
+    rules = [
+        {"pattern": "layers.*", "style": "blocks"},
+        {"pattern": "layers.*.mlp", "style": "gather", "args": [0, 1]},
+        {"pattern": "layers.*.mlp.up", "style": "column"},
+        {"pattern": "layers.*.mlp.down", "style": "row"},
+    ]
+    parallelize(model, [ShardingPlan.from_rules(rules)], groups(), sp=sp)
+    out = model(x)
+    out.pow(2).sum().backward()
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad, grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_gathered_arguments_keep_their_types(sp):
+    run_distributed(arguments_of_two_types, 2, sp)
+
+
+class CountsElsewhere(CausalSelfAttention):
+    """Attention whose head count is a property of something that it holds."""
+
+    def __init__(self) -> None:
+        self.__dict__["sizes"] = types.SimpleNamespace()
+        super().__init__(16, 4)
+
+    @property
+    def n_head(self) -> int:
+        return self.sizes.heads
+
+    @n_head.setter
+    def n_head(self, value: int) -> None:
+        self.sizes.heads = value
+
+
+def set_a_property() -> None:
+    model = models.GPT(tied=False).double()
+    for block in model.model.blocks:
+        attention = CountsElsewhere().double()
+        attention.load_state_dict(block.attn.state_dict())
+        block.attn = attention
+    ids = torch.randint(0, 31, (2, 9))
+    expected = model.model(ids)
+    parallelize(model, [ShardingPlan.from_rules(models.rules())], groups())
+    assert {block.attn.sizes.heads for block in model.model.blocks} == {2}
+    torch.testing.assert_close(model.model(ids), expected, rtol=1e-9, atol=1e-9)
+    unshard(model)
+    assert {block.attn.sizes.heads for block in model.model.blocks} == {4}
+    torch.testing.assert_close(model.model(ids), expected, rtol=0, atol=0)
+
+
+def test_a_count_that_is_a_property_is_taken_back():
+    run_distributed(set_a_property, 2)
+
+
+def test_a_plan_is_read_without_process_groups_for_any_number_of_ranks():
+    assert not dist.is_initialized()
+    model = models.GPT(tied=False).model
+    (plan,) = resolve_plans("auto", model)
+    resolved = ResolvedPlan(model, [plan], size=4, sp=True)
+    layouts = {name: resolved.layout_of(name)[0] for name, _ in model.named_parameters()}
+    assert layouts["blocks.0.mlp.up.weight"].shard == Shard.by_segments(0, [64], [64], 4, "up")
+    assert layouts["blocks.0.norm1.weight"].reason is Reason.SEES_SHARDS
+    with pytest.raises(ValueError, match=r"do not divide by tp=512; use tp of 1, 2, 4"):
+        ResolvedPlan(model, [plan], size=512, sp=True)

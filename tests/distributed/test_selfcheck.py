@@ -1,0 +1,456 @@
+"""The proof before training: a right plan passes, and each way to spoil one is refused with the module and the ratio."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
+from lightning_seqpar.inference.examples import Example
+from lightning_seqpar.inference.infer import infer_plan
+from lightning_seqpar.inference.model_copy import Quiet
+from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.verify import self_check as selfcheck
+from lightning_seqpar.verify.self_check import self_check, worst_gradient
+from tests.helpers import models, zoo
+from tests.helpers.fit import fit, quiet_trainer
+
+CPU = torch.device("cpu")
+Rules = list[dict[str, Any]]
+
+
+def example() -> Example:
+    return Example("the test's batch", "training_step", ((models.tokens(count=4).tensors[0],), 0), {})
+
+
+def rules_of(kind: str, tp: int) -> Rules:
+    return [rule.dump() for rule in infer_plan(zoo.Zoo(kind), example(), tp).plan.rules]
+
+
+def verdicts(cases: list[tuple[str, Rules | None, bool]], tp: int) -> list[list[str]]:
+    groups = ParallelGroups(ProcessTopology.from_config(ParallelConfig(tp=tp), tp), torch.distributed.get_rank())
+    out = []
+    for kind, rules, sp in cases:
+        plan = ShardingPlan.from_rules(rules if rules is not None else rules_of(kind, tp))
+        found = self_check(zoo.Zoo(kind), [plan], groups, example(), sp=sp, regather=True, device=CPU)
+        out.append(found.wrong)
+    return out
+
+
+def all_told(cases: list[tuple[str, Rules | None, bool]], tp: int) -> list[str]:
+    """What the self-check says of each case; the same on every rank."""
+    answers = run_distributed(verdicts, tp, cases, tp)
+    assert all(answer == answers[0] for answer in answers)
+    return ["; ".join(answer) for answer in answers[0]]
+
+
+def told(kind: str, rules: Rules | None = None, tp: int = 2, sp: bool = True) -> str:
+    return all_told([(kind, rules, sp)], tp)[0]
+
+
+def without(style: str, inside: str = "") -> Callable[[Rules], Rules]:
+    def spoil(rules: Rules) -> Rules:
+        kept = [rule for rule in rules if rule["style"] != style or inside not in rule["pattern"]]
+        assert len(kept) < len(rules)
+        return kept
+
+    return spoil
+
+
+def changed(inside: str, style: str, **options: Any) -> Callable[[Rules], Rules]:
+    def spoil(rules: Rules) -> Rules:
+        hit = [rule for rule in rules if rule["style"] == style and inside in rule["pattern"]]
+        assert hit
+        return [{**rule, **options} if rule in hit else rule for rule in rules]
+
+    return spoil
+
+
+SPOILED = [
+    ("fused", changed("c_attn", "column", segments=1), "net.h.0.attn"),
+    ("fused_per_head", changed("c_attn", "column", segments=3), "net.h.0.attn"),
+    ("vision", changed("to_qkv", "column", segments=1), "net.blocks.0.attn"),
+    ("fused", changed("gate_up", "column", segments=1), "net.h.0.mlp"),
+    ("sequence_first", without("gather", "mlp"), "fc1"),
+    ("bert", without("gather", "attention"), "net.layer.0.attention"),
+    ("encoder_decoder", without("gather", "decoder.*.mlp"), "fc1"),
+    ("bias_table", without("local_heads"), "does not run"),
+    ("alibi", without("local_heads", "temperature"), "does not run"),
+    ("alibi", without("local_heads", "slopes"), "does not run"),
+    ("sequence_first", without("set"), "the first wrong output is that of net.blocks.0.attn"),
+    ("einsum", without("set"), "net.h.0.attn"),
+    ("gqa", without("set"), "does not run"),
+    ("full_norm", without("full_width", "q_norm"), "does not run"),
+    ("encoder_decoder", without("copy"), "cross"),
+    ("flat", changed("blocks", "blocks", dim=1), "dim 1 holds features"),
+]
+
+
+@pytest.fixture(scope="module")
+def said_of_spoiled() -> list[str]:
+    return all_told([(kind, spoil(rules_of(kind, 2)), True) for kind, spoil, _ in SPOILED], 2)
+
+
+@pytest.mark.parametrize("case", range(len(SPOILED)), ids=[f"{kind}-{at}" for at, (kind, _, _) in enumerate(SPOILED)])
+def test_a_spoiled_plan_is_refused(said_of_spoiled, case):
+    assert SPOILED[case][2] in said_of_spoiled[case]
+
+
+def test_encoder_states_that_are_gathered_though_they_are_whole():
+    rules = [rule for rule in rules_of("encoder_decoder", 2) if rule["style"] != "copy"]
+    rules = changed("cross", "gather", args=[0, 1])(rules)
+    assert "net.decoder.0.cross: its input has shape" in told("encoder_decoder", rules)
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_a_module_for_each_head_is_not_cut_short(sp):
+    """zip ends in silence when there are fewer heads than modules: rank 1 would use rank 0's."""
+    rules = changed("c_attn", "column", pattern="net.h.*.attn.qkv")(rules_of("fused", 2))
+    rules = [
+        {**rule, "pattern": rule["pattern"].replace("c_proj", "proj").replace("gate_up", "fc1").replace("down", "fc2")}
+        for rule in rules
+    ]
+    rules = [{**r, "divide": ["n_head"]} if r["style"] == "set" else r for r in rules]
+    rules = [{k: v for k, v in r.items() if k != "segments"} if "fc1" in r["pattern"] else r for r in rules]
+    said = told("head_list", rules, sp=sp)
+    assert "the first wrong output is that of net.h.0.attn" in said
+    assert "times as large as it should be" in said
+
+
+def test_right_plans_pass():
+    kinds = ["gqa_shared", "encoder_decoder", "distilled", "reused", "all_inline"]
+    assert set(all_told([(kind, None, sp) for kind in kinds for sp in (True, False)], 4)) == {""}
+
+
+class Mean(torch.autograd.Function):
+    """A product with a gain whose gradient is a mean over positions: over fewer of them where a rank has a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, gain)
+        return x * gain
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, gain = ctx.saved_tensors
+        return grad * gain, (grad * x).flatten(0, -2).sum(0) / x.shape[1]
+
+
+def with_means(norm: type) -> type:
+    class OfMeans(norm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            plain = (
+                torch.nn.functional.layer_norm if isinstance(self, torch.nn.LayerNorm) else torch.nn.functional.rms_norm
+            )
+            return Mean.apply(plain(x, x.shape[-1:]), self.weight)
+
+    return OfMeans
+
+
+def wrong_gradient(kind: str) -> list[str]:
+    """Norms whose gradients are wrong where the sequence is dealt out; nothing in the forward changes."""
+    groups = ParallelGroups(ProcessTopology.from_config(ParallelConfig(tp=2), 2), torch.distributed.get_rank())
+    model = zoo.Zoo(kind)
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm | zoo.RMSNorm):
+            module.__class__ = with_means(type(module))
+    plan = ShardingPlan.from_rules(rules_of(kind, 2))
+    return self_check(model, [plan], groups, example(), sp=True, regather=True, device=CPU).wrong
+
+
+@pytest.mark.parametrize("kind", ["einsum", "gqa", "encoder_decoder"])
+def test_a_wrong_gradient_behind_a_right_forward_is_seen(kind):
+    (said, _) = run_distributed(wrong_gradient, 2, kind)
+    assert len(said) == 1
+    assert "the gradient of net." in said[0]
+    assert "times as large as it should be" in said[0]
+
+
+def test_the_model_and_the_random_streams_stay_as_they_were():
+    told_same = run_distributed(_untouched, 2)
+    assert told_same == [True, True]
+
+
+def _untouched() -> bool:
+    groups = ParallelGroups(ProcessTopology.from_config(ParallelConfig(tp=2), 2), torch.distributed.get_rank())
+    model = zoo.Zoo("gqa")
+    plan = ShardingPlan.from_rules(rules_of("gqa", 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    self_check(model, [plan], groups, example(), sp=True, regather=True, device=CPU)
+    same = all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    return same and torch.equal(torch.rand(2), expected) and all(p.grad is None for p in model.parameters())
+
+
+# ---- what is remembered ----------------------------------------------------------------------------------------
+
+
+def proofs(folder: Path) -> list[dict[str, str]]:
+    return [json.loads(file.read_text()) for file in sorted(folder.rglob("*.json"))]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def run(cache: Path, kind: str, plan: Any = "auto") -> Any:
+    return run_distributed(fit_with_cache, 2, str(cache), kind, plan)[0]
+
+
+def fit_with_cache(cache: str, kind: str, plan: Any) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache)
+        return fit("Zoo", {"kind": kind}, world=2, strategy={"tp": 2, "plan": plan}, steps=1).losses
+
+
+def test_a_proof_is_remembered_once_for_each_model(cache):
+    first = run(cache, "fused")
+    assert len(proofs(cache)) == 1
+    assert run(cache, "fused") == first
+    assert len(proofs(cache)) == 1
+    # The same classes and shapes; a string tells them apart.
+    run(cache, "fused_per_head")
+    assert len(proofs(cache)) == 2
+
+
+def test_a_refused_plan_is_not_remembered(cache):
+    rules = without("set")(rules_of("einsum", 2))
+    for _ in range(2):
+        with pytest.raises(RankFailedError, match="self_check: with the plan"):
+            run(cache, "einsum", {"base": "none", "rules": rules})
+    assert proofs(cache) == []
+
+
+def test_a_plan_file_that_changes_is_proved_again(cache, tmp_path):
+    file = tmp_path / "plan.yaml"
+    rules = rules_of("einsum", 2)
+    file.write_text(ShardingPlan.from_rules(rules).to_yaml())
+    run(cache, "einsum", str(file))
+    assert len(proofs(cache)) == 1
+    file.write_text(ShardingPlan.from_rules(without("set")(rules)).to_yaml())
+    with pytest.raises(RankFailedError, match="self_check: with the plan"):
+        run(cache, "einsum", str(file))
+
+
+SWITCH = {"on": False}  # read by Global's forward, and told by no attribute
+
+
+class Global(zoo.Zoo):
+    """Mixes positions where a global says so."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (ids,) = batch
+        if SWITCH["on"]:
+            ids = ids.flip(1)
+        return super().training_step((ids,), batch_idx)
+
+
+def fit_switched(cache: str, on: bool) -> None:
+    SWITCH["on"] = on
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache)
+        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+        trainer.fit(Global("einsum"), models.loader(4))
+
+
+def test_a_proof_holds_for_the_numbers_that_it_was_made_with(cache):
+    for on in (False, True, False):
+        run_distributed(fit_switched, 2, str(cache), on)
+    assert len(proofs(cache)) == 2
+
+
+class SmallAndWrong(zoo.PreNorm):
+    """Computes in float32, and its branches are small beside what goes past them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln1(x.float()).to(x.dtype)) * 1e-4
+        return x + 1e-4 * self.mlp(self.ln2(x))
+
+
+zoo.EXTRA["small"] = lambda: SmallAndWrong(16, zoo.EinsumAttention(16, 4), zoo.FeedForward(16, 32), zoo.RMSNorm)
+
+
+def test_a_small_gradient_that_is_wrong_is_seen():
+    (said, _) = run_distributed(wrong_gradient, 2, "small")
+    assert "times as large as it should be" in said[0]
+    assert told("small") == ""
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_a_small_gradient_that_is_counted_twice_is_seen(narrow):
+    small = torch.full((3,), 1e-6 if narrow else 1e-10, dtype=torch.float64)
+    grads = {"large": torch.ones(4, dtype=torch.float64), "small": small}
+    assert worst_gradient(grads, grads, narrow=narrow) == (0.0, "")
+    _, where = worst_gradient(grads, {**grads, "small": 2 * small}, narrow=narrow)
+    assert where == "small"
+    sparse = {**grads, "large": grads["large"].to_sparse()}
+    assert worst_gradient(sparse, grads, narrow=narrow) == (0.0, "")
+    assert worst_gradient(sparse, {**sparse, "large": 2 * sparse["large"]}, narrow=narrow)[1] == "large"
+    noise = {**grads, "small": small * (1 + 1e-3)}
+    assert worst_gradient(grads, noise, narrow=narrow) == (0.0, "")
+
+
+# ---- examples --------------------------------------------------------------------------------------------------
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Can be read once."""
+
+    def __init__(self) -> None:
+        self.left = iter(models.tokens(count=32))
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.left)
+
+
+class WithExample(zoo.Zoo):
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.example_input_array = torch.randint(31, (2, 9))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.net(ids)
+
+
+class Transfers(zoo.Zoo):
+    """Makes tokens of what the loader gives, on the way to the device."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return (batch[0].long(),)
+
+
+def fit_transferred() -> int:
+    ids = models.tokens(count=16).tensors[0].to(torch.uint8)
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=2)
+    trainer.fit(Transfers("einsum"), DataLoader(TensorDataset(ids), batch_size=4))
+    return trainer.global_step
+
+
+def test_a_peeked_batch_goes_through_the_transfer_hooks():
+    assert run_distributed(fit_transferred, 2) == [2, 2]
+
+
+class NeedsTrainer(zoo.Zoo):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) / self.trainer.callbacks[0].scale
+
+
+def fit_stream(model: type[L.LightningModule], **strategy: Any) -> int:
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, **strategy), max_steps=2)
+    trainer.fit(model("einsum"), DataLoader(Stream(), batch_size=8))
+    return trainer.global_step
+
+
+def test_a_stream_asks_for_an_example():
+    with pytest.raises(RankFailedError, match="is a stream that can be read once only; set example_input_array"):
+        run_distributed(fit_stream, 2, zoo.Zoo)
+    assert run_distributed(fit_stream, 2, WithExample) == [2, 2]
+
+
+class WithDummies(zoo.Zoo):
+    """As models of Hugging Face, it offers an input of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.net.dummy_inputs = {"ids": torch.arange(18).view(2, 9)}
+
+
+def test_a_models_own_dummy_inputs_will_do():
+    assert run_distributed(fit_stream, 2, WithDummies) == [2, 2]
+
+
+def fit_counted() -> tuple[int, torch.Tensor]:
+    """How often the loader's samples were read, and what was drawn."""
+    L.seed_everything(3, verbose=False)
+    data = Counted()
+    model = zoo.Zoo("einsum")
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True))
+    return data.read, torch.rand(2)
+
+
+class Counted(TensorDataset):
+    read = 0
+
+    def __init__(self) -> None:
+        super().__init__(models.tokens(count=8).tensors[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read += 1
+        return super().__getitem__(index)
+
+
+def test_a_batch_is_peeked_on_the_first_rank_and_leaves_the_streams(cache):
+    (first, drawn), (other, same) = run_distributed(fit_counted, 2)
+    assert (first, other) == (8, 4)
+    assert torch.equal(drawn, same)
+
+
+def fail_on_a_shard_of_rank_1(module: torch.nn.Module, args: Any) -> None:
+    if torch.distributed.get_rank() == 1 and args[0].shape[1] < 10:
+        raise RuntimeError("mine alone")
+
+
+def check_with_one_that_fails(everywhere: bool) -> list[str]:
+    selfcheck.GRACE = timedelta(seconds=600 if everywhere else 2)
+    groups = ParallelGroups(ProcessTopology.from_config(ParallelConfig(tp=2), 2), torch.distributed.get_rank())
+    model = zoo.Zoo("gqa")
+    plan = infer_plan(model, example(), 2).plan
+    hook = fail_on_shards if everywhere else fail_on_a_shard_of_rank_1
+    model.get_submodule("net.h.1.attn").register_forward_pre_hook(hook)
+    return self_check(model, [plan], groups, example(), sp=True, regather=True, device=CPU).wrong
+
+
+def fail_on_shards(module: torch.nn.Module, args: Any) -> None:
+    if args[0].shape[1] < 10:
+        raise RuntimeError("on every rank")
+
+
+def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
+    with pytest.raises(RankFailedError) as caught:
+        run_distributed(check_with_one_that_fails, 2, False)
+    said = r"rank 1, which raised RuntimeError: mine alone, while other ranks \(0\) go on and wait for it"
+    assert re.search(
+        rf"--- rank 1: FailedAloneError: self_check: the sharded model does not run on {said}", str(caught.value)
+    )
+
+
+def test_ranks_that_all_fail_say_so_together():
+    assert run_distributed(check_with_one_that_fails, 2, True) == [["it does not run: RuntimeError: on every rank"]] * 2
+
+
+def test_a_step_that_needs_the_trainer_says_so():
+    with pytest.raises(RankFailedError, match=r"the step uses self\.trainer\.callbacks"):
+        run_distributed(fit_needing, 2)
+
+
+def fit_needing() -> None:
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    trainer.fit(NeedsTrainer("einsum"), models.loader(4, count=8))
+
+
+def test_what_a_forward_gives_is_weighed_where_draws_are_kept_quiet():
+    """Weights that were drawn would be zeros there, and every gradient of the check with them."""
+    out = torch.ones(3, 4, requires_grad=True)
+    given, forward = torch.nn.Identity(), Example("the test's input", "forward", (out,), {})
+    with Quiet(draws=False):
+        loss = forward.run(given)
+    loss.backward()
+    assert out.grad.abs().min() > 0
+    assert len(out.grad.unique()) == 12
+    assert torch.equal(loss, forward.run(given))

@@ -1,0 +1,197 @@
+"""LoRA on column and row linears: equal to one process; variants of it are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
+from lightning_seqpar.layout.adapters import is_adapted
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import Trace, compare
+from tests.helpers import zoo
+from tests.helpers.adapted import Adapted
+from tests.helpers.families import HuggingFace, build
+from tests.helpers.fit import fit, quiet_trainer
+from tests.helpers.models import loader
+
+LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "columns": {"family": "llama", "targets": ["q_proj", "v_proj"]},
+    "rows": {"family": "llama", "targets": ["o_proj", "down_proj"]},
+    "all": {"family": "llama", "targets": LLAMA},
+    "some layers": {"family": "llama", "targets": LLAMA, "layers_to_transform": [1]},
+    "fused": {"family": "gpt2", "targets": ["c_attn", "c_proj", "c_fc"]},
+    "with biases": {"family": "gpt2", "targets": ["c_attn", "c_proj"], "bias": "lora_only"},
+}
+
+
+def fit_adapted(strategy: dict[str, Any], cases: dict[str, dict[str, Any]]) -> dict[str, Trace | str]:
+    found: dict[str, Trace | str] = {}
+    for name, args in cases.items():
+        try:
+            world = torch.distributed.get_world_size()
+            found[name] = fit("Adapted", args, world=world, strategy=strategy, steps=2, length=9)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [
+        (2, {"tp": 2}),
+        (2, {"tp": 2, "sp": False}),
+        pytest.param(4, {"tp": 4}, marks=pytest.mark.matrix),
+        (4, {"tp": 2}),
+        (2, {"tp": 2, "plan": "infer"}),
+    ],
+    ids=["tp2", "tp2-no-sp", "tp4", "dp2-tp2", "tp2-infer"],
+)
+def test_lora_trains_like_one_process(world, strategy):
+    cases = CASES if world == 2 else {name: CASES[name] for name in ("all", "fused")}
+    for name, got in run_distributed(fit_adapted, world, strategy, cases)[0].items():
+        assert isinstance(got, Trace), f"{name}: {got}"
+        compare(fit("Adapted", CASES[name], steps=2, length=9), got).raise_if_failed()
+
+
+def test_the_plan_names_the_half_that_meets_the_shards():
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=4, target_modules=LLAMA))
+    styles = {row.module.split("layers.*.")[-1]: row.style for row in describe(model, ParallelConfig(tp=2)).rows}
+    assert styles["self_attn.q_proj.base_layer"] == styles["self_attn.q_proj.lora_B.default"] == "column"
+    assert styles["self_attn.q_proj.lora_A.default"] == "on shards"
+    assert styles["self_attn.o_proj.base_layer"] == styles["self_attn.o_proj.lora_A.default"] == "row"
+    assert styles["self_attn.o_proj.lora_B.default"] == "on shards"
+
+
+@pytest.mark.parametrize(("options", "plain"), [({}, True), ({"use_rslora": True}, True), ({"use_dora": True}, False)])
+def test_an_adapter_with_parameters_of_its_own_is_no_plain_one(options, plain):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], **options)
+    model = peft.get_peft_model(build("llama"), config)
+    assert is_adapted(model.base_model.model.model.layers[0].self_attn.q_proj) is plain
+
+
+def test_variants_are_not_taken_for_it():
+    """DoRA scales by a norm over the whole weight: right where it is left whole, or refused."""
+    case = {"dora": {"family": "llama", "targets": ["q_proj", "o_proj"], "use_dora": True}}
+    for got in run_distributed(fit_adapted, 2, {"tp": 2}, case):
+        if isinstance(got["dora"], Trace):
+            compare(fit("Adapted", case["dora"], steps=2, length=9), got["dora"]).raise_if_failed()
+        else:
+            assert "plan=" in got["dora"]
+
+
+class Dropping(Adapted):
+    """Notes what the adapters drop out."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__("llama", ["q_proj", "o_proj"])
+        self.masks: dict[str, Tensor] = {}
+        for name, module in self.model.named_modules():
+            if name.endswith("lora_dropout"):
+                module["default"] = nn.Dropout(0.5)
+                module["default"].register_forward_hook(self.note(name))
+
+    def note(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: Tensor) -> None:
+            self.masks.setdefault(name, out.detach() == 0)
+
+        return hook
+
+
+def masks(sp: bool) -> dict[str, Tensor]:
+    model = Dropping()
+    strategy = SeqParallelStrategy(tp=2, sp=sp, self_check=False)
+    quiet_trainer(devices=2, strategy=strategy, max_steps=1).fit(model, loader(4, length=8, count=4))
+    return model.masks
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_adapters_drop_out_whole_inputs_alike_and_own_features_apart(sp):
+    one, other = run_distributed(masks, 2, sp)
+    assert one.keys() == other.keys()
+    for name, mask in one.items():
+        assert 0.3 < float(mask.double().mean()) < 0.7
+        assert torch.equal(mask, other[name]) is ("q_proj" in name), name
+
+
+class Later(Adapted):
+    """Gets a second adapter while it trains."""
+
+    def __init__(self, targets: list[str]) -> None:
+        super().__init__("llama", ["q_proj"])
+        self.targets = targets
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.model.add_adapter("second", peft.LoraConfig(r=4, target_modules=self.targets))
+            self.model.set_adapter("second")
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    self.trainer.optimizers[0].add_param_group({"params": [parameter]})
+
+
+class OtherKind(HuggingFace):
+    """An adapter that is not plain LoRA on linears."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("llama" if kind != "experts" else "mixtral", "model")
+        config: Any = {
+            "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+            "ia3": peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+            "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+            "experts": peft.LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"]),
+            "activated": peft.LoraConfig(
+                task_type="CAUSAL_LM", target_modules=["o_proj"], alora_invocation_tokens=[1], init_lora_weights=False
+            ),
+        }[kind]
+        self.model = peft.get_peft_model(self.model, config)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+zoo.OtherKind = OtherKind
+
+
+def fit_other(kinds: list[str]) -> list[Trace]:
+    return [fit("OtherKind", {"kind": kind}, world=2, strategy={"tp": 2}, steps=2, length=9) for kind in kinds]
+
+
+def test_prompt_tuning_and_ia3_train_like_one_process():
+    kinds = ["prompt", "ia3"]
+    for kind, got in zip(kinds, run_distributed(fit_other, 2, kinds)[0], strict=True):
+        assert got.grad_norm > 0
+        compare(fit("OtherKind", {"kind": kind}, steps=2, length=9), got).raise_if_failed()
+
+
+def refusals(cases: dict[str, tuple[type, Any]]) -> dict[str, str]:
+    told = {}
+    for name, (kind, arg) in cases.items():
+        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=2)
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            trainer.fit(kind(arg).double(), loader(4, length=9))
+        told[name] = str(caught.value)
+    return told
+
+
+def test_what_is_known_not_to_fit_shards_is_told():
+    cases = {
+        "prefix": (OtherKind, "prefix"),
+        "experts": (OtherKind, "experts"),
+        "activated": (OtherKind, "activated"),
+        "on a sharded linear": (Later, ["q_proj"]),
+        "on a whole linear": (Later, ["lm_head"]),
+    }
+    told = run_distributed(refusals, 2, cases)[0]
+    assert "prefix tuning gives every block keys and values of all heads" in told["prefix"]
+    assert "LoRA on target_parameters" in told["experts"]
+    assert "activated LoRA picks tokens by their place in the whole sequence; set sp=False" in told["activated"]
+    assert "q_proj.lora_A.second.weight: this parameter came after the model was sharded" in told["on a sharded linear"]
+    assert "lm_head.lora_A.second.weight: this parameter came after" in told["on a whole linear"]

@@ -1,0 +1,220 @@
+"""Checkpoints of any topology and form, of plain Lightning and of DDP, resumed at any other."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.checkpoint.convert import open_source, write_checkpoint
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import FLOAT64_TOLERANCE, ParityRecorder, Trace
+from tests.helpers import models
+from tests.helpers.checkpoints import FORMS, Counting, Two, same, whole
+from tests.helpers.fit import quiet_trainer
+
+BATCHES = 3  # of an epoch; saved behind it, and resumed for another
+OPTIMIZERS = ("adamw", "sgd", "several")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A way to train: ``kind`` is ours or a strategy of Lightning's."""
+
+    world: int
+    tp: int
+    form: str
+    kind: str = "ours"
+
+    def __str__(self) -> str:
+        return self.kind if self.kind != "ours" else f"tp{self.tp}-dp{self.world // self.tp}-{self.form}"
+
+
+SIZES = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
+PLACES = {
+    str(place): place
+    for place in (
+        Place(1, 1, "single", "plain"),
+        Place(2, 1, "single", "ddp"),
+        *(Place(world, tp, form) for world, tp in SIZES for form in ("single", "sharded")),
+        Place(4, 2, "async"),
+    )
+}
+
+
+class Several(models.GPT):
+    """Two optimizers of two kinds with a scheduler each, one of them with two param groups."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer, scheduler in zip(self.optimizers(), self.lr_schedulers(), strict=True):
+            optimizer.step()
+            scheduler.step()
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        blocks = list(self.model.blocks.parameters())
+        inside = {id(p) for p in blocks}
+        rest = [p for p in self.parameters() if id(p) not in inside]
+        wide, narrow = ([p for p in rest if (p.ndim > 1) is wide] for wide in (True, False))
+        both = [
+            torch.optim.AdamW(blocks, lr=0.02, weight_decay=0.1),
+            torch.optim.SGD([{"params": wide, "momentum": 0.9}, {"params": narrow, "lr": 0.02}], lr=0.05),
+        ]
+        return both, [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in both]
+
+
+class SaveAtStart(Callback):
+    """Saves what was restored, before anything is trained."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if self.path is not None:
+            trainer.save_checkpoint(self.path)
+
+
+@dataclass
+class Job:
+    """One run: from the start, or from a checkpoint that is saved again as it was restored."""
+
+    place: Place
+    optimizer: str
+    epochs: int
+    ckpt: str | None = None
+    again: str | None = None
+    save: str | None = None
+
+
+def run(job: Job) -> tuple[Trace, Any]:
+    place, each = job.place, 2 if job.optimizer == "several" else 1  # Lightning counts the steps of every optimizer
+    ours = SeqParallelStrategy(tp=place.tp, checkpoint=FORMS[place.form], self_check=False)
+    recorder, counting = ParityRecorder(), Counting()
+    callbacks: list[Callback] = [recorder, counting, SaveAtStart(job.again)]
+    if job.save is not None:
+        path, every = Path(job.save), BATCHES * each
+        callbacks.append(ModelCheckpoint(path.parent, filename=path.stem, every_n_train_steps=every, save_top_k=-1))
+    trainer = quiet_trainer(
+        devices=place.world,
+        strategy={"ours": ours, "plain": "auto", "ddp": "ddp"}[place.kind],
+        max_steps=BATCHES * each * job.epochs,
+        callbacks=callbacks,
+        enable_checkpointing=job.save is not None,
+        use_distributed_sampler=place.kind == "ours",
+    )
+    module = (Several() if job.optimizer == "several" else Two(optimizer=job.optimizer)).double()
+    if place.kind == "ddp" and job.optimizer != "several":
+        module.model.norm.weight.requires_grad_(False)  # before configure_optimizers does: DDP has counted it by then
+    data = models.loader(8 * place.tp // place.world, count=8 * BATCHES)
+    if place.kind == "ddp":  # Lightning's own sampler would shuffle
+        data = DataLoader(data.dataset, 4, sampler=DistributedSampler(data.dataset, shuffle=False))
+    trainer.fit(module, data, ckpt_path=job.ckpt)
+    return recorder.trace, counting.seen
+
+
+def run_all(jobs: list[Job]) -> list[tuple[Trace, Any]]:
+    """The jobs of one world, in turn."""
+    return [run(job) for job in jobs]
+
+
+def launch(jobs: list[Job]) -> list[tuple[Trace, Any]]:
+    """What the first rank saw of each."""
+    found: dict[int, tuple[Trace, Any]] = {}
+    for world in sorted({job.place.world for job in jobs}):
+        chosen = [at for at, job in enumerate(jobs) if job.place.world == world]
+        results = run_distributed(run_all, world, [jobs[at] for at in chosen], timeout=1200)[0]
+        found.update(zip(chosen, results, strict=True))
+    return [found[at] for at in range(len(jobs))]
+
+
+@functools.cache
+def uninterrupted(optimizer: str) -> tuple[Trace, Any]:
+    return launch([Job(PLACES["plain"], optimizer, epochs=2)])[0]
+
+
+@functools.cache
+def started(sources: tuple[tuple[str, str], ...]) -> tempfile.TemporaryDirectory[str]:
+    """A checkpoint of each place and optimizer."""
+    place = tempfile.TemporaryDirectory()
+    launch([Job(PLACES[name], kind, epochs=1, save=f"{place.name}/{name}-{kind}.ckpt") for name, kind in sources])
+    return place
+
+
+@functools.cache
+def resumed(target: str, sources: tuple[tuple[str, str], ...]) -> tuple[str, dict[tuple[str, str], tuple[Trace, Any]]]:
+    """Every source's checkpoint, restored at one place, saved and trained further."""
+    folder = started(sources).name
+    jobs = []
+    for name, kind in sources:
+        ckpt, again = Path(f"{folder}/{name}-{kind}.ckpt"), f"{folder}/{name}-{kind}-at-{target}.ckpt"
+        if PLACES[target].kind != "ours" and ckpt.is_dir():  # what plain Lightning can't read is converted
+            one = ckpt.with_suffix(".one")
+            if not one.exists():
+                write_checkpoint(open_source(ckpt), one, "single")
+            ckpt = one
+        jobs.append(Job(PLACES[target], kind, 2, str(ckpt), again))
+    return folder, dict(zip(sources, launch(jobs), strict=True))
+
+
+def check(source: str, target: str, optimizer: str, sources: tuple[tuple[str, str], ...]) -> None:
+    """Bitwise after a round trip; and training goes on as if nothing had happened."""
+    folder, runs = resumed(target, sources)
+    a = whole(f"{folder}/{source}-{optimizer}.ckpt")
+    b = whole(f"{folder}/{source}-{optimizer}-at-{target}.ckpt")
+    assert a["global_step"] == BATCHES * (2 if optimizer == "several" else 1)
+    assert len(a["optimizer_states"]) == len(a["lr_schedulers"]) == (2 if optimizer == "several" else 1)
+    assert any(entry for one in a["optimizer_states"] for entry in one["state"].values())
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
+        assert same(a[part], b[part]), part
+    assert list(a["state_dict"]) == list(b["state_dict"])
+    assert same(a["callbacks"]["Counting"], b["callbacks"]["Counting"])
+    trace, seen = runs[source, optimizer]
+    expected, counted = uninterrupted(optimizer)
+    assert trace.losses == pytest.approx(expected.losses[BATCHES:], rel=FLOAT64_TOLERANCE)
+    assert trace.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(trace.weights[name], weight, rtol=0, atol=FLOAT64_TOLERANCE)
+    assert torch.equal(seen, counted)
+
+
+SLICE = (
+    ("tp2-dp2-sharded", "tp4-dp1-sharded", "adamw"),
+    ("tp4-dp1-sharded", "tp1-dp2-single", "several"),
+    ("tp2-dp1-sharded", "tp2-dp2-async", "sgd"),
+    ("tp1-dp1-single", "tp4-dp1-sharded", "adamw"),
+    ("tp2-dp2-single", "plain", "several"),
+    ("plain", "tp2-dp2-sharded", "adamw"),
+    ("ddp", "tp2-dp1-single", "sgd"),
+    ("tp2-dp2-async", "ddp", "adamw"),
+)
+
+
+@pytest.mark.parametrize(("source", "target", "optimizer"), SLICE)
+def test_any_to_any(source, target, optimizer):
+    """A slice of the matrix."""
+    check(source, target, optimizer, ((source, optimizer),))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("source", PLACES)
+@pytest.mark.parametrize("target", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in PLACES])
+def test_from_every_place_to_every_other(source, target, optimizer):
+    """All of it."""
+    check(source, target, optimizer, tuple((name, kind) for name in PLACES for kind in OPTIMIZERS))

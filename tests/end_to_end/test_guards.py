@@ -1,0 +1,961 @@
+"""What can't be done right is refused with a sentence, on every rank."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from byte_gpt import ByteGPT
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_seqpar import SeqParallelStrategy, unshard
+from lightning_seqpar.parallel.apply import record_of
+from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.verify.guards import ELEMENTWISE_OPTIMIZERS, refuse_callbacks
+from lightning_seqpar.verify.parity import ParityRecorder
+from tests.helpers import models, zoo
+from tests.helpers.fit import quiet_trainer
+
+
+class L2(models.GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 1e-3 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+class QuietL2(models.GPT):
+    """Touches one sharded weight with a sum that happens to be no part of the loss's value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = self.model.blocks[0].mlp.up.weight
+        return super().training_step(batch, batch_idx) + (weight - weight.detach()).sum()
+
+
+class OtherBatch(models.GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0].roll(dist.get_rank(), 1),), batch_idx)
+
+
+class UserClip(models.GPT):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+
+
+class SharedInside(models.GPT):
+    """A norm from outside the blocks is used between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model = self.model
+        model.extra = nn.LayerNorm(16)
+        model.forward = self._forward
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        model = self.model
+        x = model.extra(model.tokens(tokens) + model.positions(torch.arange(tokens.shape[1])))
+        for block in model.blocks:
+            x = model.extra(block(x))
+        return model.head(model.norm(x))
+
+
+class CalledOutside(SharedInside):
+    """A block's norm is used on whole activations."""
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        model = self.model
+        x = model.blocks[0].norm1(model.tokens(tokens))
+        for block in model.blocks:
+            x = block(x)
+        return model.head(model.norm(x))
+
+
+class ReplacesParameter(models.GPT):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            norm = self.model.blocks[0].norm1
+            norm.weight = nn.Parameter(norm.weight.detach().clone())
+
+
+class WritesGradient(models.GPT):
+    """From the second step on a gain's gradient is written beside autograd, as some fused kernels do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        gain = self.model.blocks[0].norm1.weight
+        gain.requires_grad_(batch_idx == 0)
+        loss = super().training_step(batch, batch_idx)
+        gain.requires_grad_(True)
+        if batch_idx > 0:
+            loss.register_hook(lambda grad: setattr(gain, "grad", torch.ones_like(gain)))
+        return loss
+
+
+class Momentum(torch.optim.SGD):
+    """A user's own optimizer: nobody knows what its step does."""
+
+
+class OddOptimizer(models.GPT):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters()) if self.optimizer == "lbfgs" else Momentum(self.parameters(), 0.1)
+
+
+class Broken(models.GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        model, tokens = self.model, batch[0]
+        x = model.tokens(tokens)
+        x = model.blocks[0](x)
+        x = model.blocks[1](torch.cat([x, x], 1))
+        return model.head(model.norm(x)).sum()
+
+
+class Unclosed(models.GPT):
+    """Skips the module at which the region ends."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        model, tokens = self.model, batch[0]
+        return F.cross_entropy(model.head(model.blocks[0](model.tokens(tokens)))[:, -1], tokens[:, -1])
+
+
+class BatchNormed(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[0].bn = nn.BatchNorm1d(16)
+
+
+class Tied(models.GPT):
+    """A norm inside the blocks is the norm at the end, outside (the exit is the last block)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.norm.weight = self.model.blocks[0].norm1.weight
+
+
+class QuantLinear(nn.Linear):
+    pass
+
+
+class Quantised(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[0].mlp.up = QuantLinear(16, 64)
+
+
+def train(module: str, strategy: dict[str, Any], **kwargs: Any) -> None:
+    L.seed_everything(1, verbose=False)
+    options = {"max_steps": 20, **kwargs}
+    trainer = quiet_trainer(
+        devices=dist.get_world_size(),
+        strategy=SeqParallelStrategy(**{"tp": 2, "self_check": False, **strategy}),
+        **options,
+    )
+    made = globals()[module]() if module in globals() else getattr(models, module)()
+    if module == "OddOptimizer" and strategy.get("check_every"):
+        made.optimizer = "lbfgs"
+    trainer.fit(made, models.loader(4, count=96))
+
+
+class NormInLoss(models.GPT):
+    """Touches a parameter that every rank holds whole, but whose gradient comes in parts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 1e-2 * self.model.blocks[0].norm1.weight.abs().sum()
+
+
+class HookedNorm(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[0].norm1.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+
+
+class LateClip(models.GPT):
+    """Clips with torch's own function, but only at a step that no schedule expects."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.trainer.global_step == 18:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+
+
+class FreeWeightInLoss(zoo.Zoo):
+    """Its linears are Conv1D: the model's own code may read their weights, but not the loss."""
+
+    def __init__(self) -> None:
+        super().__init__("configured")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 1e-9 * self.net.h[0].attn.c_attn.weight.norm()
+
+
+class LateNormInLoss(NormInLoss):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (super() if batch_idx == 17 else super(NormInLoss, self)).training_step(batch, batch_idx)
+
+
+class LateClipBehindBackward(models.GPT):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.global_step == 18:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+
+
+class ClipByCallback(L.Callback):
+    def on_after_backward(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.global_step == 18:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+
+
+class LateClipByCallback(models.GPT):
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [ClipByCallback()]
+
+
+class LateInit(models.GPT):
+    def on_fit_start(self) -> None:
+        nn.init.normal_(self.model.blocks[0].mlp.up.weight)
+
+
+class HiddenOptimizer(models.GPT):
+    """Steps an optimizer that Lightning has never seen."""
+
+    def on_fit_start(self) -> None:
+        self.hidden = torch.optim.SGD(self.model.blocks[0].norm1.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        norm = {id(p) for p in self.model.blocks[0].norm1.parameters()}
+        return torch.optim.SGD([p for p in self.parameters() if id(p) not in norm], lr=0.1)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.hidden.step()
+        self.hidden.zero_grad()
+
+
+class HiddenMuon(HiddenOptimizer):
+    """And one that mixes a weight's elements, of which a rank has a part."""
+
+    def on_fit_start(self) -> None:
+        self.hidden = torch.optim.Muon([self.model.blocks[0].mlp.up.weight], lr=0.1)
+
+
+class LateMuon(models.GPT):
+    """Another optimizer from the second batch on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.trainer.optimizers = [torch.optim.Muon([self.model.blocks[0].mlp.up.weight], lr=0.1)]
+
+
+class CopiesForItsOptimizer(models.GPT):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.average = [copy.deepcopy(self.model)]
+        return super().configure_optimizers()
+
+
+class RunsForItsOptimizer(models.GPT):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.model(torch.zeros(1, 8, dtype=torch.long))
+        return super().configure_optimizers()
+
+
+class LooseParameter(models.GPT):
+    """Norms whose scale is in no module, but in the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.model.blocks:
+            block.norm1 = LooseNorm(block.norm1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.parameters(), *(block.norm1.scale[0] for block in self.model.blocks)], lr=0.2)
+
+
+class LooseNorm(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.scale = norm, [nn.Parameter(torch.ones(16, dtype=norm.weight.dtype))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) * self.scale[0]
+
+
+class OtherValidation(models.Watched):
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(models.tokens(seed=dist.get_rank()), batch_size=4)
+
+
+class CrossAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head = 4
+        self.q, self.k, self.v, self.proj = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, self.n_head, -1).transpose(1, 2) for t in (self.q(x), self.k(memory), self.v(memory)))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, -1))
+
+
+class CrossBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(16), CrossAttention()
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return x + self.attn(self.norm(x), memory)
+
+
+class CrossModel(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+        self.blocks = nn.ModuleList(CrossBlock() for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = batch[0]
+        x, memory = self.embed(tokens), self.embed(tokens.flip(1))
+        for block in self.blocks:
+            x = block(x, memory)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+CROSS = [
+    {"pattern": "blocks.*", "style": "blocks"},
+    {"pattern": "blocks.*.attn", "style": "gather"},
+    {"pattern": "blocks.*.attn.{q,k,v}", "style": "column", "units": "n_head"},
+    {"pattern": "blocks.*.attn.proj", "style": "row", "units": "n_head"},
+    {"pattern": "blocks.*.attn", "style": "set", "divide": ["n_head"]},
+]
+
+
+class ResidualMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class ResidualInside(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+        self.blocks = nn.ModuleList(ResidualMLP() for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[0].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+RESIDUAL = [
+    {"pattern": "blocks.*", "style": "blocks"},
+    {"pattern": "blocks.*", "style": "gather"},
+    {"pattern": "blocks.*.up", "style": "column"},
+    {"pattern": "blocks.*.down", "style": "row"},
+]
+
+
+NAMED = {"plan": "byte_gpt"}
+CROSS_PLAN = {"base": "none", "rules": CROSS}
+RESIDUAL_PLAN = {"base": "none", "rules": RESIDUAL}
+CASES = {
+    "L2 in the loss": ("L2", {}, r"the loss differs across the tensor-parallel ranks|reads it past its layer"),
+    "a weight in the loss": (
+        "QuietL2",
+        {},
+        r"mlp.up.weight: it is sharded, and \w+ in the loss reads it past its layer",
+    ),
+    "a weight that the model's own code reads in the loss": (
+        "FreeWeightInLoss",
+        {},
+        r"c_attn.weight: it is sharded, and \w+ reads it outside the sequence region, where it sees a part",
+    ),
+    "another batch": (
+        "OtherBatch",
+        {},
+        r"read different training batches|the loss differs across the tensor-parallel ranks of one replica: \d",
+    ),
+    "torch's own clipping": (
+        "UserClip",
+        {},
+        r"every rank holds it whole, but .* clipped by torch.nn.utils.clip_grad_norm_",
+    ),
+    "outside norm used inside": (
+        "SharedInside",
+        {"plan": models.plan()},
+        r"model.extra.\w+: every rank holds it whole, but",
+    ),
+    "block norm used outside": (
+        "CalledOutside",
+        {"plan": models.plan()},
+        r"norm1: called outside the sequence region of model",
+    ),
+    "parameter replaced": ("ReplacesParameter", {}, r"norm1.weight: the model holds another parameter than the one"),
+    "gradient written by hand": (
+        "WritesGradient",
+        {},
+        r"blocks.0.norm1.weight: a gradient arrived but the hook .* did not fire",
+    ),
+    "unknown optimizer": (
+        "OddOptimizer",
+        {},
+        r"test_guards.Momentum with tp=2: it is not known to update each element by itself",
+    ),
+    "LBFGS": ("OddOptimizer", {"check_every": 1}, r"LBFGS with tp=2"),
+    "sequence changes": (
+        "Broken",
+        {},
+        r"model.blocks.1: its input has shape .* a shard has 5 of 10 positions at dim 1",
+    ),
+    "region never left": ("Unclosed", {}, r"entered the sequence region of model but ended before the region did"),
+    "batch norm": ("BatchNormed", {"plan": models.plan()}, r"model.blocks.0.bn: a BatchNorm1d mixes positions"),
+    "tied across the region": (
+        "Tied",
+        {"plan": models.plan(exit_at=None)},
+        r"are one tied parameter, used both inside and outside",
+    ),
+    "linear subclass": (
+        "Quantised",
+        {"plan": models.plan()},
+        r"mlp.up: style 'column' takes an nn.Linear, and this is .*QuantLinear",
+    ),
+    "a norm in the loss": ("NormInLoss", {}, r"norm1.weight: AbsBackward0 reads it outside the sequence region"),
+    "a user's hook on a norm": ("HookedNorm", {}, r"norm1.weight: it has a gradient hook of yours"),
+    "torch's clipping, late": ("LateClip", {}, r"clipped by torch.nn.utils.clip_grad_norm_"),
+    "torch's clipping in a hook, late": ("LateClipBehindBackward", {}, r"clipped by torch.nn.utils.clip_grad_norm_"),
+    "torch's clipping in a callback, late": ("LateClipByCallback", {}, r"clipped by torch.nn.utils.clip_grad_norm_"),
+    "a norm in the loss, late": (
+        "LateNormInLoss",
+        {},
+        r"norm1.weight: AbsBackward0 reads it outside the sequence region",
+    ),
+    "weights initialised late": ("LateInit", {}, r"mlp.up.weight: changed in place after the model was sharded"),
+    "an unknown optimizer steps": (
+        "HiddenOptimizer",
+        {},
+        r"norm1.weight: it was updated before its gradient was summed",
+    ),
+    "an unknown optimizer that mixes elements steps": (
+        "HiddenMuon",
+        {},
+        r"torch.optim.\w*.?Muon with tp=2: it is not known",
+    ),
+    "an optimizer that comes later": ("LateMuon", {}, r"torch.optim.\w*.?Muon with tp=2: it is not known"),
+    "a copy in configure_optimizers": (
+        "CopiesForItsOptimizer",
+        {},
+        r"configure_optimizers runs or copies a \w+ whose weights",
+    ),
+    "a run in configure_optimizers": (
+        "RunsForItsOptimizer",
+        {},
+        r"configure_optimizers runs or copies a \w+ whose weights",
+    ),
+    "a parameter of no module": (
+        "LooseParameter",
+        {},
+        r"a parameter of shape \[16\] that is none of the model's \(register it in its module\): every rank holds it whole, but",
+    ),
+    "validation data by rank": ("OtherValidation", NAMED, r"read different validation batches \(checksums"),
+    "memory not gathered": (
+        "CrossModel",
+        {"plan": CROSS_PLAN},
+        r"attn.k: its input depends on a whole activation that was not",
+    ),
+    "residual in the module": (
+        "ResidualInside",
+        {"plan": RESIDUAL_PLAN, "sp": False},
+        r"blocks.0: what it makes of its gathered input reaches the output of blocks.0 past the row",
+    ),
+    "no such family": ("GPT", {"plan": "bytegpt"}, r"plan='bytegpt' is no family; did you mean 'byte_gpt'"),
+    "family of another model": (
+        "GPT",
+        {"plan": "torch_encoder_batch_first"},
+        r"the model has no module of class torch.nn",
+    ),
+    "a compiled module": ("Compiled", {}, r"model was compiled .*\. With tp > 1 leave torch.compile away"),
+    "blocks that were compiled, own plan": ("CompiledBlocks", {"plan": models.plan()}, r"model.blocks.0 was compiled"),
+    "auto finds nothing": (
+        "NoBlocks",
+        {},
+        r"no shipped plan fits NoBlocks, and inference stops at\n  NoBlocks: no repeated blocks found",
+    ),
+}
+
+
+class Compiled(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.compile(self.model)
+
+
+class CompiledTeacher(models.GPT):
+    """Compiled, and none of what is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.compile(nn.Linear(4, 4).requires_grad_(False))
+
+
+class CompiledBlocks(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.model.blocks:
+            block.compile()
+
+
+class NoBlocks(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Embedding(31, 16), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 31))
+
+
+def test_compiled_modules_beside_the_plan_are_left_alone():
+    run_distributed(train, 2, "CompiledTeacher", {"plan": models.plan()}, max_steps=1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused(case):
+    module, strategy, says = CASES[case]
+    with pytest.raises(RankFailedError) as told:
+        run_distributed(train, 2, module, strategy, timeout=30)
+    message = str(told.value)
+    assert message.startswith("2 of 2 ranks failed"), message[:400]
+    assert len(__import__("re").findall(says, message, __import__("re").S)) >= 1, message[:1500]
+
+
+def test_callbacks_that_hold_whole_weights_are_refused():
+    for callback in (ModelPruning("l1_unstructured"), StochasticWeightAveraging(0.1)):
+        refuse_callbacks([callback], 1)
+        with pytest.raises(ValueError, match=f"{type(callback).__name__} with tp=2: it copies the model"):
+            refuse_callbacks([callback], 2)
+
+
+def test_a_head_count_that_does_not_divide_names_the_tp_that_works():
+    with pytest.raises(
+        RankFailedError, match=r"attn.proj: 2 units \(heads or features\) do not divide by tp=4; use tp of 1, 2"
+    ):
+        run_distributed(two_heads, 4)
+
+
+def two_heads() -> None:
+    trainer = quiet_trainer(devices=4, strategy=SeqParallelStrategy(tp=4), max_steps=1)
+    trainer.fit(models.GPT(n_head=2), models.loader(4))
+
+
+def test_every_optimizer_of_the_list_is_elementwise():
+    """A step on the halves of a tensor is the halves of a step on it."""
+    for kind in ELEMENTWISE_OPTIMIZERS:
+        torch.manual_seed(0)
+        whole = torch.randn(6, dtype=torch.double)
+        parts = [nn.Parameter(whole.clone()), nn.Parameter(whole[:3].clone()), nn.Parameter(whole[3:].clone())]
+        optimizers = [kind([part], lr=0.1) for part in parts]
+        for _ in range(4):
+            grad = torch.randn(6, dtype=torch.double)
+            for part, piece in zip(parts, (grad, grad[:3], grad[3:]), strict=True):
+                part.grad = piece.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert torch.equal(parts[0], torch.cat(parts[1:])), kind
+
+
+class Looks(models.GPT):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.seen = {name: tuple(p.shape) for name, p in self.named_parameters()}
+        self.made = super().configure_optimizers()
+        return self.made
+
+
+def shapes_in_configure_optimizers() -> list[tuple[int, ...]]:
+    module, name = Looks(), "model.blocks.0.attn.qkv.weight"
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    trainer.fit(module, models.loader(4))
+    assert record_of(module) is not None
+    held = {id(p): tuple(p.shape) for group in module.made.param_groups for p in group["params"]}
+    return [module.seen[name], held[id(module.get_parameter(name))]]
+
+
+def test_configure_optimizers_sees_whole_shapes_and_the_optimizer_holds_shards():
+    assert run_distributed(shapes_in_configure_optimizers, 2) == [[(48, 16), (24, 16)]] * 2
+
+
+def start_apart() -> tuple[bool, bool]:
+    """Every rank builds the model from a seed of its own."""
+    torch.manual_seed(dist.get_rank())
+    module = models.GPT(seed=100 + dist.get_rank())
+    module.register_buffer("seen", torch.tensor(float(dist.get_rank())))
+    # DDP itself broadcasts buffers over dp, and gloo does not know these types.
+    unusual = (torch.int16, torch.complex64) if dist.get_world_size() == 2 else ()
+    for dtype in (torch.bool, torch.bfloat16, *unusual):
+        module.register_buffer(f"buffer_{dtype}".replace(".", "_"), torch.full((3,), dist.get_rank()).to(dtype))
+    recorder = ParityRecorder()
+    world = dist.get_world_size()
+    trainer = quiet_trainer(devices=world, strategy=SeqParallelStrategy(tp=2), max_steps=2, callbacks=[recorder])
+    trainer.fit(module, models.loader(2, count=64))
+    weights = [None] * world
+    dist.all_gather_object(weights, recorder.trace.weights)
+    buffers = [buffer for name, buffer in module.named_buffers() if name.startswith(("seen", "buffer_"))]
+    return (
+        all(torch.equal(w[n], weights[0][n]) for w in weights for n in weights[0]),
+        len(buffers) == 3 + len(unusual) and all(not buffer.any() for buffer in buffers),
+    )
+
+
+def test_replicas_that_start_apart_are_made_equal_from_the_first_rank():
+    for world in (2, 4):
+        assert run_distributed(start_apart, world) == [(True, True)] * world
+
+
+def inner_norm_matches() -> None:
+    from lightning_seqpar import grad_norm
+
+    told: list[float] = []
+
+    class Model(models.GPT):
+        def configure_optimizers(self) -> Any:  # it is given no gradient of the first norms
+            return torch.optim.AdamW([p for n, p in self.named_parameters() if "norm1" not in n], lr=1e-3)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            told.append(float(grad_norm(self)))
+            told.append(float(grad_norm(self, float("inf"))))
+            told.append(float(grad_norm(self, 1.0)))
+
+    world = dist.get_world_size()
+    trainer = quiet_trainer(devices=world, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    trainer.fit(Model(), models.loader(8 // (world // 2)))
+    whole = models.GPT().double()
+    whole.training_step(next(iter(models.loader(8))), 0).backward()
+    grads = [parameter.grad for parameter in whole.parameters() if parameter.grad is not None]
+    expected = [torch.nn.utils.get_total_norm(grads, norm).item() for norm in (2.0, float("inf"), 1.0)]
+    assert told == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_grad_norm_is_the_norm_of_the_gathered_gradient(world):
+    run_distributed(inner_norm_matches, world)
+
+
+def test_byte_gpt_is_what_the_tests_think():
+    assert ByteGPT(16, 4, 2, 16, True).head.weight is not None
+
+
+def another_strategy() -> None:
+    module = models.GPT()
+    quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1).fit(module, models.loader(4))
+    with pytest.raises(RuntimeError, match=r"still sharded by an earlier strategy, and DDPStrategy would train"):
+        quiet_trainer(devices=2, strategy="ddp", max_steps=1).fit(module, models.loader(4))
+
+
+def test_another_strategy_does_not_train_the_shards():
+    run_distributed(another_strategy, 2)
+
+
+def peek() -> int:
+    class Peeks(L.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            if trainer.is_global_zero:
+                next(iter(trainer.train_dataloader))
+
+    loader = torch.utils.data.DataLoader(models.tokens(), batch_size=8, shuffle=True)
+    world = dist.get_world_size()
+    trainer = quiet_trainer(devices=world, strategy=SeqParallelStrategy(tp=2), max_epochs=2, callbacks=[Peeks()])
+    trainer.fit(models.GPT(), loader)
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_one_rank_may_peek_at_a_shuffled_loader(world):
+    assert run_distributed(peek, world, timeout=60) == [48 // world] * world
+
+
+class Reshuffled(models.GPT):
+    """Reads the same samples on all ranks in the first epoch, its rank's own order in the second."""
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(dist.get_rank() * self.trainer.current_epoch)
+        return DataLoader(models.tokens(68), batch_size=4, sampler=torch.randperm(68, generator=generator).tolist())
+
+
+def worker_reshuffled():
+    trainer = quiet_trainer(
+        devices=2,
+        strategy=SeqParallelStrategy(tp=2, timeout=60),
+        max_steps=31,  # ends before the run's next due step, 32
+        use_distributed_sampler=False,
+        reload_dataloaders_every_n_epochs=1,
+    )
+    trainer.fit(Reshuffled())
+
+
+def test_another_order_in_a_later_epoch_is_seen_at_its_first_batch():
+    with pytest.raises(RankFailedError, match="read different training batches"):
+        run_distributed(worker_reshuffled, 2)
+
+
+class Pooling(models.GPT):
+    """Keeps the mean of its first block's output aside, for predictions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[0].register_forward_hook(self.pool)
+
+    def pool(self, module: Any, args: Any, out: torch.Tensor) -> None:
+        self.pooled = out.detach().mean(1)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.model(batch[0])
+        return self.pooled
+
+
+class Raw(models.GPT):
+    """Manual optimization past ``manual_backward``."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.automatic_optimization, self.how = False, how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
+        optimizer.zero_grad()
+        if self.how == "backward":
+            loss.backward()
+        else:
+            parameters = list(self.parameters())
+            for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = grad
+        optimizer.step()
+        return loss
+
+
+class ThawsInside(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[1].requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.model.blocks[1].requires_grad_(True)
+        return super().training_step(batch, batch_idx)
+
+
+def train_replicas(kind: str, *args: Any) -> str:
+    trainer = quiet_trainer(devices=4, strategy=SeqParallelStrategy(tp=2), max_steps=2)
+    try:
+        trainer.fit(globals()[kind](*args), models.loader(4, length=8, count=32))
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_gradients_that_replicas_do_not_share_are_refused(how):
+    for told in run_distributed(train_replicas, 4, "Raw", how):
+        assert re.search(
+            r"differs between the replicas .* came past the reduction over dp. Call self.manual_backward", told
+        )
+
+
+def test_a_thaw_within_a_step_is_refused_with_replicas():
+    for told in run_distributed(train_replicas, 4, "ThawsInside"):
+        assert told.startswith(
+            "a parameter began to train within a step, where the reduction over replicas (dp > 1) does not"
+        )
+
+
+class Switches(models.GPT):
+    """A block begins (or ceases) to train at some batch, in front of the step or inside."""
+
+    def __init__(self, at: int, on: bool, inside: bool) -> None:
+        super().__init__()
+        self.at, self.on, self.inside = at, on, inside
+        self.model.blocks[1].requires_grad_(not on)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.at and not self.inside:
+            self.model.blocks[1].requires_grad_(self.on)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == self.at and self.inside:
+            self.model.blocks[1].requires_grad_(self.on)
+        return super().training_step(batch, batch_idx)
+
+
+SWITCHES: dict[str, tuple[int, dict[str, Any], str]] = {  # tp, the module's arguments, what is told
+    "freeze": (2, {"at": 3, "on": False, "inside": False}, "a parameter froze between batches"),
+    "freeze, replicas alone": (1, {"at": 1, "on": False, "inside": False}, "a parameter froze between batches"),
+    "freeze at a row's begin": (2, {"at": 2, "on": False, "inside": False}, "trained"),
+    "freeze inside": (2, {"at": 3, "on": False, "inside": True}, "a parameter ceased to train within a step"),
+    "thaw": (2, {"at": 3, "on": True, "inside": False}, "trained"),
+    "freeze, unused": (2, {"at": 3, "on": False, "inside": False}, "trained"),
+    "thaw, unused": (2, {"at": 3, "on": True, "inside": False}, "a parameter began to train between batches"),
+}
+
+
+def switch_between() -> dict[str, str]:
+    told = {}
+    for case, (tp, arguments, _) in SWITCHES.items():
+        strategy = SeqParallelStrategy(tp=tp, ddp={"find_unused_parameters": "unused" in case})
+        trainer = quiet_trainer(devices=4, strategy=strategy, max_steps=3, accumulate_grad_batches=2)
+        try:
+            trainer.fit(Switches(**arguments), models.loader(4, length=8, count=128))
+            told[case] = "trained"
+        except RuntimeError as error:
+            told[case] = str(error)
+    return told
+
+
+def test_switches_between_accumulated_batches_are_refused_where_replicas_would_drift_apart():
+    for told in run_distributed(switch_between, 4):
+        for case, (_, _, expected) in SWITCHES.items():
+            assert told[case].startswith(expected), case
+
+
+class CopiesLate(models.GPT):
+    def on_fit_start(self) -> None:
+        self.average = copy.deepcopy(self.model)
+
+
+def copy_late(folder: str) -> tuple[list[str], bool]:
+    module, told = CopiesLate(), []
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    trainer.fit(module, models.loader(4))
+    for use in (lambda: trainer.save_checkpoint(f"{folder}/copy.ckpt"), lambda: unshard(module)):
+        with pytest.raises(RuntimeError) as caught:
+            use()
+        told.append(str(caught.value))
+    del module.average
+    copied = copy.deepcopy(unshard(module).model)
+    return told, all(torch.equal(a, b) for a, b in zip(copied.parameters(), module.model.parameters(), strict=True))
+
+
+def test_copies_of_shards_are_not_saved_as_the_whole(tmp_path):
+    for told, equal in run_distributed(copy_late, 2, str(tmp_path)):
+        assert all(
+            one.startswith("average.blocks.0.attn.qkv is a copy of model.blocks.0.attn.qkv, made") for one in told
+        )
+        assert equal
+    assert not list(tmp_path.iterdir())
+
+
+class PoolsLate(Pooling):
+    """Predicts with it in the middle alone, at a step at which no check is due."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.model(batch[0])
+        return self.pooled if batch_idx == 17 else logits
+
+
+def predict_late() -> str:
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, self_check=False))
+    try:
+        trainer.predict(PoolsLate(), models.loader(4, length=8, count=4 * 20))
+    except RuntimeError as error:
+        return str(error)
+    return "predicted"
+
+
+class LosesLate(models.GPT):
+    """From some step on the loss reads the mean of what the first block gives."""
+
+    def __init__(self, since: int, frozen: bool = False, manual: bool = False) -> None:
+        super().__init__()
+        self.since, self.automatic_optimization = since, not manual
+        self.model.blocks[0].register_forward_hook(self.pool)
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.ndim > 1 or not frozen)
+
+    def pool(self, module: Any, args: Any, out: torch.Tensor) -> None:
+        self.pooled = out.square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx >= self.since:
+            loss = loss + 0.01 * self.pooled
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+def train_late(folder: str, sp: bool, since: int, **kwargs: Any) -> tuple[str, int, list[str]]:
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = quiet_trainer(
+        devices=2,
+        strategy=SeqParallelStrategy(tp=2, sp=sp, self_check=False),
+        max_steps=20,
+        callbacks=[saving],
+        enable_checkpointing=True,
+    )
+    told = "trained"
+    try:
+        trainer.fit(LosesLate(since, **kwargs), models.loader(2, length=8, count=40))
+    except RuntimeError as error:
+        told = str(error)
+    return told, trainer.global_step, sorted(path.name for path in Path(folder).glob("*.ckpt"))
+
+
+@pytest.mark.parametrize("since", [16, 19])
+@pytest.mark.parametrize("kind", [{}, {"frozen": True}, {"manual": True}], ids=["rides", "alone", "manual"])
+def test_a_loss_that_begins_to_read_a_part_is_seen_behind_one_step(kind, since, tmp_path):
+    for told, step, saved in run_distributed(train_late, 2, str(tmp_path), True, since, **kind):
+        assert told.startswith("the loss differed across the tensor-parallel ranks of one replica at the last step")
+        assert step == since + ("manual" not in kind)  # there its gradients are asked for twice
+        assert len(saved) == since  # what the wrong step made is not
+
+
+def test_a_loss_may_begin_to_read_what_is_whole(tmp_path):
+    for told, step, _ in run_distributed(train_late, 2, str(tmp_path), False, 16):
+        assert (told, step) == ("trained", 20)
+
+
+def predict_pooled(sp: bool) -> str:
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, sp=sp, self_check=False))
+    try:
+        trainer.predict(Pooling(), models.loader(4, length=8, count=4))
+    except RuntimeError as error:
+        return str(error)
+    return "predicted"
+
+
+def test_predictions_made_of_parts_are_refused():
+    for told in run_distributed(predict_pooled, 2, True):
+        assert told.startswith("what the predict step returns differs across the tensor-parallel ranks")
+    assert run_distributed(predict_pooled, 2, False) == ["predicted", "predicted"]
+
+
+def test_predictions_made_of_parts_are_refused_at_every_step():
+    for told in run_distributed(predict_late, 2):
+        assert told.startswith("what the predict step returns differs across the tensor-parallel ranks")
+
+
+class Dead(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dead = torch.nn.Parameter(torch.zeros(3))
+
+
+def train_dead() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=1), max_steps=2).fit(
+            Dead(), models.loader(4, count=16)
+        )
+    return str(caught.value)
+
+
+def test_a_parameter_that_the_loss_does_not_read_is_told_with_replicas():
+    for told in run_distributed(train_dead, 2):
+        assert "1 parameter got no gradient: what the loss does not read" in told
+        assert "set ddp={'find_unused_parameters': True}" in told

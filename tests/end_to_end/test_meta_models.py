@@ -1,0 +1,300 @@
+"""Models on the meta device: the same weights at every tp, read or drawn one tensor at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import transformers
+from byte_gpt import ByteGPT
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lightning_seqpar import SeqParallelStrategy, weights_from
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare
+from tests.helpers import models, zoo
+from tests.helpers.families import TASKS, HuggingFace, build, save_pretrained
+from tests.helpers.fit import fit, quiet_trainer
+from tests.helpers.models import GPT
+from tests.helpers.processes import memory
+
+
+class Late(GPT):
+    """The example's GPT, made in ``configure_model`` in the way that ``how`` says."""
+
+    def __init__(self, how: str) -> None:
+        L.LightningModule.__init__(self)
+        self.how, self.model, self.optimizer = how, None, "adamw"
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        if self.how != "unseeded":
+            torch.manual_seed(7)
+        if self.how == "real":
+            self.model = self.make()
+        elif self.how in ("meta", "unseeded"):
+            with torch.device("meta"):
+                self.model = self.make()
+        else:
+            with self.trainer.init_module(empty_init=True):
+                self.model = self.make()
+
+    @staticmethod
+    def make() -> nn.Module:
+        return ByteGPT(dim=16, n_head=4, n_layer=2, context=16, tied=True, vocab=31)
+
+
+models.Late = Late
+
+
+def fit_late(cases: list[tuple[str, dict[str, Any]]], world: int, tp: int) -> list[Trace]:
+    return [fit(kind, args, world=world, strategy={"tp": tp}, steps=3) for kind, args in cases]
+
+
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 4), (4, 2)])
+def test_a_model_of_meta_trains_like_the_one_made_for_real(world, tp):
+    real = fit("Late", {"how": "real"}, steps=3)
+    cases = [("Late", {"how": "meta"}), ("Late", {"how": "empty_init"})]
+    for got in run_distributed(fit_late, world, cases, world, tp)[0]:
+        compare(real, got).raise_if_failed()
+
+
+def fit_unseeded() -> Tensor:
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    module = Late("unseeded")
+    quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1).fit(module, models.loader(4))
+    return module.model.tokens.weight.detach().clone()
+
+
+def test_ranks_that_are_seeded_apart_draw_one_model():
+    one, other = run_distributed(fit_unseeded, 2)
+    assert torch.equal(one, other)
+
+
+class LateHF(HuggingFace):
+    """A Hugging Face model without memory, initialised by its library or read from ``folder``."""
+
+    def __init__(self, family: str, folder: str = "", prefix: str = "", **settings: Any) -> None:
+        L.LightningModule.__init__(self)
+        self.loss, self.model = "user", None
+        self.family, self.folder, self.settings = family, folder, settings
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        torch.manual_seed(7)
+        with torch.device("meta"):
+            self.model = build(self.family, **self.settings)
+        if self.folder:
+            weights_from(self.model, self.folder)
+        quiet(self.model)
+
+
+def quiet(model: nn.Module) -> None:
+    """Without dropout, and Gemma's norm aside, as the families' own test has it."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    model.train()
+
+
+zoo.LateHF = LateHF
+CASES = ["llama", "phi3", "gpt2", "mixtral", "t5", "bert", "gpt_neox"]
+
+
+def fit_folders(folders: list[tuple[str, str]], world: int, tp: int) -> list[Trace | str]:
+    found: list[Trace | str] = []
+    for family, folder in folders:
+        try:
+            args = {"family": family, "folder": folder}
+            found.append(fit("LateHF", args, world=world, strategy={"tp": tp}, steps=2, length=9))
+        except (ValueError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Each family's weights as ``save_pretrained`` writes them; every other one in several files."""
+    return {
+        family: save_pretrained(family, tmp_path_factory.mktemp(family), seed=at, shards="20KB" if at % 2 else "5GB")
+        for at, family in enumerate(CASES)
+    }
+
+
+class Loaded(LateHF):
+    """The same, read whole by its library."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            kind = TASKS.get(self.family, transformers.AutoModelForCausalLM)
+            more = {"experts_implementation": "eager"} if self.family == "mixtral" else {}
+            self.model = kind.from_pretrained(self.folder, dtype=torch.float64, use_cache=False, **more)
+            quiet(self.model)
+
+
+zoo.Loaded = Loaded
+
+
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.matrix)])
+def test_weights_are_read_from_a_folder_in_parts(folders, world, tp):
+    given = [(family, str(folder)) for family, folder in folders.items()]
+    for (family, folder), got in zip(given, run_distributed(fit_folders, world, given, world, tp)[0], strict=True):
+        assert isinstance(got, Trace), f"{family}: {got}"
+        compare(fit("Loaded", {"family": family, "folder": folder}, steps=2, length=9), got).raise_if_failed()
+
+
+def test_random_weights_are_the_same_at_every_tp():
+    given = [(family, "") for family in CASES]
+    two = run_distributed(fit_folders, 2, given, 2, 2)[0]
+    one = run_distributed(fit_folders, 2, given, 2, 1)[0]
+    for family, a, b in zip(CASES, one, two, strict=True):
+        assert isinstance(a, Trace), f"{family}: {a}"
+        assert isinstance(b, Trace), f"{family}: {b}"
+        compare(a, b).raise_if_failed()
+        assert all(float(weight.std()) > 0 for weight in a.weights.values() if weight.ndim > 1), family
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------
+
+LARGE = {"dim": 1024, "n_head": 8, "n_layer": 21, "context": 16, "tied": True, "vocab": 31}
+"""1.06 GB in float32."""
+
+
+class LargeLM(GPT):
+    """Ends right behind the strategy's set-up."""
+
+    def __init__(self, folder: str = "") -> None:
+        L.LightningModule.__init__(self)
+        self.folder, self.model, self.peak, self.local = folder, None, 0, 0
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = ByteGPT(**LARGE)
+            if self.folder:
+                weights_from(self.model, self.folder)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def on_fit_start(self) -> None:
+        self.peak = memory("VmHWM") - memory("RssFile")  # without the libraries' code, which comes as it is run
+        self.local = sum(p.nbytes for p in self.parameters())
+
+
+def peak_of(folder: str, check: bool) -> dict[str, int]:
+    module = LargeLM(folder)
+    before = memory("VmRSS") - memory("RssFile")
+    Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
+    trainer = quiet_trainer(
+        devices=2, strategy=SeqParallelStrategy(tp=2, self_check=check), precision="32-true", max_steps=0
+    )
+    trainer.fit(module, models.loader(2, length=8, count=2))
+    return {"peak": module.peak - before, "local": module.local}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure a peak")
+@pytest.mark.parametrize("source", ["random", "file"])
+def test_a_rank_never_holds_more_than_its_shards_and_one_tensor(source, tmp_path):
+    with torch.device("meta"):
+        model = ByteGPT(**LARGE)
+    whole = sum(p.nbytes for p in model.parameters())
+    largest = max(p.nbytes for p in model.parameters())
+    assert whole > 1_000_000_000
+    if source == "file":
+        real = {name: torch.zeros_like(p, device="cpu") for name, p in model.named_parameters()}
+        save_file(real, tmp_path / "model.safetensors")
+    for check in (False, True):
+        for told in run_distributed(peak_of, 2, str(tmp_path) if source == "file" else "", check, timeout=250.0):
+            assert told["local"] < 0.51 * whole
+            if check:  # the proof runs on a copy whose equal blocks are one
+                assert told["peak"] < 0.8 * whole, told
+            else:
+                assert told["peak"] < told["local"] + largest + 64_000_000, told
+
+
+class Orphan(Late):
+    """A parameter that nothing fills: made on the meta device before anything could remember it."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.how, self.model, self.optimizer = "real", None, "adamw"
+        self.scale = nn.Parameter(torch.empty(3, device="meta"))
+
+
+models.Orphan = Orphan
+
+
+def fit_orphan() -> str:
+    try:
+        fit("Orphan", {}, world=2, strategy={"tp": 2}, steps=1)
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_parameter_that_nothing_fills_is_refused():
+    for told in run_distributed(fit_orphan, 2):
+        assert told.startswith("scale: it was made on the meta device, and nothing says how it is filled")
+        assert "weights_from(module, folder)" in told
+
+
+class Early(GPT):
+    """Made and initialised on the meta device before any strategy could remember it."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.optimizer = "adamw"
+        with torch.device("meta"):
+            self.model = ByteGPT(dim=16, n_head=4, n_layer=1, context=16, tied=True, vocab=31)
+
+
+models.Early = Early
+
+
+def fit_early() -> str:
+    try:
+        fit("Early", {}, world=2, strategy={"tp": 2}, steps=1)
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_an_initialisation_that_nothing_remembers_is_refused():
+    for told in run_distributed(fit_early, 2):
+        assert "initialised there outside configure_model, where nothing remembers it" in told
+
+
+# ---- from a checkpoint -----------------------------------------------------------------------------------------
+
+
+def resume(folder: str) -> list[Trace]:
+    """Three steps in two runs, the second from the first one's checkpoint; with numbers from the start, and without."""
+    found = []
+    for how in ("real", "meta"):
+        for steps in (1, 3):
+            recorder = ParityRecorder()
+            trainer = quiet_trainer(
+                devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=steps, callbacks=[recorder]
+            )
+            file = f"{folder}/{how}.ckpt"
+            data = models.loader(8, length=10, count=24)
+            trainer.fit(Late(how), data, ckpt_path=file if steps == 3 else None, weights_only=False)
+            if steps == 1:
+                trainer.save_checkpoint(file)
+        found.append(recorder.trace)
+    return found
+
+
+def test_a_checkpoint_fills_a_model_without_numbers(tmp_path):
+    real, late = run_distributed(resume, 2, str(tmp_path))[0]
+    compare(real, late).raise_if_failed()

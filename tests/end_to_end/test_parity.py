@@ -1,0 +1,154 @@
+"""``Trainer.fit`` in parallel against one process, float64: losses, gathered gradients, norm, weights."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import FLOAT32_LOSS_TOLERANCE, Trace, compare
+from tests.helpers.fit import fit
+
+MODELS = {
+    "gpt-tied": ("GPT", (("tied", True),)),
+    "gpt-untied": ("GPT", (("tied", False),)),
+    "encoder-bsh": ("Encoder", (("batch_first", True),)),
+    "encoder-sbh": ("Encoder", (("batch_first", False),)),
+}
+TOPOLOGIES = {"tp2": (2, 2), "tp4": (4, 4), "dp2xtp2": (4, 2)}
+WITHOUT_TP = {"tp1": (1, 1), "dp2": (2, 1)}
+
+
+@cache
+def reference(model: str, optimizer: str = "adamw", **kwargs) -> Trace:
+    name, args = MODELS[model]
+    return fit(name, {**dict(args), "optimizer": optimizer}, **kwargs)
+
+
+def check(model: str, topology: str, sp: bool, optimizer: str = "adamw", strategy=None, **kwargs) -> None:
+    name, args = MODELS[model]
+    world, tp = {**TOPOLOGIES, **WITHOUT_TP}[topology]
+    options = {"tp": tp, "sp": sp, **(strategy or {})}
+    model_args = {**dict(args), "optimizer": optimizer}
+    traces = run_distributed(fit, world, name, model_args, world=world, strategy=options, **kwargs)
+    for trace in traces:
+        compare(reference(model, optimizer, **kwargs), trace).raise_if_failed()
+
+
+@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no-sp"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_ten_steps_of_adamw(model, topology, sp):
+    check(model, topology, sp)
+
+
+@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no-sp"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("model", ["gpt-tied", "encoder-sbh"])
+def test_accumulation_clipping_and_sgd(model, topology, sp):
+    check(model, topology, sp, "sgd", accumulate=2, clip=0.05)
+
+
+@pytest.mark.parametrize("topology", WITHOUT_TP)
+def test_without_tensor_parallelism_it_is_plain_lightning(topology):
+    check("gpt-tied", topology, True, accumulate=2, clip=0.05)
+
+
+@pytest.mark.parametrize("model", ["gpt-untied", "encoder-bsh"])
+def test_accumulation_with_adamw(model):
+    check(model, "dp2xtp2", True, accumulate=2)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_clipping_by_value(topology):
+    check("gpt-tied", topology, True, "sgd", clip=1e-3, clip_by="value")
+
+
+@pytest.mark.parametrize("length", [8, 3, 2], ids=lambda n: f"{n - 1}-positions")
+@pytest.mark.parametrize("topology", ["tp2", "tp4"])
+def test_lengths_that_do_not_divide(topology, length):
+    check("gpt-tied", topology, True, length=length, steps=3)
+    check("encoder-sbh", topology, True, length=length, steps=3)
+
+
+@pytest.mark.parametrize("regather", [True, False])
+def test_with_and_without_regather(regather):
+    check("gpt-tied", "tp2", True, strategy={"regather": regather}, steps=3)
+
+
+def test_an_odd_batch():
+    check("gpt-tied", "tp2", True, global_batch=3, steps=3)
+
+
+@pytest.mark.parametrize("variant", [{"norm_first": True}, {"activation": "relu"}, {"mask": True}], ids=str)
+def test_encoder_variants(variant):
+    expected = fit("Encoder", variant, steps=3)
+    for batch_first in (True, False):
+        args = {**variant, "batch_first": batch_first}
+        compare(
+            expected, run_distributed(fit, 2, "Encoder", args, world=2, strategy={"tp": 2}, steps=3)[0]
+        ).raise_if_failed()
+
+
+def test_find_unused_parameters_is_passed_on():
+    check("gpt-tied", "dp2xtp2", True, strategy={"ddp": {"find_unused_parameters": True}}, steps=3)
+
+
+def test_float32_losses():
+    name, args = MODELS["gpt-tied"]
+    single = fit(name, dict(args), precision="32-true", steps=5)
+    parallel = run_distributed(fit, 2, name, dict(args), world=2, strategy={"tp": 2}, precision="32-true", steps=5)[0]
+    assert compare(single, parallel).rows[0].error <= FLOAT32_LOSS_TOLERANCE
+
+
+def test_bf16_mixed_follows_the_single_process_at_its_own_precision():
+    name, args = MODELS["gpt-tied"]
+    single = fit(name, dict(args), precision="bf16-mixed", steps=5)
+    parallel = run_distributed(fit, 2, name, dict(args), world=2, strategy={"tp": 2}, precision="bf16-mixed", steps=5)[
+        0
+    ]
+    # bf16 has 8 bits: 2^-8 = 0.4 %; a wrong gradient shows at tens of per cent.
+    assert compare(single, parallel).rows[0].error <= 4e-3
+    assert compare(single, parallel).rows[1].error <= 5e-2
+
+
+def test_the_engine_sees_a_difference():
+    ours = Trace([1.0, 2.0], {"w": torch.tensor([3.0, 4.0])}, 5.0, {"w": torch.ones(2)})
+    assert compare(ours, ours).ok
+    for change in (
+        {"losses": [1.0, 2.1]},
+        {"losses": [1.0]},
+        {"losses": [1.0, float("nan")]},
+        {"grads": {"w": torch.tensor([3.0, 4.1])}},
+        {"grads": {"w": None}},
+        {"grads": {"w": torch.ones(3)}},
+        {"grads": {"w": torch.tensor([3.0, float("nan")])}},
+        {"grad_norm": 5.1},
+        {"weights": {"w": torch.zeros(2)}},
+        {"weights": {}},
+    ):
+        report = compare(ours, Trace(**{**ours.__dict__, **change}))
+        assert not report.ok, change
+        with pytest.raises(AssertionError, match="FAIL"):
+            report.raise_if_failed()
+
+
+def test_two_empty_traces_are_not_equal_but_refused():
+    with pytest.raises(ValueError, match="both traces are empty: no step was recorded"):
+        compare(Trace(), Trace())
+
+
+def test_one_trace_without_losses_is_refused_and_named():
+    ours = Trace([1.0, 2.0], {"w": torch.tensor([3.0, 4.0])}, 5.0, {"w": torch.ones(2)})
+    for empty in (Trace(), Trace(weights=ours.weights)):
+        with pytest.raises(
+            ValueError, match="the candidate trace has no losses and the other has 2: no step of that run"
+        ):
+            compare(ours, empty)
+        with pytest.raises(ValueError, match="the reference trace has no losses and the other has 2"):
+            compare(empty, ours)
+    # Neither has losses: what there is gets compared.
+    assert compare(Trace(weights=ours.weights), Trace(weights=ours.weights)).ok
+    assert not compare(Trace(weights=ours.weights), Trace(weights={"w": torch.zeros(2)})).ok

@@ -1,0 +1,480 @@
+"""Random streams: the same where activations are whole, each rank's own where they are dealt out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.parallel.apply import record_of
+from lightning_seqpar.testing import run_distributed
+from tests.helpers.fit import quiet_trainer
+
+P = 0.25
+
+
+class Recorder(nn.Dropout):
+    """Keeps its masks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if self.training:
+            self.masks = [*getattr(self, "masks", []), (out != 0).detach()]
+        return out
+
+
+class DropAttention(nn.Module):
+    def __init__(self, dim: int, heads: int, recompute: str = "") -> None:
+        super().__init__()
+        self.heads, self.qkv, self.proj = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.before, self.probs, self.behind, self.recompute = Recorder(P), Recorder(P), Recorder(P), recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        y = checkpoint(self._columns, x, use_reentrant=False) if self.recompute == "columns" else self._columns(x)
+        return self.behind(self.proj(y))
+
+    def _columns(self, x: Tensor) -> Tensor:
+        return self._heads(self.qkv(x))
+
+    def _heads(self, qkv: Tensor) -> Tensor:
+        b, s, _ = qkv.shape
+        qkv = [t.view(b, s, self.heads, -1).transpose(1, 2) for t in qkv.chunk(3, -1)]
+        y = checkpoint(self._mix, *qkv, use_reentrant=False) if self.recompute == "between" else self._mix(*qkv)
+        return y.transpose(1, 2).reshape(b, s, -1)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = self.probs((q @ k.transpose(-1, -2)).softmax(-1))
+        return (F.dropout(weights, P) if self.recompute in ("between", "called") else weights) @ v
+
+
+class LateDropAttention(DropAttention):
+    """What another column reads drops out behind the first: alike on all ranks, as what an adapter drops out of its input."""
+
+    def __init__(self, dim: int, heads: int, recompute: str = "") -> None:
+        super().__init__(dim, heads, recompute)
+        self.adapter, self.whole = nn.Linear(dim, dim), Recorder(P)
+
+    def _columns(self, x: Tensor) -> Tensor:
+        return super()._columns(x) + self.adapter(self.whole(x.double()).to(x.dtype))
+
+
+class DropPath(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        kept = x.new_empty(x.shape[0], 1, 1).bernoulli_(1 - P)
+        self.masks = [*getattr(self, "masks", []), kept.bool()]
+        return x * kept / (1 - P)
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int = 16, heads: int = 4, recompute: str = "", late: bool = False) -> None:
+        super().__init__()
+        kind = LateDropAttention if late else DropAttention
+        self.n1, self.n2, self.attn = nn.LayerNorm(dim), nn.LayerNorm(dim), kind(dim, heads, recompute)
+        self.up, self.down = nn.Linear(dim, 32), nn.Linear(32, dim)
+        self.inner, self.path, self.recompute = Recorder(P), DropPath(), recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.n1(x)
+        x = x + (checkpoint(self.attn, h, use_reentrant=False) if self.recompute == "attn" else self.attn(h))
+        return x + self.path(self.down(self.inner(F.gelu(self.up(self.n2(x))))))
+
+
+class Dropping(L.LightningModule):
+    def __init__(self, recompute: str = "", depth: int = 2, late: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.drop = nn.Embedding(31, 16), Recorder(P)
+        self.blocks = nn.ModuleList(Block(recompute=recompute, late=late) for _ in range(depth))
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+        self.recompute, self.losses = recompute, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (ids,) = batch
+        x = self.drop(self.embed(ids))
+        for block in self.blocks:
+            again, reentrant = self.recompute.startswith("block"), self.recompute.endswith("reentrant")
+            x = checkpoint(block, x, use_reentrant=reentrant) if again else block(x)
+        loss = F.cross_entropy(self.out(self.norm(x)).flatten(0, 1), ids.flatten())
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def train(tp: int, sp: bool, steps: int = 20, recompute: str = "", seed: int = 5, **model: Any) -> dict[str, Any]:
+    module = Dropping(recompute, **model)
+    L.seed_everything(seed, verbose=False)
+    data = DataLoader(TensorDataset(torch.randint(31, (8 * steps, 12))), batch_size=8)
+    strategy = SeqParallelStrategy(tp=tp, sp=sp) if tp > 1 else "auto"
+    quiet_trainer(devices=tp, strategy=strategy, max_steps=steps).fit(module, data)
+    masks = {name: part.masks for name, part in module.named_modules() if hasattr(part, "masks")}
+    return {"losses": module.losses, "masks": masks, "after": torch.rand(3)}
+
+
+def phi(a: Tensor, b: Tensor) -> float:
+    """Correlation of two masks, and how large chance makes it: in standard deviations."""
+    a, b = a.flatten().double(), b.flatten().double()
+    return float(torch.corrcoef(torch.stack([a, b]))[0, 1]) * a.numel() ** 0.5
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_masks_are_shared_or_independent_as_the_activation_is(sp):
+    one, two = run_distributed(train, 2, 2, sp)
+    assert torch.equal(one["after"], two["after"])
+    shared = {"drop", "blocks.0.path", "blocks.1.path"} | {f"blocks.{i}.attn.before" for i in (0, 1)}
+    shared |= set() if sp else {f"blocks.{i}.attn.behind" for i in (0, 1)}
+    assert len(one["masks"]) == 11
+    for name, masks in one["masks"].items():
+        mine, other = torch.cat([m.flatten() for m in masks]), torch.cat([m.flatten() for m in two["masks"][name]])
+        count = mine.numel()
+        spread = (P * (1 - P) / count) ** 0.5
+        assert abs(float(mine.double().mean()) - (1 - P)) < 5 * spread, name
+        if name in shared:
+            assert torch.equal(mine, other), name
+        else:
+            assert abs(phi(mine, other)) < 5, name
+            # Nor is a rank's mask that of another step or another block.
+            assert (
+                abs(phi(torch.cat([m.flatten() for m in masks[1:]]), torch.cat([m.flatten() for m in masks[:-1]]))) < 5
+            )
+    attn = [torch.cat([m.flatten() for m in one["masks"][f"blocks.{i}.attn.probs"]]) for i in (0, 1)]
+    assert abs(phi(*attn)) < 5
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_what_is_dropped_of_a_whole_activation_behind_a_column_is_the_same_on_all_ranks(sp):
+    one, two = run_distributed(train, 2, 2, sp, steps=4, late=True)
+    for block in (0, 1):
+        (mine, other), (local, others) = (
+            [torch.cat([m.flatten() for m in rank["masks"][f"blocks.{block}.attn.{name}"]]) for rank in (one, two)]
+            for name in ("whole", "probs")
+        )
+        assert torch.equal(mine, other)
+        kept = (1 - P) ** 2  # its input dropped out already
+        assert abs(float(mine.double().mean()) - kept) < 5 * (kept * (1 - kept) / mine.numel()) ** 0.5
+        assert abs(phi(local, others)) < 5
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_a_recompute_drops_of_a_whole_activation_what_was_dropped(sp):
+    kept = run_distributed(train, 2, 2, sp, steps=4, late=True)[0]["losses"]
+    for recompute in ("block", "block, reentrant", "attn", "columns"):
+        again = run_distributed(train, 2, 2, sp, steps=4, late=True, recompute=recompute)[0]["losses"]
+        assert again == pytest.approx(kept, rel=1e-9), recompute
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_seed_everything_alone_reproduces_a_run(sp):
+    (one, _), (again, _) = (run_distributed(train, 2, 2, sp, steps=4) for _ in range(2))
+    assert one["losses"] == again["losses"]
+    (other, _) = run_distributed(train, 2, 2, sp, steps=4, seed=6)
+    assert one["losses"] != other["losses"]
+
+
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize(("recompute", "plain"), [("block", ""), ("attn", ""), ("columns", ""), ("between", "called")])
+def test_recomputed_blocks_drop_what_they_dropped(recompute, plain, sp):
+    """Another mask in the recompute would be another gradient, and another loss at the next step."""
+    kept = run_distributed(train, 2, 2, sp, steps=4, recompute=plain)[0]["losses"]
+    again = run_distributed(train, 2, 2, sp, steps=4, recompute=recompute)[0]["losses"]
+    assert again[0] == pytest.approx(kept[0], rel=1e-12)
+    assert again == pytest.approx(kept, rel=1e-9)
+
+
+def test_the_loss_has_the_distribution_of_one_process():
+    """Mean and spread of the first loss over seeds: correlated masks would widen or narrow it."""
+    dense = torch.tensor(train(1, True, steps=160)["losses"])
+    for sp in (True, False):
+        ours = torch.tensor(run_distributed(train, 2, 2, sp, steps=160)[0]["losses"])
+        spread = float((dense.var() / 160 + ours.var() / 160) ** 0.5)
+        assert abs(float(dense.mean() - ours.mean())) < 4 * spread
+
+
+class Stray(Dropping):
+    """Draws for whole samples, in no module of their own.
+
+    Args:
+        where: in the block's own forward, or in that of its attention: between the columns and the row, or behind it.
+        late: how many steps the rate stays zero.
+    """
+
+    def __init__(self, where: str, late: int = 0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MultiheadBlock() if where == "multihead" else StrayBlock(where) for _ in range(2))
+        self.late = late
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for module in self.modules():
+            if hasattr(module, "rate"):
+                module.rate = 0.1 if self.global_step >= self.late else 0.0
+
+
+class StrayBlock(Block):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.attn, self.where, self.rate = StrayAttention(where), where, 0.1
+        if where == "seeded":
+            self.numbers = torch.Generator().manual_seed(3)
+        if where == "values":
+            self.attn = FewHeads()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.where == "samples":  # as stochastic depth that leaves samples out
+            self.masks = [*getattr(self, "masks", []), torch.randperm(len(x))[: len(x) // 2]]
+            return x.index_add(0, self.masks[-1], x[self.masks[-1]], alpha=0.1)
+        if self.where == "seeded" and self.rate:
+            self.masks = [*getattr(self, "masks", []), torch.rand(x.shape, generator=self.numbers) > self.rate]
+            return x * self.masks[-1]
+        if self.where == "square":  # as many features as positions
+            self.masks = [*getattr(self, "masks", []), torch.rand(len(x), 16) > self.rate]
+            return x * self.masks[-1][:, None]
+        return x * (torch.rand(len(x), 1, 1) > self.rate) if self.rate and self.where == "block" else x
+
+
+class StrayAttention(DropAttention):
+    def __init__(self, where: str) -> None:
+        super().__init__(16, 4)
+        self.where, self.rate, self.path = where, 0.1, HouseDropPath()
+        if where == "seeded features":
+            self.numbers = torch.Generator().manual_seed(3)
+        if where in PATHS:
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where in PATHS:
+            return self._two_paths(x)
+        if self.where == "functional":
+            return self.proj(self._heads(self.qkv(x)) + self.qkv(F.dropout(x, 0.1)).chunk(3, -1)[0])
+        y, b = self._heads(self.qkv(x)), len(x)
+        drawn = {"sample": (b, 1, 1), "token": (*x.shape[:2], 1), "scalar": (1,), "features": (b, 1, y.shape[-1])}
+        if self.rate and self.where in drawn:
+            y = y * (torch.rand(drawn[self.where]) > self.rate)
+        if self.rate and self.where == "seeded features":
+            y = y * (torch.rand(y.shape, generator=self.numbers) > self.rate)
+        y = self.proj(self.path(y) if self.where == "module" else y)
+        return y * (torch.rand(b, 1, 1) > self.rate) if self.rate and self.where == "behind" else y
+
+    def _two_paths(self, x: Tensor) -> Tensor:
+        """Both have run their columns before the first has its row (in turn: one behind the other)."""
+        if self.where == "in turn":
+            y = self.down(F.gelu(self.up(x)))
+            return F.dropout(y, 0.1) + self.proj(self._heads(self.qkv(x)))
+        up, qkv, b, h = self.up(x), self.qkv(x), len(x), x.shape[-1]
+        y = self.down(F.gelu(up))
+        drawn = {"row": y.shape, "locked": (b, 1, h), "vector": (h,), "both": (b, 1, 1)}
+        if self.rate and self.where in drawn:
+            y = y * (torch.rand(drawn[self.where]) > self.rate)
+        if self.where == "interleaved":
+            return y + self.proj(self._heads(qkv))
+        return y + self.proj(sum(qkv.chunk(3, -1)))
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = super()._mix(q, k, v)
+        if self.where in ("shared", "pairs"):
+            ones = torch.ones(len(q) if self.where == "shared" else 1, 1, *[q.shape[-2]] * 2)
+            out = (q @ k.transpose(-1, -2)).softmax(-1) * F.dropout(ones, 0.1) @ v
+        return out * (torch.rand(len(q), 1, 1, 1) > self.rate) if self.rate and self.where == "heads" else out
+
+
+class FewHeads(nn.Module):
+    """Two key and value heads for four of the query; drops out the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.groups = 4, 2
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.o, self.drop = nn.Linear(16, 16), nn.Dropout(P)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q = self.q(x).view(b, s, self.heads, 4).transpose(1, 2)
+        k, v = (y.view(b, s, self.groups, 4).transpose(1, 2) for y in (self.k(x), self.drop(self.v(x))))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(y.transpose(1, 2).reshape(b, s, -1))
+
+
+PATHS = ("in turn", "interleaved", "row", "locked", "vector", "both")
+"""Of two rows in one module: what is drawn behind the first, for its own features or for the second's heads."""
+
+
+class MultiheadBlock(nn.Module):
+    """What follows torch's attention is drawn behind its ``out_proj``, which torch never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(16), nn.MultiheadAttention(16, 4, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + F.dropout(self.attn(y, y, y, need_weights=False)[0], 0.1)
+
+
+class HouseDropPath(DropPath):
+    """Known by the end of its name."""
+
+
+def fit_stray(
+    where: str, sp: bool, late: int = 0, *, self_check: bool = False, length: int = 12, tp: int = 2
+) -> tuple[str, int, dict[str, list[Tensor]]]:
+    data = DataLoader(TensorDataset(torch.randint(31, (176, length))), batch_size=8)
+    strategy = SeqParallelStrategy(tp=tp, sp=sp, self_check=self_check)
+    module, told = Stray(where, late), "trained"
+    trainer = quiet_trainer(devices=tp, strategy=strategy, max_steps=late + 4)
+    try:
+        trainer.fit(module, data)
+    except ValueError as error:
+        told = str(error)
+    masks = {name: part.masks for name, part in module.named_modules() if hasattr(part, "masks")}
+    record = record_of(module)
+    masks["sp"] = [region.sp for region in record.regions] if record is not None else []
+    return told, trainer.global_step, masks
+
+
+IN_A_BLOCK = r"a block of the model draws random numbers \(rand\) of shape \[8, 1, 1\], which has no sequence dim of 6"
+BETWEEN = r"between a column linear of the model and its row random numbers \(rand\) of shape \[8?{}"
+
+
+@pytest.mark.parametrize(
+    ("where", "sp", "says"),
+    [
+        ("block", True, IN_A_BLOCK),
+        ("block", False, "trained"),
+        ("behind", True, IN_A_BLOCK),
+        ("behind", False, "trained"),
+        *(("sample", sp, BETWEEN.format(r", 1, 1\]")) for sp in (True, False)),
+        *(("token", sp, BETWEEN.format(r", 12, 1\]")) for sp in (True, False)),
+        *(("heads", sp, BETWEEN.format(r", 1, 1, 1\]")) for sp in (True, False)),
+        *(("scalar", sp, BETWEEN.format(r"1\]")) for sp in (True, False)),
+        *(("features", sp, "trained") for sp in (True, False)),
+        *(("in turn", sp, "trained") for sp in (True, False)),
+        ("interleaved", True, "trained"),
+        (
+            "interleaved",
+            False,
+            r"between two row linears of a module of the model random numbers \(\w+\) of shape \[8, 2, 12, 12\]",
+        ),
+        *(("row", sp, "trained") for sp in (True, False)),
+        (
+            "locked",
+            True,
+            r"behind a row linear of the model random numbers \(rand\) of shape \[8, 1, 16\] are drawn, which have no",
+        ),
+        (
+            "vector",
+            True,
+            r"behind a row linear of the model random numbers \(rand\) of shape \[16\] are drawn, which have no",
+        ),
+        *((where, False, "trained") for where in ("locked", "vector")),
+        ("both", True, BETWEEN.format(r", 1, 1\]")),
+        ("both", False, "trained"),
+    ],
+)
+def test_a_draw_for_what_ranks_share_is_refused_where_each_draws_its_own(where, sp, says):
+    for told, step, _ in run_distributed(fit_stray, 2, where, sp):
+        assert re.match(says, told), told
+        assert step == (4 if told == "trained" else 0)
+
+
+@pytest.mark.parametrize(
+    ("where", "sp", "shape"),
+    [
+        *(
+            (where, sp, [1 if where == "pairs" else 8, 1, 16, 16])
+            for where in ("shared", "pairs")
+            for sp in (True, False)
+        ),
+        *(("functional", sp, [8, 16, 16]) for sp in (True, False)),
+    ],
+)
+def test_the_self_check_sees_draws_whose_shape_tells_nothing(where, sp, shape):
+    """They fit what this rank has by chance: only beside those of the whole model it shows that they do not."""
+    for told, step, _ in run_distributed(fit_stray, 2, where, sp, self_check=True, length=16):
+        assert f"of shape {shape}, drawn in blocks.0" in told
+        assert "are as many as in the whole model, so that all ranks must draw the same" in told
+        assert step == 0
+
+
+@pytest.mark.parametrize("where", ["square", "samples", "seeded"])
+def test_a_block_that_draws_for_all_positions_keeps_whole_sequences(where):
+    (told, _, one), (_, _, two) = run_distributed(fit_stray, 2, where, True, self_check=True, length=16)
+    assert told == "trained"
+    assert one["sp"] == [False]
+    for name in ("blocks.0", "blocks.1"):
+        assert torch.equal(torch.stack(one[name]), torch.stack(two[name]))
+
+
+@pytest.mark.parametrize("where", ["features", "module", "in turn", "row", "multihead"])
+@pytest.mark.parametrize("sp", [True, False])
+def test_the_self_check_passes_draws_that_are_right(where, sp):
+    for told, _, masks in run_distributed(fit_stray, 2, where, sp, self_check=True):
+        assert told == "trained"
+        assert masks["sp"] == [sp]
+
+
+def test_the_self_check_passes_draws_for_one_position():
+    assert [told for told, *_ in run_distributed(fit_stray, 2, "row", True, self_check=True, length=1)] == [
+        "trained"
+    ] * 2
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_the_self_check_refuses_a_generator_of_ones_own_for_features(sp):
+    for told, step, _ in run_distributed(fit_stray, 2, "seeded features", sp, self_check=True):
+        assert "of shape [8, 12, 8], drawn in blocks.0.attn" in told
+        assert "are a part of [8, 12, 16] in the whole model" in told
+        assert "from a generator of your own all ranks draw the same" in told
+        assert step == 0
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_ranks_that_share_value_heads_may_not_drop_them_apart(sp):
+    for told, step, _ in run_distributed(fit_stray, 4, "values", sp, self_check=True, length=8, tp=4):
+        assert (
+            "of shape [8, 8, 4], drawn in blocks.0.attn.drop (or behind it), are more than a rank's part of [8, 8, 8]"
+            in told
+        )
+        assert "some of 4 ranks hold the same key and value heads" in told
+        assert step == 0
+    told, _, masks = run_distributed(fit_stray, 2, "values", sp, self_check=True, length=8)[0]
+    assert (told, masks["sp"]) == ("trained", [sp])  # there each has its own
+
+
+@pytest.mark.parametrize(
+    ("where", "shape", "sp"),
+    [("seeded", [8, 6, 16], True), *(("seeded features", [8, 12, 8], sp) for sp in (True, False))],
+)
+def test_a_generator_of_ones_own_that_begins_late_is_seen(where, shape, sp):
+    for told, step, _ in run_distributed(fit_stray, 2, where, sp, 8):
+        assert told.startswith(
+            f"random numbers (rand) of shape {shape} are drawn from a generator of your own in the model"
+        )
+        assert step == 8
+
+
+@pytest.mark.parametrize("where", ["block", "behind", "sample"])
+def test_a_rate_that_rises_is_seen_behind_one_step(where):
+    for told, step, _ in run_distributed(fit_stray, 2, where, True, 18):
+        assert re.match(IN_A_BLOCK if where != "sample" else BETWEEN.format(""), told), told
+        assert step == 19
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_stochastic_depth_between_columns_and_row_drops_the_same_samples(sp):
+    (_, _, one), (told, _, two) = run_distributed(fit_stray, 2, "module", sp)
+    assert told == "trained"
+    masks = [torch.cat(one["blocks.0.attn.path"]), torch.cat(two["blocks.0.attn.path"])]
+    assert torch.equal(*masks)
+    assert 0 < float(masks[0].double().mean()) < 1

@@ -1,0 +1,330 @@
+"""Every style of the vocabulary, written by hand: read, printed back, checked, and right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan, grad_norm
+from lightning_seqpar.layout.attribute_override import AttributeOverride
+from lightning_seqpar.layout.linear_kind import linear_kind
+from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from lightning_seqpar.styles.registry import STYLES, parse_rule
+from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.verify.parity import compare
+from tests.helpers import models, zoo
+from tests.helpers.fit import fit, quiet_trainer
+
+ALL_STYLES = """\
+rules:
+- {pattern: h.*, style: blocks, dim: 0, sp: false}
+- {pattern: h.*, style: scatter, arg: hidden}
+- {pattern: h.*.attn, style: gather, args: [0, context]}
+- {pattern: h.*.cross, style: copy, args: [1]}
+- {pattern: h.*.conv, style: whole}
+- {pattern: h.*.attn.qkv, style: column, segments: [q, k, v], units: [n_head, n_kv, n_kv]}
+- {pattern: h.*.attn.out, style: row, units: n_head}
+- {pattern: h.*.experts.w1, style: column, dim: 2}
+- {pattern: h.*.experts.w2, style: row, dim: 1}
+- {pattern: h.*.experts.b2, style: once}
+- {pattern: h.*.moe, style: reduce}
+- {pattern: h.*.attn.slopes, style: local_heads}
+- {pattern: h.*.attn, style: local_heads, dim: 1, args: [bias]}
+- {pattern: h.*.attn.q_norm, style: full_width}
+- {pattern: h.*.attn, style: set, divide: [n_head, config.n_head], values: {n_kv: 1}}
+- {pattern: h.*.mha, style: replace}
+- {pattern: '{wte,head}', style: vocab}
+- {pattern: norm, style: exit, blocks: h.*}
+"""
+
+
+def test_every_style_is_read_and_printed_back(tmp_path: Path):
+    file = tmp_path / "plan.yaml"
+    file.write_text(ALL_STYLES)
+    plan = ShardingPlan.from_yaml(file)
+    assert plan.to_yaml() == ALL_STYLES
+    assert {rule.style for rule in plan.rules} == set(STYLES)
+    config = ParallelConfig(tp=2, plan={"base": "none", "rules": [rule.dump() for rule in plan.rules]})
+    assert ShardingPlan.from_rules(config.plan.rules).to_yaml() == ALL_STYLES  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ({"style": "copy", "args": []}, "name each argument to copy once"),
+        ({"style": "whole", "args": [0, 0]}, "name each argument to whole once|name each argument"),
+        ({"style": "local_heads", "args": []}, "name each argument to slice once"),
+        ({"style": "local_heads", "dims": 1}, "'dims' is not a field of LocalHeadsRule; did you mean 'dim'"),
+        ({"style": "vocab", "units": 3}, "'units' is not a field of VocabRule"),
+        ({"style": "exit", "block": "a"}, "did you mean 'blocks'"),
+    ],
+)
+def test_a_wrong_option_shows_itself(rule, says):
+    with pytest.raises(ValueError, match=says):
+        parse_rule({"pattern": "a", **rule})
+
+
+# ---- what a plan can't do to a model ---------------------------------------------------------------------------
+
+
+EXTRA: dict[str, tuple[dict[str, Any], str]] = {
+    "vocab in a block": (
+        {"pattern": "model.blocks.*.mlp.up", "style": "vocab"},
+        "an embedding or a head outside the blocks",
+    ),
+    "vocab of a norm": (
+        {"pattern": "model.norm", "style": "vocab"},
+        "takes an nn.Embedding or an nn.Linear, and this is a LayerNorm",
+    ),
+    "whole block": (
+        {"pattern": "model.blocks.*", "style": "whole"},
+        "names a module inside a block, and this is a block",
+    ),
+    "width of a linear": ({"pattern": "model.blocks.*.mlp.up", "style": "full_width"}, "takes a norm"),
+    "no such dim": (
+        {"pattern": "model.blocks.*.norm1.weight", "style": "local_heads", "dim": 2},
+        r"it has shape \[16\] and no dim 2",
+    ),
+    "a linear's heads": (
+        {"pattern": "model.blocks.*.mlp.up.bias", "style": "local_heads"},
+        "it belongs to a linear that is a column already",
+    ),
+    "no such tensor": (
+        {"pattern": "model.blocks.*.norm1.wight", "style": "local_heads"},
+        "matches no parameter or buffer; near names: .*'model.blocks.0.norm1.weight'",
+    ),
+    "units for each": (
+        {"pattern": "model.blocks.*.attn.qkv", "style": "column", "segments": 3, "units": [4, 4]},
+        "2 units for 3 segments; give one for all, or one for each",
+    ),
+    "outside": ({"pattern": "model.norm", "style": "copy"}, "'model.norm' is planned but lies outside the blocks"),
+    "another stack's end": (
+        {"pattern": "model.norm", "style": "exit", "blocks": "model.layers.*"},
+        "names blocks='model.layers.*', which no 'blocks' rule does",
+    ),
+    "a view that reads nothing": (
+        {"pattern": "model.blocks.*.attn", "style": "set", "divide": ["config.n_head"]},
+        "'set' names 'config.n_head', which CausalSelfAttention does not have",
+    ),
+}
+
+
+def refuse_each() -> None:
+    for rule, says in EXTRA.values():
+        strategy = SeqParallelStrategy(tp=2, plan=models.plan(extra=[rule]))
+        with pytest.raises(ValueError, match=says):
+            quiet_trainer(devices=2, strategy=strategy, max_steps=1).fit(models.GPT(), models.loader(4))
+
+
+def test_what_a_rule_can_not_do_is_refused():
+    run_distributed(refuse_each, 2)
+
+
+# ---- vocabulary ------------------------------------------------------------------------------------------------
+
+
+VOCAB = models.plan(extra=[{"pattern": "model.{tokens,head}", "style": "vocab"}])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("world", "tp", "sp"), [(2, 2, True), (2, 2, False), (4, 4, True), (4, 2, True)])
+def test_a_vocabulary_that_does_not_divide(tied, world, tp, sp):
+    """31 tokens over 2 and 4 ranks, embedding and head, one tensor or two, clipped by the global norm."""
+    kwargs: dict[str, Any] = {"steps": 4, "clip": 0.5}
+    reference = fit("GPT", {"tied": tied}, **kwargs)
+    got = run_distributed(
+        fit, world, "GPT", {"tied": tied}, world=world, strategy={"tp": tp, "sp": sp, "plan": VOCAB}, **kwargs
+    )
+    compare(reference, got[0]).raise_if_failed()
+
+
+def embedded(ids: list[int]) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    embedding, head = torch.nn.Embedding(31, 8), torch.nn.Linear(8, 31)
+    where = (Shard.by_vocabulary(31, 2), dist.group.WORLD, dist.get_rank())
+    VocabParallelEmbedding.adopt(embedding, *where, cut=True)
+    VocabParallelHead.adopt(head, *where, cut=True)
+    logits = head(embedding(torch.tensor([ids])))
+    return logits.view(-1, head.out_features).shape, embedding.num_embeddings, repr(embedding), repr(head)
+
+
+def test_a_sharded_vocabulary_is_as_large_as_it_was():
+    shape, rows, *shown = run_distributed(embedded, 2, [0, 15, 16, 30])[1]
+    assert (shape, rows) == ((4, 31), 31)
+    assert shown == [
+        "VocabParallelEmbedding(31, 8, rank 1 of tp=2)",
+        "VocabParallelHead(in_features=8, out_features=31, bias=True, rank 1 of tp=2)",
+    ]
+
+
+@pytest.mark.parametrize("wrong", [31, -1, -100])
+def test_a_token_outside_the_vocabulary_is_refused(wrong):
+    with pytest.raises(
+        RankFailedError, match=rf"2 of 2 ranks failed\n.*token id {wrong} is out of range: the embedding has 31 rows"
+    ):
+        run_distributed(embedded, 2, [0, wrong])
+
+
+def test_vocabulary_shards_are_padded_and_put_together_again():
+    shard = Shard.by_vocabulary(31, 4)
+    whole = torch.randn(31, 3)
+    parts = [shard.take(whole, rank) for rank in range(4)]
+    assert [len(part) for part in parts] == [8, 8, 8, 8]
+    assert not parts[3][7:].any()
+    assert torch.equal(shard.assemble(parts), whole)
+    assert Shard.by_vocabulary(5, 4).local_length(3) == 2  # a rank that holds padding alone
+
+
+# ---- what several ranks hold -----------------------------------------------------------------------------------
+
+
+class Normed(zoo.Zoo):
+    def __init__(self) -> None:
+        super().__init__("gqa_shared", "sgd")
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms += [float(grad_norm(self, kind)) for kind in (1.0, 2.0, float("inf"))]
+
+
+def norms(tp: int) -> list[float]:
+    module = Normed()
+    strategy = SeqParallelStrategy(tp=tp, self_check=False) if tp > 1 else "auto"
+    quiet_trainer(devices=tp, strategy=strategy, max_steps=2).fit(module, models.loader(4))
+    return module.norms
+
+
+def test_norms_of_gradients_that_some_ranks_hold_for_others():
+    """Of two kv heads on four ranks: a head's second holder counts none of it, not even its largest."""
+    reference = norms(1)
+    for got in run_distributed(norms, 4, 4):
+        assert got == pytest.approx(reference, rel=1e-9)
+
+
+def test_kv_heads_that_are_fewer_than_ranks():
+    shard = Shard.by_segments(0, [16, 4, 4], [8, 2, 2], 4, "qkv")
+    assert shard.ranges[1] == ((4, 8), (16, 18), (20, 22))
+    assert shard.ranges[3] == ((12, 16), (18, 20), (22, 24))
+    assert shard.holders.tolist() == [1] * 16 + [2] * 8
+    assert shard.is_first_holder(1).tolist() == [True] * 4 + [False] * 4
+    whole = torch.randn(24, 2)
+    assert torch.equal(shard.assemble([shard.take(whole, rank) for rank in range(4)]), whole)
+    with pytest.raises(ValueError, match=r"q: 3 units .* do not divide by tp=4"):
+        Shard.by_segments(0, [12], [3], 4, "q")
+    with pytest.raises(ValueError, match=r"every one of tp=4 ranks would hold all of it; leave it whole"):
+        Shard.by_segments(0, [4], [1], 4, "k")
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "kind"), [(4, 4, "gqa_shared"), (8, 4, "gqa_shared"), (4, 4, "fused_mqa"), (4, 4, "alibi")]
+)
+def test_shared_parts_are_summed_once_and_count_once(world, tp, kind):
+    """Accumulation, clipping by a norm that must count a shared kv head once, several steps."""
+    kwargs: dict[str, Any] = {"steps": 3, "clip": 0.05, "accumulate": 2}
+    reference = fit("Zoo", {"kind": kind, "optimizer": "sgd"}, **kwargs)
+    got = run_distributed(
+        fit, world, "Zoo", {"kind": kind, "optimizer": "sgd"}, world=world, strategy={"tp": tp}, **kwargs
+    )
+    compare(reference, got[0]).raise_if_failed()
+
+
+def save_and_load(kind: str, folder: str) -> None:
+    plan = {"rules": [{"pattern": "net.{wte,lm_head}", "style": "vocab"}]}
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, plan=plan), max_steps=2)
+    module = zoo.Zoo(kind)
+    trainer.fit(module, models.loader(4))
+    trainer.save_checkpoint(f"{folder}/a.ckpt")
+    again = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, plan=plan), max_steps=4)
+    again.fit(zoo.Zoo(kind, seed=1), models.loader(4), ckpt_path=f"{folder}/a.ckpt")
+    again.save_checkpoint(f"{folder}/b.ckpt")
+
+
+@pytest.mark.parametrize("kind", ["gqa_shared", "alibi", "bias_table"])
+def test_checkpoints_hold_the_whole_of_it(kind, tmp_path):
+    """Shared kv heads, sliced buffers and tables, padded vocabularies: loaded by plain Lightning, and resumed."""
+    run_distributed(save_and_load, 2, kind, str(tmp_path))
+    plain = quiet_trainer(devices=1, max_steps=4)
+    module = zoo.Zoo(kind, seed=1)
+    plain.fit(module, models.loader(4), ckpt_path=tmp_path / "a.ckpt")
+    found = torch.load(tmp_path / "b.ckpt", weights_only=True)["state_dict"]
+    assert set(found) == set(module.state_dict())
+    for name, value in module.state_dict().items():
+        assert torch.allclose(found[name].double(), value.double(), rtol=0, atol=1e-9), name
+
+
+# ---- linears and views -----------------------------------------------------------------------------------------
+
+
+class Noisy(zoo.Conv1D):
+    def forward(self, x):
+        return super().forward(x) + 1e-2 * x.sum()
+
+
+class Sub(nn.Linear):
+    pass
+
+
+def test_which_modules_are_linears():
+    assert linear_kind(nn.Linear(3, 5)) == "out_in"
+    assert linear_kind(nn.MultiheadAttention(4, 2).out_proj) == "out_in"
+    assert linear_kind(zoo.Conv1D(3, 5)) == "in_out"
+    assert linear_kind(zoo.Conv1D(4, 4)) == "in_out"
+    weight_normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 5))
+    for module in (Noisy(3, 5), Sub(3, 5), nn.Embedding(3, 5), nn.LayerNorm(4), nn.Bilinear(2, 3, 4), weight_normed):
+        assert linear_kind(module) is None, module
+
+
+def test_a_view_answers_for_a_config_that_stays():
+    config = zoo.Settings(16, 4)
+    view = AttributeOverride(config, {"n_head": 2})
+    assert (view.n_head, view.dim, config.n_head) == (2, 16, 4)
+    config.dim = 32  # a library writes to the config after the model is made
+    assert view.dim == 32
+    view.late = 1
+    assert config.late == 1  # type: ignore[attr-defined]
+
+
+def broken_by_a_subclass() -> None:
+    module = zoo.Zoo("einsum")
+    module.net.h[1].mlp.fc1 = Sub(16, 32)
+    quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1).fit(module, models.loader(4))
+
+
+def test_an_unknown_linear_is_refused_and_never_skipped():
+    with pytest.raises(
+        RankFailedError, match=r"net.h.1.mlp.fc1: a Sub, which is not known to compute what nn.Linear does"
+    ):
+        run_distributed(broken_by_a_subclass, 2)
+
+
+class ReadsItsInput(zoo.NanoAttention):
+    """Takes the head size from its input's width, and also computes with the input."""
+
+    def forward(self, x):
+        return super().forward(x) + 0 * x.sum()
+
+
+zoo.EXTRA["reads_its_input"] = lambda: zoo.PreNorm(16, ReadsItsInput(16, 4), zoo.FeedForward(16, 32))
+
+
+def fit_stand_in() -> None:
+    rules = [
+        {"pattern": "net.h.*", "style": "blocks"},
+        {"pattern": "net.h.*.attn", "style": "gather", "local_width": True},
+        {"pattern": "net.h.*.attn.c_attn", "style": "column", "segments": 3, "units": "n_head"},
+        {"pattern": "net.h.*.attn.c_proj", "style": "row", "units": "n_head"},
+        {"pattern": "net.h.*.attn", "style": "set", "divide": ["n_head", "n_embd"]},
+    ]
+    strategy = SeqParallelStrategy(tp=2, sp=False, plan={"base": "none", "rules": rules})
+    quiet_trainer(devices=2, strategy=strategy, max_steps=1).fit(zoo.Zoo("reads_its_input"), models.loader(4))
+
+
+def test_who_computes_with_a_stand_in_is_found_out():
+    with pytest.raises(RankFailedError, match=r"the loss differs: nan instead of|nan"):
+        run_distributed(fit_stand_in, 2)

@@ -1,0 +1,143 @@
+"""How people train: each against one process, through ``Trainer.fit``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.verify.parity import compare
+from tests.helpers import models
+from tests.helpers.fit import fit, quiet_trainer
+
+PLANS = {
+    "Direct": lambda: models.plan("", None),
+    "InnerRecompute": lambda: models.plan(),
+    "AttentionNorm": lambda: models.plan(),
+    "LayerDropBehind": lambda: models.plan("model.stack.", None),
+    "LayerDrop": lambda: models.plan("model.stack."),
+}
+
+
+def check(model: str, args: dict, world: int = 2, tp: int = 2, *, sp: bool = True, strategy=None, **kwargs) -> None:
+    options = {"tp": tp, "sp": sp, **({"plan": PLANS[model]()} if model in PLANS else {}), **(strategy or {})}
+    expected = fit(model, args, **kwargs)
+    for trace in run_distributed(fit, world, model, args, world=world, strategy=options, **kwargs):
+        compare(expected, trace).raise_if_failed()
+
+
+@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no-sp"])
+@pytest.mark.parametrize("style", ["toggle", "leak", "keep"])
+def test_manual_optimization_with_two_optimizers(style, sp):
+    check("ManualTwo", {"style": style}, sp=sp, steps=12)
+
+
+@pytest.mark.parametrize("style", ["toggle", "keep"])
+def test_manual_optimization_with_replicas(style):
+    # "toggle" leaves parameters out by turns; DDP must be told, as in stock Lightning.
+    strategy = {"ddp": {"find_unused_parameters": style == "toggle"}}
+    check("ManualTwo", {"style": style}, 4, strategy=strategy, steps=12)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("model", ["LayerDrop", "LayerDropBehind"])
+def test_blocks_that_are_left_out(model, sp, world):
+    """The last block too, at which the region ends, and all of them."""
+    check(model, {}, world, sp=sp, strategy={"ddp": {"find_unused_parameters": world == 4}})
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_scheduler(world):
+    check("Scheduled", {}, world)
+
+
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 4), (4, 2)])
+def test_rates_that_follow_from_shapes_and_classes(world, tp):
+    check("FollowsShapes", {}, world, tp)
+
+
+@pytest.mark.parametrize("thaw", [False, True])
+@pytest.mark.parametrize("sp", [True, False])
+def test_frozen_parameters_and_a_thaw(sp, thaw):
+    check("Frozen", {"thaw": thaw, "tied": False}, sp=sp)
+
+
+def test_a_thaw_and_a_freeze_with_replicas():
+    check("Frozen", {"thaw": True, "tied": False}, 4)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_thaw_between_accumulated_batches(tp):
+    check("Frozen", {"thaw": True, "at": (4, 9), "tied": False}, 4, tp, steps=5, accumulate=3)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("sp", [True, False])
+def test_gradients_that_the_user_puts_in_place_of_ours(sp, world):
+    check("Edits", {}, world, sp=sp, steps=4, accumulate=2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("length", [10, 8])
+def test_activation_checkpointing_of_blocks(reentrant, length):
+    check("Recomputed", {"reentrant": reentrant}, length=length, steps=4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("sp", [True, False])
+def test_activation_checkpointing_inside_blocks(reentrant, sp):
+    check("InnerRecompute", {"reentrant": reentrant}, sp=sp, steps=4)
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_repeated_and_aborted_forwards_without_an_owner(sp):
+    check("Direct", {}, sp=sp, steps=4)
+    check("Direct", {}, 4, sp=sp, steps=4)
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_a_block_that_runs_three_times(sp):
+    check("SharedBlock", {}, sp=sp, steps=4, strategy={"plan": "byte_gpt"})
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_a_norm_over_local_heads_is_partial_with_and_without_sp(sp):
+    check("AttentionNorm", {}, sp=sp, steps=4)
+    check("AttentionNorm", {}, 4, sp=sp, steps=4)
+
+
+def test_a_norm_behind_the_row_linear_is_right_with_sp_and_refused_without():
+    check("AttentionNorm", {"behind": True}, sp=True, steps=4)
+    with pytest.raises(RankFailedError, match=r"out_norm.weight: the plan puts it between a gather and its row linear"):
+        check("AttentionNorm", {"behind": True}, sp=False, steps=4)
+
+
+def evaluate(args: dict, strategy: dict | None, kind: str) -> list:
+    module = getattr(models, kind)(**args)
+    options = (
+        {"devices": dist.get_world_size(), "strategy": SeqParallelStrategy(**strategy)} if strategy else {"devices": 1}
+    )
+    trainer = quiet_trainer(**options)
+    return torch.cat(trainer.predict(module, models.loader(8, count=32, length=9)))
+
+
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("args", [{}, {"norm_first": True}, {"batch_first": False}, {"norm": False}], ids=str)
+def test_evaluation_of_a_padded_encoder_where_stock_torch_packs_the_batch(args, sp):
+    expected = evaluate(args, None, "PaddedEncoder")
+    for out in run_distributed(evaluate, 2, args, {"tp": 2, "sp": sp}, "PaddedEncoder"):
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+
+
+def give_shards_away() -> None:
+    model = models.GivesShards()
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, plan="byte_gpt"))
+    with pytest.raises(ValueError, match="the step returns an activation from inside the sequence region of model"):
+        trainer.predict(model, models.loader(4))
+
+
+def test_a_shard_is_not_given_away():
+    run_distributed(give_shards_away, 2)

@@ -1,0 +1,98 @@
+"""Modules that have never heard of tensor parallelism: inferred, proved, trained, and equal to one process."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import Trace, compare
+from tests.helpers import zoo
+from tests.helpers.fit import fit
+
+REFUSED = ("hard_coded", "head_list")
+KINDS = [kind for kind in (*zoo.BLOCKS, *zoo.MODELS) if kind not in REFUSED]
+# On four ranks, one of each sort; the rest differ in what two ranks show as well.
+FOUR = [
+    "parallel_residual", "sandwich", "gqa", "gqa_shared", "mqa", "head_norm", "full_norm", "fused_per_head", "fused_gqa", "einsum",
+    "alibi", "bias_table", "raw_attention", "routed_moe",
+    "inline_mlp", "nano", "bert", "sequence_first", "flat", "vision", "encoder_decoder", "tied",
+]  # fmt: skip
+TOPOLOGIES = {
+    "tp2": (2, 2, True),
+    "tp4": (4, 4, True),
+    "dp2-tp2": (4, 2, True),
+    "tp2-no-sp": (2, 2, False),
+}
+SLICES = {"tp2": KINDS, "tp4": FOUR[0::2], "dp2-tp2": FOUR[1::2], "tp2-no-sp": FOUR[0::2]}
+WHOLE = {"tp2": KINDS, "tp4": FOUR, "dp2-tp2": FOUR, "tp2-no-sp": KINDS}
+CHOSEN = SLICES | {f"{name}-others": [kind for kind in WHOLE[name] if kind not in SLICES[name]] for name in TOPOLOGIES}
+
+
+def fit_all(kinds: list[str], world: int, tp: int, sp: bool) -> dict[str, Trace | str]:
+    """Train every kind in this process, one after the other; an error is the same on all ranks."""
+    out: dict[str, Trace | str] = {}
+    for kind in kinds:
+        try:
+            out[kind] = fit("Zoo", {"kind": kind}, world=world, strategy={"tp": tp, "sp": sp}, steps=3)
+        except ValueError as error:
+            out[kind] = str(error)
+    return out
+
+
+@functools.cache
+def reference(kind: str) -> Trace:
+    return fit("Zoo", {"kind": kind}, steps=3)
+
+
+@functools.cache
+def trained(topology: str) -> dict[str, Trace | str]:
+    """One start of the ranks for all kinds."""
+    world, tp, sp = TOPOLOGIES[topology.removesuffix("-others")]
+    kinds = CHOSEN[topology]
+    return run_distributed(fit_all, world, kinds, world, tp, sp, timeout=400.0)[0]
+
+
+CASES = [
+    pytest.param(name, kind, marks=pytest.mark.matrix if name.endswith("others") else (), id=f"{name}-{kind}")
+    for name, kinds in CHOSEN.items()
+    for kind in kinds
+]
+
+
+@pytest.mark.parametrize(("topology", "kind"), CASES)
+def test_parity_with_one_process(topology, kind):
+    got = trained(topology)[kind]
+    assert isinstance(got, Trace), got
+    compare(reference(kind), got).raise_if_failed()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_dealt_out_is_refused_with_the_rule_to_write(kind):
+    told = run_distributed(fit_all, 2, [kind], 2, 2, True)
+    assert told[0] == told[1]
+    said = told[0][kind]
+    assert "inference stops at" in said
+    assert "net.h.0.attn." in said
+    assert "{pattern: 'net.h.*.attn', style: whole}" in said
+
+
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_that_rule_beside_inference_is_enough(kind, sp):
+    rule = {"pattern": "net.h.*.attn", "style": "whole"}
+    got = run_distributed(
+        fit, 2, "Zoo", {"kind": kind}, world=2, strategy={"tp": 2, "sp": sp, "plan": {"rules": [rule]}}, steps=3
+    )
+    compare(reference(kind), got[0]).raise_if_failed()
+
+
+def fit_here(kind: str, world: int) -> Trace:
+    return fit("Zoo", {"kind": kind}, world=world, strategy={"tp": world}, steps=3)
+
+
+@pytest.mark.parametrize("kind", ["conv", "shifted"])
+def test_blocks_that_mix_positions_keep_whole_sequences(kind):
+    got = run_distributed(fit_here, 2, kind, 2)
+    compare(fit("Zoo", {"kind": kind}, steps=3), got[0]).raise_if_failed()

@@ -1,0 +1,136 @@
+"""Training that writes checkpoints, checkpoints read whole, and when two of them are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.checkpoint.atomic_files import WholeFileIO
+from lightning_seqpar.checkpoint.folder import Opened, find_folder
+from lightning_seqpar.verify.parity import ParityRecorder, Trace
+from tests.helpers import models
+from tests.helpers.fit import quiet_trainer
+
+FORMS: dict[str, dict[str, Any]] = {
+    "single": {"format": "single"},
+    "sharded": {"format": "sharded"},
+    "async": {"format": "sharded", "async_save": True},
+}
+
+PRECISION = "32-true"  # stock Lightning restores 64-true weights through float32
+
+
+def train(
+    model: str,
+    tp: int,
+    folder: str | None,
+    steps: int = 6,
+    ckpt: str | None = None,
+    after: str | None = None,
+    optimizer: str = "adamw",
+    every: int = 3,
+    batch: int = 8,
+    precision: str = PRECISION,
+    batches: int = 20,
+) -> Any:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    strategy = SeqParallelStrategy(tp=tp) if world > 1 else "auto"
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1) if folder else None
+    recorder = ParityRecorder()
+    trainer = quiet_trainer(
+        devices=world,
+        strategy=strategy,
+        max_steps=steps,
+        precision=precision,
+        enable_checkpointing=saver is not None,
+        callbacks=[recorder, *([saver] if saver else [])],
+    )
+    module = getattr(models, model)(optimizer=optimizer)
+    trainer.fit(module, models.loader(batch // (world // tp), count=batch * batches), ckpt_path=ckpt)
+    if after is not None:
+        trainer.save_checkpoint(after)
+    return recorder.trace
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+class Two(models.GPT):
+    """Two param groups, a scheduler, a frozen part; on request two optimizers."""
+
+    def configure_optimizers(self) -> Any:
+        kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[self.optimizer]
+        more = {"momentum": 0.9} if self.optimizer == "sgd" else {"weight_decay": 0.1}
+        named = list(self.named_parameters())
+        self.model.norm.weight.requires_grad_(False)
+        groups = [
+            {"params": [p for _, p in named if p.ndim > 1 and p.requires_grad], **more},
+            {"params": [p for _, p in named if p.ndim < 2 and p.requires_grad]},
+        ]
+        optimizer = kind(groups, lr=0.05)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+
+
+class Counting(Callback):
+    """A callback with a state of its own, a tensor among it."""
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros(3)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.seen += torch.arange(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def train_in_form(
+    tp: int, form: str, steps: int, ckpt: str | None = None, save: str | None = None, optimizer: str = "adamw"
+) -> tuple[Trace, Any]:
+    """Train in float64 from the start or from ``ckpt``; save behind the third step, or where nothing is trained at the end."""
+    world = dist.get_world_size()
+    strategy = SeqParallelStrategy(tp=tp, checkpoint=FORMS[form])
+    recorder, counting = ParityRecorder(), Counting()
+    callbacks: list[Callback] = [recorder, counting]
+    if save is not None and ckpt is None:  # Lightning goes on from where a callback of it saves
+        place = Path(save)
+        callbacks.append(ModelCheckpoint(place.parent, filename=place.stem, every_n_train_steps=3, save_top_k=-1))
+    trainer = quiet_trainer(
+        devices=world, strategy=strategy, max_steps=steps, callbacks=callbacks, enable_checkpointing=len(callbacks) > 2
+    )
+    module = Two(optimizer=optimizer).double()
+    trainer.fit(module, models.loader(8 // (world // tp), count=8 * 3), ckpt_path=ckpt)
+    if save is not None and ckpt is not None:
+        trainer.save_checkpoint(save)
+    return recorder.trace, counting.seen
+
+
+def whole(path: str | Path) -> dict[str, Any]:
+    """A checkpoint of either form, whole."""
+    if not find_folder(Path(path)).is_dir():
+        return dict(WholeFileIO().load_checkpoint(path, weights_only=True))
+    opened = Opened(path, weights_only=True)
+    state = dict(opened.checkpoint)
+    state["state_dict"] = opened.take(state["state_dict"], {}, 0)
+    if "optimizer_states" not in state:
+        return state
+    state["optimizer_states"] = [
+        {**one, "state": {key: opened.take(entry, {}, 0) for key, entry in one["state"].items()}}
+        for one in state["optimizer_states"]
+    ]
+    return state

@@ -1,0 +1,88 @@
+"""``Trainer.fit`` on one process and on several, recorded for the parity engine."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.distributed.counters import StepMeter
+from lightning_seqpar.verify.parity import ParityRecorder, Trace
+from tests.helpers import models
+
+
+def quiet_trainer(**kwargs: Any) -> L.Trainer:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "precision": "64-true",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(**{**defaults, **kwargs})
+
+
+def metered(module: L.LightningModule, strategy: SeqParallelStrategy, loader: Any, precision: str = "32-true") -> Any:
+    """Train 17 steps, the last of which no run-time check is due at: its meter, and the trainer."""
+    meter = StepMeter()
+    trainer = quiet_trainer(
+        devices=dist.get_world_size(), strategy=strategy, max_steps=17, precision=precision, callbacks=[meter]
+    )
+    trainer.fit(module, loader)
+    return meter, trainer
+
+
+def _class_named(name: str) -> Any:
+    """The class of a helper module; the last two, which import transformers and peft, are loaded only if they are needed."""
+    for place in ("models", "zoo", "families", "adapted"):
+        found = getattr(importlib.import_module(f"tests.helpers.{place}"), name, None)
+        if found is not None:
+            return found
+    raise AttributeError(f"no module of tests/helpers has a model {name}")
+
+
+def fit(
+    model: str,
+    model_args: dict[str, Any],
+    *,
+    world: int = 1,
+    strategy: dict[str, Any] | None = None,
+    global_batch: int = 8,
+    steps: int = 10,
+    length: int = 10,
+    accumulate: int = 1,
+    clip: float | None = None,
+    clip_by: str = "norm",
+    precision: str = "64-true",
+    callbacks: list[Callback] | None = None,
+) -> Trace:
+    """Train the ``<model>`` of these helpers for ``steps`` optimizer steps and return the trace (whole tensors)."""
+    torch.manual_seed(0)
+    # These models are too small for "auto" to make or gather anything again.
+    chosen = SeqParallelStrategy(**{"regather": True, **strategy}) if strategy is not None else "auto"
+    dp = world // strategy.get("tp", 1) if strategy is not None else 1
+    module = _class_named(model)(**model_args)
+    recorder = ParityRecorder()
+    trainer = quiet_trainer(
+        devices=world,
+        strategy=chosen,
+        max_steps=steps,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
+        gradient_clip_algorithm=clip_by if clip is not None else None,
+        precision=precision,
+        callbacks=[recorder, *(callbacks or [])],
+    )
+    loader = models.loader(global_batch // dp, length=length, count=global_batch * steps * accumulate)
+    trainer.fit(module, loader)
+    return recorder.trace

@@ -1,0 +1,218 @@
+"""Wrong configurations, YAML files, plans and launches, and the sentence that a user reads: field, value, rule, fix.
+
+Everything here is refused before any process is started.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
+from tests.helpers.fit import quiet_trainer
+
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"tp": 0}, "tp=0: a size must be 1 or more; leave it out for 1"),
+    ({"tp": -2}, "tp=-2: a size must be 1 or more; leave it out for 1"),
+    ({"tp": 2.5}, "tp=2.5: it counts ranks or steps; write a whole number"),
+    ({"tp": "two"}, "tp='two': it counts ranks or steps; write a whole number"),
+    ({"tp": True}, "tp=True: it counts ranks or steps; write a whole number"),
+    ({"tp": None}, "tp=None: it counts ranks or steps; write a whole number"),
+    ({"tp": [2]}, "tp=[2]: it counts ranks or steps; write a whole number"),
+    ({"dp": 0}, "dp=0: a size must be 1 or more; leave it out for 'auto'"),
+    ({"dp": "Auto"}, "dp='Auto': it counts ranks or steps; write a whole number or 'auto'"),
+    ({"cp": 0}, "cp=0: a size must be 1 or more; leave it out for 1"),
+    ({"pp": -1}, "pp=-1: a size must be 1 or more; leave it out for 1"),
+    ({"virtual_pp": 0}, "virtual_pp=0: a size must be 1 or more; leave it out for 1"),
+    ({"virtual_pp": "none"}, "virtual_pp='none': it counts ranks or steps; write a whole number or null"),
+    ({"TP": 2}, "'TP' is not a field of ParallelConfig; did you mean 'tp'?"),
+    ({"virtual_pp": 2}, "virtual_pp=2 with pp=1: virtual stages interleave the stages of a pipeline; set pp to 2 or more"),
+    ({"pp": 4, "pp_split_rank": 4}, "pp_split_rank=4: the decoder's first rank must lie inside the pipeline, between 1 and pp - 1 = 3"),
+    ({"pp": 4, "pp_split_rank": 0}, "pp_split_rank=0: the decoder's first rank must lie inside the pipeline"),
+    ({"pp_split_rank": 1}, "set pp to 2 or more, or leave pp_split_rank out"),
+    ({"check_every": -1}, "check_every=-1: write 0 for the default schedule or a number of steps"),
+    ({"check_every": 1.5}, "check_every=1.5: it counts ranks or steps; write a whole number"),
+    ({"sp": "maybe"}, "sp='maybe': it is a switch; write true or false"),
+    ({"sp": 2}, "sp=2: it is a switch; write true or false"),
+    ({"sp": None}, "sp=None: it is a switch; write true or false"),
+    ({"compile": "max"}, "compile='max': it is a switch; write true or false"),
+    ({"broadcast_batch": "rank0"}, "broadcast_batch='rank0': it is a switch; write true or false"),
+    ({"cp_method": "rings"}, "cp_method='rings': it must be 'auto', 'ring' or 'ulysses'"),
+    ({"cp_method": "ring"}, "cp_method='ring' with cp=1: it says how attention is computed across context-parallel ranks"),
+    ({"data_parallel": "zero"}, "data_parallel='zero': it must be 'ddp' or 'fsdp'"),
+    ({"recompute": False}, "recompute=False: it must be 'none', 'selective' or 'full'"),
+    ({"regather": "always"}, "regather='always': write 'auto', true or false"),
+    ({"order": "tp-dp"}, "order='tp-dp': it must name pp, dp, cp, tp once each, joined by '-', outermost first; for example 'pp-dp-cp-tp'"),
+    ({"order": "pp-dp-tp-tp"}, "order='pp-dp-tp-tp': it must name pp, dp, cp, tp once each"),
+    ({"order": ["pp", "dp", "cp", "tp"]}, "order=['pp', 'dp', 'cp', 'tp']: it must name pp, dp, cp, tp once each, joined by '-'"),
+    ({"timeout": 0}, "timeout=0: a collective needs a positive number of seconds, such as 600"),
+    ({"timeout": "soon"}, "timeout='soon': write a number of seconds, such as 600, or hours:minutes:seconds, such as 0:10:00"),
+    ({"timeout": float("inf")}, "timeout=inf: a collective needs a positive number of seconds, such as 600"),
+    ({"timeout": "30:00"}, "timeout='30:00': write a number of seconds, such as 600, or hours:minutes:seconds, such as 0:10:00"),
+    ({"timeout": None}, "timeout=None: write a number of seconds, such as 600, or hours:minutes:seconds, such as 0:10:00"),
+    ({"plan": ""}, "plan='': write 'auto', a family's name, the path of a YAML file, or rules"),
+    ({"plan": 3}, "plan=3: write 'auto', a family's name, the path of a YAML file, or rules"),
+    ({"plan": {"base": "none", "rule": []}}, "'rule' is not a field of PlanSpec; did you mean 'rules'?"),
+    ({"plan": ["a"]}, "rules=['a']: write a list of rules, each {pattern: ..., style: ...}"),
+    ({"plan": {"base": None}}, "base=None: write 'auto', 'none', a family's name or the path of a YAML file"),
+    ({"ddp": True}, "ddp=True: write a mapping of options, such as {name: value}"),
+    ({"fsdp": ["reshard"]}, "fsdp=['reshard']: write a mapping of options, such as {name: value}"),
+    ({"checkpoint": "single"}, "'single' is no CheckpointConfig; write a mapping with some of its fields (format, async_save, ...)"),
+    ({"checkpoint": {"format": "zip"}}, "format='zip': it must be 'single' or 'sharded'"),
+    ({"checkpoint": {"async_save": True}}, "checkpoint.async_save=True with format='single': one file is assembled by one rank while all wait; use"),
+    ({"checkpoint": {"async": True}}, "'async' is not a field of CheckpointConfig; did you mean 'async_save'?"),
+    ({"process_group_backend": ""}, "process_group_backend='': write a backend's name, such as 'gloo' or 'nccl', or leave it out"),
+    ({"tpp": 2}, "'tpp' is not a field of ParallelConfig; did you mean 'tp', 'pp', 'virtual_pp'?"),
+    ({"sequence_parallel": True}, "'sequence_parallel' is not a field of ParallelConfig; did you mean 'sp'?"),
+    ({"tensor_parallel_size": 2}, "'tensor_parallel_size' is not a field of ParallelConfig; did you mean 'tp'?"),
+    ({"gradient_checkpointing": True}, "'gradient_checkpointing' is not a field of ParallelConfig; did you mean 'recompute'?"),
+]  # fmt: skip
+
+STRATEGIES: list[tuple[dict[str, Any], str]] = [
+    ({"tpp": 2}, "SeqParallelStrategy has no argument 'tpp'; did you mean 'tp', 'pp', 'virtual_pp'?"),
+    ({"sequence_parallel": True}, "SeqParallelStrategy has no argument 'sequence_parallel'; did you mean 'sp'?"),
+    ({"config": ParallelConfig(tp=2), "sp": False}, "sp=False stands beside config=; put it into the config, ParallelConfig(..., sp=False), or drop config="),
+    ({"config": {"tpp": 2}}, "'tpp' is not a field of ParallelConfig; did you mean 'tp'"),
+    ({"config": ParallelConfig().model_copy(update={"tp": 0})}, "tp=0: a size must be 1 or more; leave it out for 1"),
+    ({"cp": 2}, "cp=2 does not run yet; use cp=1 (context parallelism; config, topology and groups know it, the layers do not)"),
+    ({"pp": 2}, "pp=2 does not run yet; use pp=1 (pipeline parallelism; config, topology and groups know it"),
+    ({"fp8_groups": True}, "fp8_groups=True does not run yet; use fp8_groups=False (fp8 training)"),
+    ({"data_parallel": "fsdp"}, "data_parallel='fsdp' does not run yet; use data_parallel='ddp' (sharding over the replicas)"),
+    ({"recompute": "full"}, "recompute='full' does not run yet; use recompute='none' (activation recompute by the strategy"),
+    ({"compile": True}, "compile=True does not run yet; use compile=False (compilation by the strategy)"),
+    ({"ddp": {"find_unused": True}}, "ddp={'find_unused': ...}: DistributedDataParallel has no such option; did you mean 'find_unused_parameters'"),
+    ({"ddp": {"process_group": 1}}, "ddp={'process_group': ...}: the strategy sets process_group itself; leave it out"),
+    ({"plan": "bytegpt"}, "plan='bytegpt' is no family; did you mean 'byte_gpt'? (a file ends in .yaml)"),
+    ({"plan": "nowhere.yaml"}, "plan 'nowhere.yaml': no such file; give a YAML file, a family ("),
+    ({"plan": "none"}, "plan='none' has no rules; write plan={'base': 'none', 'rules': [...]}"),
+    ({"plan": {"base": "none"}}, "plan={'base': 'none'} without rules shards nothing; add rules, or use base: auto"),
+    ({"plan": [{"pattern": "a", "style": "colum"}]}, "plan rule {'pattern': 'a', 'style': 'colum'}: no style 'colum'; did you mean 'column'"),
+    ({"plan": [{"pattern": "a"}]}, "plan rule {'pattern': 'a'}: a rule is a mapping with at least 'pattern' and 'style'"),
+    ({"plan": [{"pattern": "a..b", "style": "row"}]}, "pattern='a..b': write names joined by single dots, '*' for one name, '{a,b}' for alternatives"),
+    ({"plan": [{"pattern": "{a,b", "style": "row"}]}, "pattern='{a,b': a brace is not closed; write alternatives as '{a,b}'"),
+    ({"plan": [{"pattern": "a", "style": "column", "segment": 3}]}, "'segment' is not a field of ColumnRule; did you mean 'segments'?"),
+    ({"plan": [{"pattern": "a", "style": "column", "segments": 0}]}, "segments=0: write a number of equal parts (3), their names ([q, k, v]) or their sizes"),
+    ({"plan": [{"pattern": "a", "style": "blocks", "dim": 2}]}, "dim=2: it must be 0 or 1"),
+    ({"plan": [{"pattern": "a", "style": "gather", "args": [0, 0]}]}, "args=[0, 0]: name each argument to gather once, by position or keyword"),
+]  # fmt: skip
+
+LAUNCHES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"tp": 2}, {"devices": 3}, "world size 3 does not divide by tp 2 × cp 1 × pp 1 = 2; use 2 or 4 processes (devices × num_nodes), or tp=1 or 3"),
+    ({"tp": 8}, {"devices": 4}, "world size 4 does not divide by tp 8 × cp 1 × pp 1 = 8; use 8 processes (devices × num_nodes), or tp=4"),
+    ({"tp": 2, "dp": 3}, {"devices": 4}, "dp=3: dp 3 × tp 2 × cp 1 × pp 1 = 6 ranks, but the world has 4; use dp=2 (or 'auto'), or start 6 processes"),
+    ({"tp": 4}, {"devices": 3, "num_nodes": 2}, "world size 6 does not divide by tp 4"),
+    ({"tp": 2, "process_group_backend": "glo"}, {"devices": 2}, "process_group_backend='glo': torch knows no 'glo'; did you mean 'gloo'"),
+    ({"tp": 2, "process_group_backend": "nccl"}, {"devices": 2}, "process_group_backend='nccl' with accelerator='cpu': nccl speaks between GPUs; use 'gloo'"),
+    ({"tp": 2, "process_group_backend": "cpu:mpi"}, {"devices": 2}, "process_group_backend='cpu:mpi': this build of torch has no mpi; use 'gloo'"),
+    ({"tp": 2}, {"devices": 2, "sync_batchnorm": True}, "sync_batchnorm=True: batch norms are not synced over replicas here; leave it out"),
+]  # fmt: skip
+
+FILES: list[tuple[str, list[str], str]] = [
+    ("- 1\n", [], "must hold a mapping such as 'tp: 2', not a list or a word"),
+    ("tp: [2\n", [], "is not YAML: "),
+    ("tp: ${nope}\n", [], "the parallel config can't be resolved: Interpolation key 'nope' not found"),
+    ("tp: ???\n", [], "the parallel config can't be resolved: Missing mandatory value: tp"),
+    ("tp: 2\n", ["tp"], "override 'tp': write it as field=value, such as 'tp=4'"),
+    ("tp: 2\n", ["tpp=4"], "'tpp' is not a field of ParallelConfig; did you mean 'tp'"),
+    (
+        "strategy: {tp: 2}\n",
+        [],
+        "'strategy' stands in the parallel config, which holds the fields themselves (tp: 2, sp: true); pass what stands below strategy",
+    ),
+    (
+        "recompute: off\n",
+        [],
+        "recompute=False: it must be 'none', 'selective' or 'full' (YAML reads a bare off or no as false; write the word in quotes)",
+    ),
+]
+
+PLAN_FILES: list[tuple[str, str]] = [
+    ("rules: 3\n", "it must hold a list 'rules', for example"),
+    ("plan: {rules: []}\n", "'rules' stands under 'plan' there; in a plan's own file it stands at the top"),
+    ("pattern: a\n", "it must hold a list 'rules', for example"),
+    ("rules: [{pattern: a, style: row\n", "is not YAML: "),
+    ("rules: [{pattern: a, style: rows}]\n", "no style 'rows'; did you mean 'row', 'blocks'?"),
+]
+
+
+@pytest.mark.parametrize(("fields", "says"), CONFIGS, ids=[str(fields) for fields, _ in CONFIGS])
+def test_a_wrong_config(fields, says):
+    for build in (lambda: ParallelConfig(**fields), lambda: ParallelConfig.from_omegaconf(fields)):
+        with pytest.raises(ValueError) as raised:  # noqa: PT011 - the sentence is compared below
+            build()
+        assert says in str(raised.value)
+        assert "errors.pydantic.dev" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("arguments", "says"), STRATEGIES, ids=[str(arguments)[:60] for arguments, _ in STRATEGIES])
+def test_a_wrong_strategy(arguments, says):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        SeqParallelStrategy(**arguments)
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(("arguments", "trainer", "says"), LAUNCHES, ids=[str(one[:2])[:70] for one in LAUNCHES])
+def test_a_wrong_launch(arguments, trainer, says):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        quiet_trainer(strategy=SeqParallelStrategy(**arguments), **trainer)
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(("text", "overrides", "says"), FILES, ids=[text.strip() + str(o) for text, o, _ in FILES])
+def test_a_wrong_file(text, overrides, says, tmp_path):
+    (tmp_path / "wrong.yaml").write_text(text)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        ParallelConfig.from_yaml(tmp_path / "wrong.yaml", overrides=overrides)
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(("text", "says"), PLAN_FILES, ids=[text.strip() for text, _ in PLAN_FILES])
+def test_a_wrong_plan_file(text, says, tmp_path):
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        SeqParallelStrategy(plan=str(tmp_path / "plan.yaml"))
+    assert says in str(raised.value)
+
+
+def test_what_is_no_config_at_all():
+    with pytest.raises(ValueError, match=r"config file 'nope.yaml' does not exist; give the path of a YAML file"):
+        ParallelConfig.from_yaml("nope.yaml")
+    for nothing in (3, None, [1], OmegaConf.create([1])):
+        with pytest.raises(ValueError, match=r"a parallel config must be a mapping such as \{'tp': 2\}, got"):
+            ParallelConfig.from_omegaconf(nothing)
+
+
+def test_the_table_is_as_long_as_promised():
+    assert len(CONFIGS) + len(STRATEGIES) + len(LAUNCHES) + len(FILES) + len(PLAN_FILES) >= 60
+
+
+def test_every_message_says_what_to_do():
+    """A sentence without a fix is half a sentence."""
+    fixes = (
+        "write ",
+        "use ",
+        "did you mean",
+        "leave ",
+        "set ",
+        "must be",
+        "must name",
+        "must lie",
+        "such as",
+        "drop ",
+        "give ",
+        "name each",
+    )
+    for arguments, _ in (*CONFIGS, *STRATEGIES):
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            SeqParallelStrategy(**arguments)
+        assert any(fix in str(raised.value) for fix in fixes), raised.value
+
+
+def test_groups_and_plans_that_know_no_such_thing():
+    groups = ParallelGroups.fake(ProcessTopology(["dp", "tp"], [2, 2]), 0)
+    with pytest.raises(ValueError, match="unknown axis 'pp'; did you mean 'tp'"):
+        groups.rank("pp")
+    with pytest.raises(ValueError, match="plan rule 3: a rule is a mapping with at least 'pattern' and 'style'"):
+        ShardingPlan.from_rules([3])

@@ -1,0 +1,183 @@
+"""What ``describe`` and ``seqpar plan`` say before a launch is what a run then keeps and sends."""
+
+from __future__ import annotations
+
+import json
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from lightning_seqpar import ParallelConfig, describe
+from lightning_seqpar.cli.main import main
+from lightning_seqpar.cli.report import human, render
+from tests.helpers.families import HuggingFace, build
+from tests.helpers.models import GPT, loader
+
+LENGTH = 10
+LLAMA_70B = {
+    "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "intermediate_size": 28672, "vocab_size": 128256, "dtype": "bfloat16", "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+}  # fmt: skip
+
+
+def test_nothing_is_touched_started_or_drawn():
+    module, batch = GPT(), next(iter(loader(2, length=LENGTH, count=2)))
+    before = {name: (parameter, parameter.clone()) for name, parameter in module.named_parameters()}
+    state = torch.get_rng_state()
+    said = describe(module, ParallelConfig(tp=2), batch=batch)
+    assert said.sent_calls
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not dist.is_initialized()
+    for name, parameter in module.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
+
+
+def test_a_model_that_a_plan_can_not_shard_is_refused_in_the_words_of_the_strategy():
+    with pytest.raises(ValueError, match=r"8 units \(heads or features\) do not divide by tp=3; use tp of 1, 2, 4, 8"):
+        describe(build("llama"), ParallelConfig(tp=3))
+    rules = [{"pattern": "model.layer.*", "style": "blocks"}]
+    with pytest.raises(ValueError, match=r"'model.layer.\*' .* matches no module; near names: .*model.layers"):
+        describe(build("llama"), ParallelConfig(tp=2, plan={"base": "none", "rules": rules}))
+    with pytest.raises(ValueError, match="an example is needed"):
+        describe(nn.Sequential(nn.Linear(4, 4)), ParallelConfig(tp=2))
+    with pytest.raises(ValueError, match="optimizer='lion' is none of adamw"):
+        describe(build("llama"), ParallelConfig(tp=2), optimizer="lion")
+    model = build("llama")
+    model.model.layers[1].compile()
+    with pytest.raises(ValueError, match=r"model\.layers\.1 was compiled"):
+        describe(model, ParallelConfig(tp=2))
+    assert describe(model, ParallelConfig(tp=1))
+
+
+def test_an_unknown_model_is_inferred_from_its_example():
+    example = torch.zeros(2, 12, dtype=torch.long)
+    said = describe(GPT().model, ParallelConfig(tp=2, plan="infer"), example=example)
+    assert {row.style for row in said.rows if row.module.endswith("attn.qkv")} == {"column"}
+    assert said.input == [2, 12]
+    assert any("not proved here" in note for note in said.notes)
+    whole = describe(HuggingFace("gpt2"), ParallelConfig(tp=2, plan="infer"))
+    assert whole.activation_bytes
+    assert {row.decided for row in whole.rows if row.style == "row"} == {"inferred"}
+
+
+class LateModel(GPT):
+    """Makes its model in ``configure_model``."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        GPT.__init__(self)
+
+
+def test_configure_model_is_run_without_memory():
+    late, early = LateModel(), GPT()
+    said = describe(late, ParallelConfig(tp=2))
+    assert said.global_parameters == sum(p.numel() for p in early.parameters())
+    assert not list(late.parameters())
+
+
+# ---- the command -----------------------------------------------------------------------------------------------
+
+
+LLAMA = "tests.helpers.families:make_llama"
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    main(["plan", *args])
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    return tmp_path
+
+
+def test_a_70b_folder_on_1024_ranks(folder, capsys):
+    text = run(capsys, str(folder), "tp=8", "--world-size", "1024", "--length", "4096")
+    assert max(map(len, text.splitlines())) <= 100
+    assert "1,024 ranks: dp 128 × tp 8, sequence parallel; 70,553,706,496 parameters" in text
+    local = 2 * 128256 * 8192 + 80 * ((8192 * 8192 * 2 + 2 * 1024 * 8192 + 3 * 8192 * 28672) // 8 + 2 * 8192) + 8192
+    assert f"{local:,} on a rank" in text
+    assert human(2 * local) in text
+    for piece in ("80 ×", "model.layers.*", ".self_attn.q_proj", "weight [8192→1024, 8192]", "family llama", "sum tp"):
+        assert piece in text
+
+
+def test_json_says_all_of_it(folder, capsys):
+    data = json.loads(run(capsys, LLAMA, "tp=2", "--json", "--batch-size", "2", "--length", "12"))
+    said = describe(build("llama"), ParallelConfig(tp=2), batch_size=2, length=12)
+    assert data == json.loads(json.dumps(said.to_dict()))
+    assert data["rows"][3]["tensors"] == [{"name": "weight", "shape": [32, 32], "local_shape": [16, 32]}]
+
+
+def test_the_plan_can_be_edited_and_fed_back(tmp_path, capsys):
+    text = run(capsys, LLAMA, "tp=2", "--yaml")
+    file = tmp_path / "plan.yaml"
+    file.write_text(text.replace("down_proj, style: row", "down_proj, style: row, units: 2"))
+    said = describe(build("llama"), ParallelConfig(tp=2, plan=str(file)))
+    same = describe(build("llama"), ParallelConfig(tp=2))
+    assert [(row.module, row.style, row.tensors) for row in said.rows] == [
+        (row.module, row.style, row.tensors) for row in same.rows
+    ]
+    assert {row.decided for row in said.rows} == {str(file), ""}
+
+
+def test_a_yaml_file_of_the_command_line(capsys, monkeypatch, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "trainer: {devices: 4, strategy: {class_path: lightning_seqpar.SeqParallelStrategy, init_args: {tp: 2}}}\n"
+        "model: {class_path: tests.helpers.models.GPT, init_args: {dim: 32}}\n"
+    )
+    text = run(capsys, str(file))
+    assert text.startswith("4 ranks: dp 2 × tp 2")
+    assert "note: activations and traffic: no input to trace a step with" in text
+    assert run(capsys, str(file), "tp=4").startswith("4 ranks: tp 4")
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["nowhere"], "target='nowhere' is nothing that is known; give a YAML file"),
+        (["nowhere.yaml"], "no such file"),
+        (["tests.helpers.models:nothing"], "models has no 'nothing'; did you mean"),
+        (["no_such_package:make"], "No module named 'no_such_package'"),
+        (["tests.helpers.models:loader"], "without arguments"),
+        ([LLAMA, "tp=3"], "use tp of 1, 2, 4, 8"),
+        ([LLAMA, "tq=3"], "tq"),
+        ([LLAMA, "tp"], "write it as field=value"),
+        ([LLAMA, "tp=2", "--length", "0"], "length=0 must be 1 or more"),
+        ([LLAMA, "tp=4", "--world-size", "6"], "6"),
+        ([LLAMA, "--config", "nowhere.yaml"], "does not exist"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(args, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *args])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.startswith("error: ")
+    assert "Traceback" not in error
+
+
+def test_a_wide_table_of_a_family_with_fused_and_tied_weights():
+    text = render(describe(build("gpt2"), ParallelConfig(tp=2)))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "weight [32, 96→48]" in text
+    assert "tied" in text
+
+
+def test_whole_models_at_tp_1():
+    said = describe(build("llama"), ParallelConfig(), world_size=3)
+    assert said.axes == {"dp": 3}
+    assert {row.style for row in said.rows} == {"whole"}
+    assert said.parameters == said.global_parameters
+    assert isinstance(build("llama"), transformers.PreTrainedModel)

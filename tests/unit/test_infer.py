@@ -1,0 +1,303 @@
+"""Inference: the same plans as the shipped ones, whatever things are called; seconds for a large model; words where it stops."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import byte_gpt
+import peers
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_seqpar import ShardingPlan
+from lightning_seqpar.inference.dataflow import CantInferError
+from lightning_seqpar.inference.examples import Example, NoExampleError, peek_batch, small
+from lightning_seqpar.inference.infer import infer_plan
+from lightning_seqpar.inference.model_copy import detached_copy
+from lightning_seqpar.plan.choice import resolve_plans
+from tests.helpers import models, zoo
+
+IDS = torch.randint(31, (4, 9), generator=torch.Generator().manual_seed(0))
+
+
+def meaning(plan: ShardingPlan, model: nn.Module) -> set[tuple[Any, ...]]:
+    """What a plan says of each module, in words that do not depend on how it says it."""
+    out: set[tuple[Any, ...]] = set()
+    for match in plan.match(model):
+        told = match.rule.model_dump(exclude={"pattern", "style"})
+        if isinstance(segments := told.get("segments"), tuple):
+            told["segments"] = len(segments)
+        if isinstance(units := told.get("units"), str):
+            at = match.name
+            while not isinstance(value := getattr(model.get_submodule(at), units, None), int):
+                at = at.rpartition(".")[0]
+            told["units"] = value
+        out.add((match.name, match.rule.style, tuple(sorted((k, repr(v)) for k, v in told.items()))))
+    return out
+
+
+# ---- the shipped families --------------------------------------------------------------------------------------
+
+
+NAMES = {
+    "ByteGPT": "Ka", "CausalSelfAttention": "Kb", "Block": "Kc", "MLP": "Kd", "blocks": "u1", "attn": "u2", "mlp": "u3",
+    "qkv": "u4", "proj": "u5", "up": "u6", "down": "u7", "norm1": "u8", "norm2": "u9", "norm": "v1", "n_head": "v2",
+    "tokens": "v3", "positions": "v4", "head": "v5",
+}  # fmt: skip
+
+
+def scrambled(folder: Path) -> Any:
+    """The example's module with every class, attribute and setting called something else."""
+    source = Path(byte_gpt.__file__).read_text()
+    for name, other in sorted(NAMES.items(), key=lambda item: -len(item[0])):
+        source = re.sub(rf"\b{name}\b", other, source)
+    file = folder / "scrambled_model.py"
+    file.write_text(source)
+    spec = importlib.util.spec_from_file_location("scrambled_model", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["scrambled_model"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_example_gpt_under_other_names(tmp_path, tp, tied):
+    made = scrambled(tmp_path).Ka(dim=16, v2=4, n_layer=2, context=16, tied=tied, vocab=31)
+    inferred = infer_plan(made, IDS, tp).plan
+    plain = byte_gpt.ByteGPT(dim=16, n_head=4, n_layer=2, context=16, tied=tied, vocab=31)
+    (family,) = resolve_plans("auto", plain)
+    back = {other: name for name, other in NAMES.items()}
+
+    def renamed(text: str) -> str:
+        return re.sub(r"\b\w+\b", lambda match: back.get(match.group(), match.group()), text)
+
+    told = {tuple(renamed(p) if isinstance(p, str) else tuple((k, renamed(v)) for k, v in p) for p in item)
+            for item in meaning(inferred, made)}  # fmt: skip
+    assert told == meaning(family, plain)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_torch_encoders(batch_first, norm_first):
+    model = models.Encoder(batch_first, norm_first)
+    example = Example("a batch", "training_step", ((models.tokens(count=4).tensors[0],), 0), {})
+    (family,) = resolve_plans("auto", model)
+    assert meaning(infer_plan(model, example, 2).plan, model) == meaning(family, model)
+
+
+# ---- large models ----------------------------------------------------------------------------------------------
+
+
+class Large(nn.Module):
+    """The shapes of a 7B model with grouped kv heads and a gated MLP; every fourth layer looks back less far."""
+
+    def __init__(self, depth: int = 32, dim: int = 4096, hidden: int = 11008) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, dim)
+        self.layers = nn.ModuleList(
+            zoo.PreNorm(dim, zoo.Attention(dim, 32, 8, rope=True), zoo.SwiGLU(dim, hidden), zoo.RMSNorm)
+            for _ in range(depth)
+        )
+        for index, layer in enumerate(self.layers):
+            layer.layer_idx = index
+        self.norm, self.head = zoo.RMSNorm(dim), nn.Linear(dim, 1000, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def test_a_large_model_is_never_materialised():
+    with torch.device("meta"):
+        model = Large()
+    assert sum(p.numel() for p in model.parameters()) > 5e9
+    copied = detached_copy(model, torch.device("cpu"), torch.float32)
+    assert sum(p.numel() for p in copied.parameters()) < 0.3e9
+    del copied
+    started = time.monotonic()
+    plan = infer_plan(model, IDS[:2, :6], 8).plan
+    print(f"{time.monotonic() - started:.1f} s")
+    assert plan.to_yaml() == LARGE_PLAN
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+LARGE_PLAN = """\
+rules:
+- {pattern: layers.*, style: blocks}
+- {pattern: layers.*.attn, style: gather}
+- {pattern: layers.*.mlp, style: gather}
+- {pattern: layers.*.attn.wq, style: column, units: num_heads}
+- {pattern: layers.*.attn.wk, style: column, units: num_kv_heads}
+- {pattern: layers.*.attn.wv, style: column, units: num_kv_heads}
+- {pattern: layers.*.attn.wo, style: row, units: num_heads}
+- {pattern: layers.*.mlp.w1, style: column}
+- {pattern: layers.*.mlp.w3, style: column}
+- {pattern: layers.*.mlp.w2, style: row}
+- {pattern: layers.*.attn, style: set, divide: [num_heads, num_kv_heads]}
+- {pattern: norm, style: exit}
+"""
+
+
+# ---- what it says ----------------------------------------------------------------------------------------------
+
+
+def test_reasons_name_what_they_are_about():
+    reasons = infer_plan(zoo.Decoder("alibi"), IDS, 2).reasons
+    assert reasons[0] == "h.*: 2 blocks, sequence at dim 1"
+    assert any("its input falls apart into 4 units, made by the columns attn.qkv" in reason for reason in reasons)
+    assert any(reason.startswith("h.0.attn.slopes: without it") for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "says"),
+    [
+        ("hard_coded", 2, r"h\.0\.attn\.out: with its columns cut .* written into the forward as numbers"),
+        ("einsum", 3, r"its 16 in-features do not divide by tp=3"),
+    ],
+)
+def test_where_it_stops_it_names_the_module_and_the_rule(kind, tp, says):
+    with pytest.raises(CantInferError, match=says) as caught:
+        infer_plan(zoo.Decoder(kind), IDS, tp)
+    assert "{pattern: 'h.*.attn', style: whole}" in str(caught.value)
+
+
+class Reentrant(peers.Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = checkpoint(lambda x: nn.functional.silu(self.gate(x)) * self.up(x), x, use_reentrant=True)
+        return self.down(made)
+
+
+def test_reentrant_checkpointing_says_what_to_write(monkeypatch):
+    monkeypatch.setattr(peers, "HEAD", 8)
+    model = peers.Decoder(32, 2, 64)
+    for layer in model.layers:
+        layer.mlp = Reentrant(32, 1)
+    with pytest.raises(CantInferError, match=r"Decoder: .* reentrant checkpointing.* use_reentrant=False\)"):
+        infer_plan(model, IDS, 2)
+
+
+class Closed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        inner = zoo.Decoder("einsum")
+        self.inner, self.run = inner, lambda ids: inner(ids)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.run(ids)
+
+
+def test_a_model_that_runs_its_original_is_not_traced():
+    with pytest.raises(
+        (CantInferError, RuntimeError), match=r"no repeated blocks found|runs none of its own modules|dtype"
+    ):
+        infer_plan(Closed(), IDS, 2)
+
+
+def test_the_model_is_left_alone():
+    model = zoo.Decoder("gqa")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    text = str(model)
+    infer_plan(model, (IDS,), 2)
+    infer_plan(model, {"ids": IDS}, 2)
+    assert str(model) == text
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
+
+
+# ---- sequence parallelism where it can't be ---------------------------------------------------------------------
+
+
+def test_what_all_heads_share_stays_whole():
+    told = infer_plan(zoo.Zoo("latent").net, IDS, 2).plan
+    assert "kv_down" not in told.to_yaml()
+    assert "{pattern: h.*.attn.kv_up, style: column, units: num_heads}" in told.to_yaml()
+
+
+class Half(nn.Module):
+    """An encoder and a decoder of one class, neither of them a block."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([zoo.EXTRA["shifted"]() for _ in range(depth)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+        self.first, self.second = Half(2), Half(2)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.head(self.second(self.first(self.tokens(ids))))
+
+
+def test_modules_of_one_class_that_own_a_chain_are_no_blocks():
+    told = infer_plan(Halves(), IDS, 2).plan.to_yaml()
+    assert "{pattern: first.layers.*, style: blocks" in told
+    assert "{pattern: second.layers.*, style: blocks" in told
+
+
+def test_two_blocks_outside_any_list_keep_their_experts():
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(16, 3)
+            self.experts = nn.ModuleList([zoo.FeedForward(16, 32) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = self.gate(x).softmax(-1)
+            return sum(scores[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+            self.a, self.b = (zoo.PreNorm(16, zoo.EinsumAttention(16, 4), Mixture()) for _ in range(2))
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.head(self.b(self.a(self.tokens(ids))))
+
+    assert "{pattern: '{a,b}', style: blocks" in infer_plan(Two(), IDS, 2).plan.to_yaml()
+
+
+# ---- examples --------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_peeked_from_any_loader():
+    data = torch.arange(24).view(12, 2)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(data), batch_size=4, num_workers=2, shuffle=True
+    )
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    (batch,) = peek_batch(lambda: loader, "training")
+    assert batch.shape == (4, 2)
+    assert torch.equal(torch.rand(1), expected)
+    both = peek_batch(lambda: {"a": loader, "b": [loader]}, "training")
+    assert set(both) == {"a", "b"}
+    with pytest.raises(NoExampleError, match="the training loader is a stream that can be read once only"):
+        peek_batch(lambda: iter([1, 2]), "training")
+
+
+def test_large_batches_are_cut():
+    assert small({"a": torch.zeros(512, 64), "b": torch.zeros(512)})["a"].shape == (64, 64)
+    assert small([torch.zeros(512, 64), torch.zeros(3)])[0].shape == (512, 64)
+    assert small(torch.zeros(9000)).shape == (9000,)

@@ -1,0 +1,166 @@
+"""Plans as data: patterns, rules, families, and messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import byte_gpt
+import pytest
+import yaml
+from torch import nn
+
+from lightning_seqpar import ParallelConfig, ShardingPlan
+from lightning_seqpar.layout.module_names import match_pattern
+from lightning_seqpar.plan.choice import resolve_plans
+from lightning_seqpar.plan.sharding_plan import EXAMPLE, load_families, source_digest
+from lightning_seqpar.styles.registry import parse_rule
+from tests.helpers import models
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "fits"),
+    [
+        ("blocks.*", "blocks.3", True),
+        ("blocks.*", "blocks.3.attn", False),
+        ("blocks.*.{attn,mlp}", "blocks.10.mlp", True),
+        ("blocks.*.{attn.out,mlp.down}", "blocks.1.attn.out", True),
+        ("*.*_proj", "attn.q_proj", True),
+        ("norm", "norm1", False),
+        ("a.b", "axb", False),
+        ("", "", True),
+    ],
+)
+def test_patterns(pattern, name, fits):
+    assert match_pattern(pattern, name) is fits
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ("blocks", "a rule is a mapping with at least 'pattern' and 'style'"),
+        ({"pattern": "a"}, "a rule is a mapping with at least 'pattern' and 'style'"),
+        ({"pattern": "a", "style": "colunm"}, "no style 'colunm'; did you mean 'column'"),
+        ({"pattern": "a..b", "style": "exit"}, "write names joined by single dots"),
+        ({"pattern": "a.{b", "style": "exit"}, "a brace is not closed"),
+        ({"pattern": "a", "style": "blocks", "dim": 2}, "0 or 1"),
+        ({"pattern": "a", "style": "blocks", "dims": 1}, "'dims' is not a field of BlocksRule; did you mean 'dim'"),
+        ({"pattern": "a", "style": "gather", "args": []}, "name each argument to gather once"),
+        ({"pattern": "a", "style": "column", "segments": 0}, "write a number of equal parts"),
+        ({"pattern": "a", "style": "column", "segments": ["q", 3]}, "write a number of equal parts"),
+    ],
+)
+def test_a_wrong_rule_shows_itself(rule, says):
+    with pytest.raises(ValueError, match=says):
+        parse_rule(rule)
+
+
+def test_a_pattern_that_matches_nothing_lists_near_names():
+    plan = ShardingPlan.from_rules([{"pattern": "model.block.*", "style": "blocks"}])
+    with pytest.raises(
+        ValueError,
+        match=r"plan pattern 'model.block.\*' \(style blocks\) matches no module; near names: .*model.blocks",
+    ):
+        plan.match(models.GPT())
+
+
+def test_there_and_back_through_yaml(tmp_path):
+    (plan,) = resolve_plans("auto", models.GPT())
+    file = tmp_path / "plan.yaml"
+    file.write_text(plan.to_yaml())
+    again = ShardingPlan.from_yaml(file)
+    model = models.GPT()
+    assert [(m.name, m.rule.model_dump(exclude={"pattern"})) for m in again.match(model)] == [
+        (m.name, m.rule.model_dump(exclude={"pattern"})) for m in plan.match(model)
+    ]
+
+
+def test_wrong_files(tmp_path):
+    with pytest.raises(ValueError, match=r"no such file; give a YAML file, a family \(bert, byte_gpt"):
+        ShardingPlan.from_yaml(tmp_path / "x.yaml")
+    (tmp_path / "y.yaml").write_text("a: 1")
+    with pytest.raises(ValueError, match="must hold a list 'rules'"):
+        ShardingPlan.from_yaml(tmp_path / "y.yaml")
+
+
+def test_auto_finds_the_families():
+    assert resolve_plans("auto", models.GPT())[0].source == "family byte_gpt"
+    assert resolve_plans("auto", models.Encoder())[0].source == "family torch_encoder_batch_first"
+    assert resolve_plans("auto", models.Encoder(batch_first=False))[0].source == "family torch_encoder_sequence_first"
+    two = nn.ModuleDict({"a": models.Encoder().encoder, "b": models.Encoder(batch_first=False).encoder})
+    assert [(p.prefix, p.source) for p in resolve_plans("auto", two)] == [
+        ("a", "family torch_encoder_batch_first"),
+        ("b", "family torch_encoder_sequence_first"),
+    ]
+
+
+def odd_encoders() -> dict[str, nn.Module]:
+    def encoder(**kwargs):
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, **kwargs)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    odd = encoder()
+    odd.layers[1].linear1 = nn.Conv1d(1, 1, 1)
+    extra = encoder()
+    extra.layers[0].adapter = nn.Linear(2, 2)
+    softmax = encoder(activation=lambda x: x.softmax(-1))
+    pooled = encoder()
+    pooled.norm = nn.BatchNorm1d(16)
+    return {
+        "is a Conv1d": odd,
+        "'layers.0.adapter'": extra,
+        "activation_relu_or_gelu is 0": softmax,
+        "is a BatchNorm1d": pooled,
+    }
+
+
+@pytest.mark.parametrize("says", odd_encoders())
+def test_a_model_that_only_looks_like_a_family_is_refused(says):
+    with pytest.raises(ValueError, match=says):
+        resolve_plans("auto", nn.ModuleDict({"e": odd_encoders()[says]}))
+
+
+def test_changed_source_is_refused_unless_the_plan_is_named(monkeypatch):
+    class MLP(byte_gpt.MLP):
+        pass
+
+    MLP.__name__ = "MLP"
+    model = models.GPT()
+    model.model.blocks[0].mlp.__class__ = MLP
+    with pytest.raises(ValueError, match=r"the source of MLP differs .* name the plan yourself: plan='byte_gpt'"):
+        resolve_plans("auto", model)
+    assert resolve_plans("byte_gpt", model)
+
+
+def test_the_families_digests_are_fresh():
+    family = next(f for f in load_families() if f.family == "byte_gpt")
+    assert family.source == {name: source_digest(getattr(byte_gpt, name)) for name in family.source}
+    assert all(family.source.values())
+
+
+def test_users_rules_go_over_the_base():
+    plans = resolve_plans(
+        ParallelConfig(plan={"rules": [{"pattern": "model.norm", "style": "exit"}]}).plan, models.GPT()
+    )
+    assert [plan.source for plan in plans] == ["family byte_gpt", "your plan"]
+
+
+def test_the_printed_example_is_a_plan(tmp_path):
+    """Pasted into a plan's own file, and into a configuration."""
+    data = yaml.safe_load(EXAMPLE)
+    assert ShardingPlan.from_rules(ParallelConfig(plan={"base": "none", **data}).plan.rules).rules
+    (tmp_path / "plan.yaml").write_text(EXAMPLE)
+    assert len(ShardingPlan.from_yaml(tmp_path / "plan.yaml").rules) == len(data["rules"])
+
+
+def test_every_yaml_of_the_repository_parses():
+    files = [
+        *ROOT.glob("conf/**/*.yaml"),
+        *ROOT.glob("examples/**/*.yaml"),
+        *ROOT.glob("lightning_seqpar/plan/families/*.yaml"),
+    ]
+    assert files
+    for file in files:
+        assert isinstance(yaml.safe_load(file.read_text()), dict), file
+    ParallelConfig(**yaml.safe_load((ROOT / "conf" / "demo.yaml").read_text())["strategy"])

@@ -1,0 +1,118 @@
+"""A plan read on a model: which rule holds where, what styles imply, and that nothing is changed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_seqpar import ShardingPlan
+from lightning_seqpar.layout.param_layout import Reason
+from lightning_seqpar.parallel.resolve import ResolvedPlan
+from lightning_seqpar.plan.choice import resolve_plans
+from lightning_seqpar.styles import style
+from lightning_seqpar.styles.registry import STYLES
+from tests.helpers import models
+
+ROOT = Path(inspect.getfile(ShardingPlan)).resolve().parents[2]
+
+
+def resolved(model: nn.Module, *rules: dict[str, Any], size: int = 2, base: bool = True) -> ResolvedPlan:
+    plans = resolve_plans("auto", model) if base else []
+    return ResolvedPlan(model, [*plans, ShardingPlan.from_rules(rules)], size, True)
+
+
+def held(plan: ResolvedPlan, name: str, *styles: str) -> list[style.Rule]:
+    return [match.rule for match in plan.decided if match.name == name and match.rule.style in styles]
+
+
+def test_of_the_rules_for_a_linear_the_last_holds():
+    plan = resolved(models.GPT(), {"pattern": "model.blocks.0.mlp.up", "style": "column", "units": 8})
+    assert [rule.units for rule in held(plan, "model.blocks.0.mlp.up", "column")] == [8]
+    assert (plan.units["model.blocks.0.mlp.up"], plan.units["model.blocks.1.mlp.up"]) == (8, 64)
+    plan = resolved(models.GPT(), {"pattern": "model.blocks.0.mlp.up", "style": "row"})
+    assert [rule.style for rule in held(plan, "model.blocks.0.mlp.up", "column", "row")] == ["row"]
+
+
+def test_an_exit_that_two_rules_name_ends_the_region_once():
+    plan = resolved(models.GPT(), {"pattern": "model.norm", "style": "exit"})
+    assert [stack.exits for stack in plan.stacks] == [["model.norm"]]
+
+
+def test_all_rules_that_set_attributes_hold():
+    plan = resolved(models.GPT(), {"pattern": "model.blocks.*.attn", "style": "set", "values": {"training": True}})
+    assert [(rule.divide, rule.values) for rule in held(plan, "model.blocks.1.attn", "set")] == [
+        (("n_head",), {}),
+        ((), {"training": True}),
+    ]
+
+
+def test_whole_undoes_what_earlier_rules_said_of_the_inside_and_later_rules_are_refused_there():
+    whole = {"pattern": "model.blocks.0.mlp", "style": "whole"}
+    plan = resolved(models.GPT(), whole)
+    assert [m.rule.style for m in plan.matches if m.name.startswith("model.blocks.0.mlp")] == ["whole"]
+    assert plan.layout_of("model.blocks.0.mlp.up.weight")[0].reason is Reason.COMPUTED_WHOLE
+    assert plan.layout_of("model.blocks.1.mlp.up.weight")[0].reason is Reason.COLUMN
+    with pytest.raises(
+        ValueError, match=r"is computed whole on every rank, but model.blocks.0.mlp.up inside it is planned"
+    ):
+        resolved(models.GPT(), whole, {"pattern": "model.blocks.0.mlp.up", "style": "column"})
+
+
+class Experts(nn.Module):
+    """Two matrices that it multiplies itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Parameter(torch.randn(4, 8, 6)), nn.Parameter(torch.randn(4, 6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("efh,bsh->bsef", self.w1, x).einsum("bsef,ehf->bsh", self.w2)  # type: ignore[attr-defined]
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Experts(), Experts()])
+
+
+EXPERTS: list[dict[str, Any]] = [
+    {"pattern": "layers.*", "style": "blocks"},
+    {"pattern": "layers.*", "style": "gather"},
+    {"pattern": "layers.*.w1", "style": "column"},
+    {"pattern": "layers.*.w2", "style": "row"},
+]
+
+
+def test_a_row_that_a_module_multiplies_itself_implies_that_its_output_is_reduced():
+    plan = resolved(Stack(), *EXPERTS, base=False)
+    assert list(plan.named("reduce")) == ["layers.0", "layers.1"]
+    assert "reduce" not in {match.rule.style for match in plan.matches}
+    layout, _ = plan.layout_of("layers.0.w2")
+    assert (layout.reason, layout.shard.dim, layout.free) == (Reason.ROW, 2, True)
+    with pytest.raises(ValueError, match="multiplies this column itself, and no row leads out of it"):
+        resolved(Stack(), *EXPERTS[:3], base=False)
+
+
+def test_a_plan_is_read_without_changing_anything():
+    model = models.GPT()
+    before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    plan = resolved(model, size=4)
+    assert {name: plan.layout_of(name)[0].global_shape for name, _ in model.named_parameters()}
+    assert before == {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    assert not dist.is_initialized()
+
+
+def test_every_style_is_one_class_in_a_module_of_its_name_with_a_line_in_the_docs():
+    table = (ROOT / "docs" / "your_model.md").read_text().partition("## All styles")[2].partition("\n## ")[0]
+    documented = {name for row in re.findall(r"^\| (.+?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)}
+    assert documented == set(STYLES)
+    for name, kind in STYLES.items():
+        assert kind.__module__ == f"lightning_seqpar.styles.{name}"
+        assert kind.model_fields["style"].default == name

@@ -1,0 +1,243 @@
+"""The command line without processes: help, overrides, and what it says of a wrong option."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_seqpar import ParallelConfig, SeqParallelStrategy
+from lightning_seqpar.cli.main import OWN, SeqParallelCLI, SeqParallelParser, main
+from tests.helpers.models import GPT
+from tests.helpers.processes import PYTHON, ROOT, run
+
+CONFIG = ("-c", str(ROOT / "conf" / "cli.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _examples(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def refused(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", *arguments])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("--trainer.strategy.tpp=2", "error: no option 'tpp'; did you mean 'tp', 'pp', 'virtual_pp'?\n"),
+        ("--trainer.strategy.sequence_parallel=true", "error: no option 'sequence_parallel'; did you mean 'sp'?\n"),
+        ("--trainer.strategy.config.tpp=2", "error: no option 'tpp'; did you mean 'tp', 'pp', 'virtual_pp'?\n"),
+        ("--trainer.devcies=2", "error: no option 'trainer.devcies'; did you mean 'devices'"),
+        ("--trainer.startegy.tp=2", "error: no option 'trainer.startegy.tp'; did you mean 'strategy'"),
+        ("--trainer.strategy=seqpar_tp3", "error: no strategy 'seqpar_tp3'; did you mean 'seqpar_tp"),
+        ("--model.dimm=3", "error: no option 'dimm'; did you mean 'dim'"),
+        ("--trainer.strategy.tp=two", "Parser key \"tp\": Expected a <class 'int'>. Got value: two\n"),
+        (
+            "--trainer.strategy.recompute=ful",
+            "Expected a typing.Literal['none', 'selective', 'full']. Got value: ful\n",
+        ),
+        ("--trainer.strategy.tp=0", "error: tp=0: a size must be 1 or more; leave it out for 1\n"),
+        ("--trainer.strategy.tp=3", "world size 2 does not divide by tp 3 × cp 1 × pp 1 = 3; use 3 processes"),
+        ("--trainer.strategy.pp=2", "error: pp=2 does not run yet; use pp=1 (pipeline parallelism;"),
+        ("--trainer.strategy.plan=bytegpt", "error: plan='bytegpt' is no family; did you mean 'byte_gpt'?"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(capsys, argument, says):
+    told = refused(capsys, *CONFIG, argument)
+    assert says in told
+    assert told.splitlines()[-1].startswith("tip: ")
+    assert "usage:" not in told
+    assert len(told.splitlines()) <= 6, told
+
+
+def test_a_key_in_a_file(capsys, tmp_path):
+    (tmp_path / "bad.yaml").write_text(
+        "trainer: {strategy: {class_path: lightning_seqpar.SeqParallelStrategy, init_args: {tensor_parallel: 2}}}\n"
+    )
+    assert "error: no option 'tensor_parallel'; did you mean 'tp'?" in refused(capsys, "-c", str(tmp_path / "bad.yaml"))
+
+
+def test_overrides_reach_the_strategy():
+    cli = SeqParallelCLI(
+        run=False, args=[*CONFIG, "--trainer.strategy.tp=4", "--trainer.devices=4", "--trainer.strategy.sp=false"]
+    )
+    assert cli.trainer.strategy.config == ParallelConfig(tp=4, sp=False)
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        ["--trainer.strategy.config.tp=2"],
+        ["--trainer.strategy.config={tp: 2, timeout: 60, plan: {base: auto, rules: []}}"],
+    ],
+)
+def test_a_nested_config_beside_the_defaults_that_every_command_line_passes(nested):
+    plain = [*CONFIG, "--trainer.strategy=SeqParallelStrategy", *nested]
+    cli = SeqParallelCLI(run=False, args=plain)
+    assert cli.trainer.strategy.config.tp == 2
+
+
+def test_an_own_cli_with_our_parser(capsys):
+    arguments = ["fit", "--trainer.strategy=SeqParallelStrategy", "--trainer.strategy.tpp=2"]
+    with pytest.raises(SystemExit):
+        LightningCLI(GPT, parser_class=SeqParallelParser, args=arguments)
+    assert "error: no option 'tpp'; did you mean 'tp'" in capsys.readouterr().err
+    cli = LightningCLI(
+        GPT, run=False, args=["--trainer.strategy=seqpar_tp4", "--trainer.devices=4", "--trainer.accelerator=cpu"]
+    )
+    assert cli.trainer.strategy.config.tp == 4
+
+
+def test_help_shows_every_field_with_its_description(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--trainer.strategy.help=lightning_seqpar.SeqParallelStrategy"])
+    assert ended.value.code == 0
+    told = "".join(capsys.readouterr().out.split())  # the terminal's width breaks words
+    for name, field in ParallelConfig.model_fields.items():
+        assert f"--trainer.strategy.{name}" in told, name
+        assert "".join(field.description.split()) in told, name
+
+
+def test_schema_is_printed(capsys):
+    main(["schema"])
+    assert json.loads(capsys.readouterr().out) == ParallelConfig.json_schema()
+
+
+HIDING = """
+import importlib.metadata, sys
+HIDDEN = ("jsonargparse", "rich", "transformers", "huggingface_hub")  # the last two bring rich along
+sys.modules.update(dict.fromkeys(HIDDEN))
+found = importlib.metadata.Distribution.from_name.__func__
+def from_name(cls, name):
+    if name.lower().replace("-", "_") in HIDDEN:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(cls, name)
+importlib.metadata.Distribution.from_name = classmethod(from_name)
+"""
+"""Makes packages seem not installed; their metadata too, which Lightning asks for."""
+
+RUN_ALL = """
+import contextlib, io, json, sys
+from lightning_seqpar.cli import SeqParallelCLI, main
+def ended(arguments):
+    sys.argv = ["seqpar", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+            code = 0
+        except SystemExit as exit:
+            code = exit.code
+    return code, out.getvalue(), err.getvalue()
+results = [ended(arguments) for arguments in json.loads(sys.argv[1])]
+try:
+    SeqParallelCLI()
+except ImportError as error:
+    results.append(str(error))
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def without_extra(tmp_path_factory):
+    """Exit code, output and errors of command lines by their arguments, where the extra ``cli`` is not installed."""
+    folder = tmp_path_factory.mktemp("without")
+    (folder / "sitecustomize.py").write_text(HIDING)
+    torch.save({"state_dict": {"weight": torch.ones(2)}}, folder / "small.ckpt")
+    (folder / "own_models.py").write_text("from byte_gpt import ByteLM\ndef make():\n    return ByteLM()\n")
+    lines = [
+        "", "-h", "--help", "fit", "fit --help", "validate -c x.yaml", "-c x.yaml fit", "--seed_everything=1", "palm", "schema",
+        "plan own_models:make tp=2 --json", "plan own_models:make tp=2", f"plan {CONFIG[1]}", "plan --help",
+        "inspect small.ckpt --json", "inspect small.ckpt", "convert small.ckpt parts.ckpt",
+        "convert small.ckpt more.ckpt --dry-run",
+    ]  # fmt: skip
+    paths = os.pathsep.join([str(folder), str(ROOT), str(ROOT / "examples")])
+    code, output = run(
+        *(PYTHON, "-c", RUN_ALL, json.dumps([line.split() for line in lines])), cwd=folder, PYTHONPATH=paths
+    )
+    assert code == 0, output
+    return dict(zip([*lines, "SeqParallelCLI()"], json.loads(output.splitlines()[-1]), strict=True))
+
+
+def test_help_without_the_extra_lists_what_works_and_names_the_extra(without_extra):
+    code, told, errors = without_extra["--help"]
+    assert (code, errors) == (0, "")
+    assert "usage: seqpar [-h] {plan,inspect,convert,schema} ..." in told
+    for name in OWN:
+        assert f"\n    {name} " in told
+    assert (
+        "fit, validate, test, predict need jsonargparse, which is not installed:\n  pip install 'lightning-seqpar[cli]'\n"
+        in told
+    )
+    assert without_extra["-h"] == [0, told, ""]
+    assert without_extra[""] == [2, "", told]
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("fit", "fit"),
+        ("fit --help", "fit"),
+        ("validate -c x.yaml", "validate"),
+        ("-c x.yaml fit", "fit"),
+        ("--seed_everything=1", "--seed_everything=1"),
+    ],
+)
+def test_a_subcommand_that_needs_the_extra_says_so_in_one_line(without_extra, line, name):
+    says = f"error: seqpar {name} needs jsonargparse, which is not installed: pip install 'lightning-seqpar[cli]'\n"
+    assert without_extra[line] == [2, "", says]
+
+
+def test_an_own_cli_without_the_extra_raises(without_extra):
+    assert without_extra["SeqParallelCLI()"] == (
+        "the command line needs jsonargparse: pip install 'lightning-seqpar[cli]'"
+    )
+
+
+def test_an_unknown_subcommand_without_the_extra(without_extra):
+    assert without_extra["palm"] == [2, "", "error: no subcommand 'palm'; did you mean 'plan'?\n"]
+
+
+def test_the_subcommands_that_are_listed_work_without_the_extra(without_extra):
+    code, told, _ = without_extra["schema"]
+    assert (code, json.loads(told)) == (0, ParallelConfig.json_schema())
+    code, told, _ = without_extra["plan own_models:make tp=2 --json"]
+    assert (code, json.loads(told)["axes"]) == (0, {"tp": 2})
+    code, told, _ = without_extra["inspect small.ckpt --json"]
+    assert (code, json.loads(told)["tensors"]) == (0, {"weight": [[2], "float32"]})
+    assert without_extra["convert small.ckpt parts.ckpt"] == [0, "", ""]
+    assert without_extra["plan --help"][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("plan own_models:make tp=2", "the table needs rich"),
+        ("inspect small.ckpt", "the table needs rich"),
+        ("convert small.ckpt more.ckpt --dry-run", "the table needs rich"),
+        (f"plan {CONFIG[1]}", "a YAML file with a model needs jsonargparse"),
+    ],
+)
+def test_what_needs_the_extra_within_them_names_it(without_extra, line, what):
+    says = f"error: {what}: pip install 'lightning-seqpar[cli]'\ntip: seqpar {line.split()[0]} --help\n"
+    assert without_extra[line] == [2, "", says]
+
+
+def test_the_saved_configuration_is_read_back(tmp_path):
+    first = SeqParallelCLI(
+        run=False, args=[*CONFIG, "--trainer.strategy=SeqParallelStrategy", "--trainer.strategy.config.tp=2"]
+    )
+    saved = tmp_path / "config.yaml"
+    saved.write_text(first.parser.dump(first.config, skip_none=False))
+    again = SeqParallelCLI(run=False, args=["-c", str(saved)])
+    assert isinstance(again.trainer.strategy, SeqParallelStrategy)
+    assert again.trainer.strategy.config == first.trainer.strategy.config

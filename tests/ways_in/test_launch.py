@@ -1,0 +1,243 @@
+"""Real processes: Lightning's launcher, torchrun, and runs that end badly."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.processes import PYTHON, environment, free_port, run_all, start, survivors
+
+pytestmark = pytest.mark.launch
+
+SCRIPT = """
+import os, signal, sys, time
+import lightning as L
+from tests.helpers import models
+from tests.helpers.fit import quiet_trainer
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.strategy import child_watch
+from lightning.pytorch.callbacks import Callback
+
+class Bad(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        what, rank = os.environ["BAD"].split(":")
+        if batch_idx == 2 and trainer.global_rank == int(rank):
+            if what == "raise":
+                raise ValueError("on purpose")
+            if what == "hang":
+                os.write(1, b"HANGING\\n")
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                signal.pause()
+            if what == "fork":  # as a pool or a data worker that is ended with SIGTERM
+                ready, tell = os.pipe()
+                worker = os.fork()
+                if worker == 0:
+                    os.write(tell, b"r")
+                    signal.pause()
+                os.read(ready, 1)
+                os.kill(worker, signal.SIGTERM)
+                os.waitpid(worker, 0)
+            if what == "pause":
+                os.write(1, b"HANGING\\n")
+                signal.pause()
+            if what in ("KILL", "TERM"):
+                os.kill(os.getpid(), getattr(signal, "SIG" + what))
+
+def mine(signum, frame):
+    os.write(1, f"MY HANDLER {os.environ['LOCAL_RANK']}\\n".encode())
+    os._exit(7)
+
+if __name__ == "__main__":
+    child_watch.GRACE = float(os.environ.get("GRACE", child_watch.GRACE))
+    if "MINE" in os.environ:
+        signal.signal(signal.SIGTERM, mine)
+    world = int(os.environ.get("WORLD", "2"))
+    strategy = SeqParallelStrategy(tp=2, timeout=int(os.environ.get("TIMEOUT", "60")))
+    bad = [Bad()] if "BAD" in os.environ else []
+    trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=50, callbacks=bad)
+    trainer.fit(models.GPT(), models.loader(4, count=400))
+    os.write(1, f"PID {os.getpid()} RANK {trainer.global_rank} STEPS {trainer.global_step}\\n".encode())
+    if os.environ.get("SAVE") and trainer.is_global_zero:
+        trainer.save_checkpoint(os.environ["SAVE"])
+    if os.environ.get("AFTER") and trainer.global_rank == int(os.environ["AFTER"]):
+        raise ValueError("after fit")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    tag = f"{tmp_path.parent.name}-{tmp_path.name}"
+
+    def run(*command: str, timeout: float = 100, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*(command or (sys.executable,)), str(file)],
+            env=environment(SEQPAR_TAG=tag, **env),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    run.tag, run.path = tag, str(file)
+    yield run
+    # No orphan may be left: every process of this run carries the tag in its environment.
+    assert survivors(tag) == []
+
+
+def test_lightnings_own_launcher(script):
+    done = script()
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"RANK (\d) STEPS (\d+)", done.stdout)) == [("0", "50"), ("1", "50")]
+
+
+def test_torchrun(script):
+    done = script(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"RANK (\d) STEPS (\d+)", done.stdout)) == [("0", "50"), ("1", "50")]
+
+
+@pytest.mark.parametrize(
+    ("bad", "world", "says"),
+    [
+        ("raise:1", 2, r"the run failed: rank 1 raised ValueError: on purpose"),
+        pytest.param("raise:0", 2, r"the run failed: rank 0 raised ValueError: on purpose", marks=pytest.mark.matrix),
+        ("KILL:1", 2, r"the run failed: rank 1 \(pid \d+\) was killed by SIGKILL"),
+        ("TERM:1", 2, r"the run failed: rank 1 \(pid \d+\) was killed by SIGTERM"),
+        ("TERM:0", 2, r"the run failed: rank 0 got SIGTERM"),
+        ("KILL:2", 4, r"the run failed: rank 2 \(pid \d+\) was killed by SIGKILL"),
+    ],
+)
+def test_a_bad_end_names_the_rank_and_leaves_nobody(script, bad, world, says):
+    done = script(BAD=bad, WORLD=str(world))
+    assert done.returncode != 0
+    assert re.search(says, done.stderr), done.stderr[-3000:]
+
+
+def test_a_rank_that_hangs_ends_the_run_after_the_timeout(script):
+    done = script(BAD="hang:1", TIMEOUT="8")
+    assert done.returncode != 0
+    assert re.search(r"the run failed: rank 1 \(pid \d+\) did not answer and did not end", done.stderr), done.stderr[
+        -3000:
+    ]
+
+
+def test_a_save_on_one_rank_alone_ends_with_the_reason(script, tmp_path):
+    done = script(SAVE=str(tmp_path / "half.ckpt"))
+    assert done.returncode != 0
+    assert "rank 1 had ended while another rank still waited for it; what speaks to all ranks" in done.stderr
+    assert not (tmp_path / "half.ckpt").exists()
+
+
+def test_the_main_process_killed(script):
+    done = script(BAD="KILL:0")
+    assert done.returncode == -signal.SIGKILL
+    assert "rank 1 stops: the main process (local rank 0), which launched it, is gone" in done.stderr
+
+
+def test_an_exception_after_fit_on_one_rank(script):
+    for rank in "01":
+        done = script(AFTER=rank)
+        assert done.returncode != 0, rank
+        assert f"rank {rank}" in done.stderr
+
+
+def test_torchrun_with_a_killed_rank(script):
+    done = script(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", BAD="KILL:1")
+    assert done.returncode != 0
+    assert "Signal 9" in done.stderr
+
+
+def test_torchrun_with_a_rank_that_raises(script):
+    done = script(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", BAD="raise:1")
+    assert done.returncode != 0
+    assert "lightning_seqpar: rank 1 raised ValueError: on purpose" in done.stderr
+    summary = done.stderr[done.stderr.index("Root Cause") :]
+    assert "ValueError: on purpose" in summary, "torchrun's own summary reads the error file"
+
+
+def slurm(script, **env: str) -> list[tuple[tuple[str, ...], dict[str, str]]]:
+    common = {**env, "SEQPAR_TAG": script.tag, "SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2"}
+    common |= {"SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
+    common |= {"MASTER_PORT": str(free_port())}
+    return [
+        ((PYTHON, script.path), {**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}) for rank in range(2)
+    ]
+
+
+def test_a_rank_that_nobody_meets(script):
+    ((code, told),) = run_all(slurm(script, TIMEOUT="4")[:1])
+    assert code != 0
+    assert re.search(r"RuntimeError: rank 0 of 2 did not meet the others at 127.0.0.1:\d+ within timeout=4 s", told), (
+        told
+    )
+    assert "with the same MASTER_ADDR and MASTER_PORT, devices and num_nodes" in told
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ("raise:1", "lightning_seqpar: rank 1 raised ValueError: on purpose"),
+        ("KILL:1", "rank 0 lost another rank, which ended first"),
+    ],
+)
+def test_slurm_with_a_rank_that_dies(script, bad, says):
+    results = run_all(slurm(script, BAD=bad))
+    assert all(code != 0 for code, _ in results), results
+    assert any(says in told for _, told in results), results
+
+
+def read_until(proc, word: str) -> str:
+    told = ""
+    for line in proc.stdout:
+        told += line
+        if word in line:
+            break
+    return told
+
+
+def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
+    """Its main thread sits in a collective, where no Python handler runs."""
+    proc = start((PYTHON, script.path), env={"SEQPAR_TAG": script.tag, "BAD": "hang:1", "TIMEOUT": "300", "SAY": "1"})
+    told = read_until(proc, "HANGING")
+    proc.send_signal(signal.SIGTERM)
+    told += proc.communicate(timeout=60)[0]
+    assert proc.returncode == 128 + signal.SIGTERM, told
+    assert "the run failed: rank 0 got SIGTERM" in told
+
+
+def test_signals_to_forked_processes_are_not_the_runs(script):
+    done = script(BAD="fork:0", GRACE="0.02")
+    assert done.returncode == 0, done.stderr
+    assert "STEPS 50" in done.stdout
+
+
+def test_a_users_own_handler_stays(script):
+    done = script(BAD="TERM:0", MINE="1")
+    assert done.returncode == 7
+    assert "MY HANDLER 0" in done.stdout
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_ctrl_c(script, hangs):
+    """The terminal sends SIGINT to every process of the run."""
+    env = {"SEQPAR_TAG": script.tag, "BAD": "hang:1" if hangs else "pause:1", "TIMEOUT": "300"}
+    proc = start((PYTHON, script.path), env=env, start_new_session=True)
+    told = read_until(proc, "HANGING")
+    os.killpg(proc.pid, signal.SIGINT)
+    told += proc.communicate(timeout=60)[0]
+    assert proc.returncode != 0, told
+    assert told.rstrip().endswith("lightning_seqpar: the run was interrupted"), told[-1500:]
+
+
+def test_a_wrong_world_is_told_before_any_process_starts(script):
+    done = script(WORLD="3")
+    assert done.returncode == 1
+    assert "world size 3 does not divide by tp 2 × cp 1 × pp 1 = 2; use 2 or 4 processes" in done.stderr
+    assert done.stderr.count("Traceback") == 1
