@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.inference.examples import Example, small
 from lightning_seqpar.testing import RankFailedError, run_distributed
-from lightning_seqpar.verify.guards import OutputWatch, checksum, warn_of_equal_replicas
+from lightning_seqpar.verify.guards.batch import OutputWatch, checksum, warn_of_equal_replicas
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "ids labels")

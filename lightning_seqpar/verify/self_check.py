@@ -25,7 +25,7 @@ from lightning_seqpar.parallel.loss_consistency import check_loss
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.guards import check_readers
+from lightning_seqpar.verify.guards.graph import check_readers
 from lightning_seqpar.verify.parity import gather_grads, norm_of
 
 LIMIT = 1e-8
