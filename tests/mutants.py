@@ -619,7 +619,7 @@ MUTANTS = [
     Mutant(
         "the same values in another order are the same batch",
         "checksum",
-        "total += (bits * places).sum()",
+        "total += (bits * position).sum()",
         "total += bits.sum()",
         "tests/test_batch.py",
     ),
@@ -640,7 +640,7 @@ MUTANTS = [
     Mutant(
         "a weight that the model's own code reads may be in the loss",
         "check_readers",
-        "if found.is_sharded and found.free and record.on_shard(found.name)",
+        "if layout.is_sharded and layout.free and record.on_shard(layout.name)",
         "if False",
         "tests/test_guards.py -k refused",
     ),

@@ -1,4 +1,7 @@
-"""Refused while running: ranks of a replica that read different batches, or whose evaluation steps return different things."""
+"""Comparisons of what the ranks of one replica read and return: batches, and the outputs of evaluation steps.
+
+The tensor-parallel ranks of a replica compute one model together, so they must read the same batch and return the same.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,18 @@ from lightning_seqpar.data.batch import tensors_in
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer type that shows the bits of an element of so many bytes."""
 
 
 def checksum(batch: Any, device: torch.device) -> Tensor:
-    """A number that depends on every bit of a batch's tensors and on its place, and how many they are: ``[2]``, int64."""
+    """A checksum over every bit of a batch's tensors and its position, and the number of tensors: ``[2]``, int64.
+
+    Tensors without plain memory (sparse, nested, quantised) are counted only.
+
+    Args:
+        batch: tensors in any nest of containers.
+        device: where the result is made; the tensors may be elsewhere.
+    """
     total, count = torch.zeros((), dtype=torch.int64, device=device), 0
     for at, leaf in enumerate(tensors_in(batch)):
         count += 1
@@ -24,26 +35,33 @@ def checksum(batch: Any, device: torch.device) -> Tensor:
             continue
         plain = leaf.detach().resolve_conj().resolve_neg()
         plain = torch.view_as_real(plain) if plain.is_complex() else plain
-        # Numbers as they are stored: neither infinities nor huge ones (masks) hide the others.
+        # The bits as they are stored: in a sum of floats, infinities or huge values (masks) would hide the rest.
         bits = (
             plain.contiguous().flatten().view(_AS_INTEGERS[plain.element_size()]).to(device=device, dtype=torch.int64)
         )
-        # Times a hash of the position, so that the same values in another order differ; all modulo 2**64.
-        places = torch.arange(1, len(bits) + 1, device=device) + (at << 40)
-        places = (places ^ (places >> 15)) * 0x2C1B3C6D297A2D39
-        places = (places ^ (places >> 32)) * 0x9E3779B97F4A7C1 | 1
-        total += (bits * places).sum()
+        # Each is multiplied by a hash of its position, so that another order gives another sum. All is modulo 2**64.
+        position = torch.arange(1, len(bits) + 1, device=device) + (at << 40)
+        position = (position ^ (position >> 15)) * 0x2C1B3C6D297A2D39
+        position = (position ^ (position >> 32)) * 0x9E3779B97F4A7C1 | 1
+        total += (bits * position).sum()
     return torch.stack([total, torch.full_like(total, count)])
 
 
 def _gathered(numbers: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
+    """Every rank's ``numbers``, in the order of the ranks; collective over ``group``."""
     values = [torch.zeros_like(numbers) for _ in range(dist.get_world_size(group))]
     dist.all_gather(values, numbers, group=group)
     return [value.tolist() for value in values]
 
 
 def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: str) -> None:
-    """The ranks of one replica must read the same batch.
+    """Compare the checksums of the batch over the ranks of one replica; collective over tp.
+
+    Args:
+        batch: what this rank read.
+        groups: the process groups.
+        device: this rank's.
+        loop: for the message: ``training``, ``validation``, ``test`` or ``predict``.
 
     Raises:
         RuntimeError: on every rank of the replica.
@@ -59,9 +77,9 @@ def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: 
 
 
 def warn_of_equal_replicas(batch: Any, groups: ParallelGroups, device: torch.device) -> None:
-    """Replicas that all read one stream learn no more than one of them would; they say so. Collective.
+    """Warn if all replicas read the same batch, since together they then learn no more than one; collective over dp.
 
-    Of batches that hold no tensors as far as is known, nothing is said.
+    Nothing is said of batches in which no tensor is found.
     """
     values = _gathered(checksum(batch, device), groups["dp"])
     if len(values) > 1 and values[0][1] and all(value == values[0] for value in values):
@@ -72,48 +90,60 @@ def warn_of_equal_replicas(batch: Any, groups: ParallelGroups, device: torch.dev
 
 
 class OutputWatch:
-    """What evaluation steps return must be the same on all tensor-parallel ranks of a replica, at every step.
+    """Compares what evaluation steps return over the tensor-parallel ranks of a replica, at every step.
 
-    Three numbers of each step are kept where they are, and compared when :meth:`check` is called.
+    To make no collective in each step, three numbers a step are kept on the device and compared together in :meth:`check`.
     """
 
-    MANY = 1024
-    """Steps whose numbers are kept at most."""
+    LIMIT = 1024
+    """How many steps' numbers are kept at most before they are compared."""
 
     def __init__(self) -> None:
-        self._told: list[Tensor] = []
-        self._limit = 0.0
+        self._steps: list[Tensor] = []
+        self._tolerance = 0.0
 
     def note(self, out: Any, device: torch.device) -> None:
-        """Keep what tells one output from another: of floating-point tensors how many there are, and their norms."""
+        """Keep three numbers of a step's output.
+
+        They are the number of its floating-point tensors, the sum of their norms, and the same sum weighted by position, so
+        that tensors in another order differ.
+
+        Args:
+            out: what the step returned.
+            device: where the numbers are kept.
+        """
         leaves = [leaf.detach() for leaf in tensors_in(out) if leaf.is_floating_point()]
-        told = torch.zeros(3, dtype=torch.float64, device=device)
-        for at, leaf in enumerate(leaves, 1):
+        numbers = torch.zeros(3, dtype=torch.float64, device=device)
+        for position, leaf in enumerate(leaves, 1):
             norm = leaf.double().nan_to_num(0.0, 0.0, 0.0).norm().to(device)  # masked scores are infinite
-            told += torch.stack([torch.ones_like(norm), norm, at * norm])
-            limit = {torch.float64: 1e-9, torch.float32: 1e-4}.get(leaf.dtype, 2e-2)
-            self._limit = max(self._limit, limit)
-        self._told.append(told)
+            numbers += torch.stack([torch.ones_like(norm), norm, position * norm])
+            tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(leaf.dtype, 2e-2)
+            self._tolerance = max(self._tolerance, tolerance)
+        self._steps.append(numbers)
 
     @property
     def is_full(self) -> bool:
-        """Whether it is time to compare."""
-        return len(self._told) >= self.MANY
+        """Whether so many steps were noted that :meth:`check` is due."""
+        return len(self._steps) >= self.LIMIT
 
     def check(self, groups: ParallelGroups, loop: str) -> None:
-        """Compare what was kept since the last time; collective over tp.
+        """Compare the numbers of all steps since the last call; collective over tp.
+
+        Args:
+            groups: the process groups.
+            loop: for the message: ``validation``, ``test`` or ``predict``.
 
         Raises:
-            RuntimeError: on all of them, if it is not the same.
+            RuntimeError: on every rank of the replica, if two of them differ.
         """
-        if not self._told:
+        if not self._steps:
             return
-        told, limit = torch.cat(self._told), self._limit
-        self._told, self._limit = [], 0.0
-        both = torch.cat([told, -told])
+        numbers, tolerance = torch.cat(self._steps), self._tolerance
+        self._steps, self._tolerance = [], 0.0
+        both = torch.cat([numbers, -numbers])  # the largest of the negated numbers is the smallest
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups["tp"])
-        highs, lows = both[: len(told)], -both[len(told) :]
-        apart = (highs - lows > limit * torch.maximum(highs.abs(), lows.abs())).tolist()
+        highs, lows = both[: len(numbers)], -both[len(numbers) :]
+        apart = (highs - lows > tolerance * torch.maximum(highs.abs(), lows.abs())).tolist()
         if any(apart):
             norm = apart.index(True) // 3 * 3 + 1
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Refused at set-up: callbacks that do not fit a model of shards."""
+"""Callbacks that are refused at set-up, since they do not fit a model whose parameters are sharded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 
 
 def refuse_callbacks(callbacks: Sequence[Any], tp: int) -> None:
-    """Callbacks that keep whole copies of the weights do not fit shards.
+    """Refuse callbacks that copy the model before it is sharded: averages of weights, and pruning.
+
+    They are recognised by the names of their classes, so that neither of Lightning's packages has to be imported.
+
+    Args:
+        callbacks: the trainer's.
+        tp: number of tensor-parallel ranks; with one there are no shards, and everything is allowed.
 
     Raises:
         ValueError: naming the callback.
@@ -27,7 +33,12 @@ def refuse_callbacks(callbacks: Sequence[Any], tp: int) -> None:
 
 
 def refuse_links(callbacks: Sequence[Any]) -> None:
-    """A link to a checkpoint that is still being written would lead nowhere if the run ended now.
+    """Refuse ``save_last="link"`` where checkpoints are written in the background.
+
+    The link would be made before the checkpoint is whole, and would lead to nothing if the run ended then.
+
+    Args:
+        callbacks: the trainer's; asked only if ``checkpoint.async_save`` is on.
 
     Raises:
         ValueError: naming the callback.

@@ -1,4 +1,4 @@
-"""Refused before anything runs: what a configuration asks for and the strategy can't give."""
+"""Settings that are refused before any process is started or any group is made."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ LATER = {
     "compile": "compilation by the strategy",
     "fp8_groups": "fp8 training",
 }
-"""Fields that the strategy refuses when they differ from their default, and what they would turn on."""
+"""Fields of :class:`ParallelConfig` that the strategy does not run yet, and what each of them would turn on."""
 
 
 def refuse_unsupported(config: ParallelConfig) -> None:
-    """Refuse what the configuration knows and the strategy does not run yet."""
+    """Refuse a field of :data:`LATER` that differs from its default: the configuration knows it, the strategy does not run it.
+
+    Raises:
+        ValueError: naming the field, its value and the default to use instead.
+    """
     default = ParallelConfig()
     for field, what in LATER.items():
         value, idle = getattr(config, field), getattr(default, field)
@@ -35,7 +39,10 @@ def refuse_unsupported(config: ParallelConfig) -> None:
 
 
 def refuse_notebook(processes: int) -> None:
-    """Processes can't be started from a notebook or an interactive prompt.
+    """Refuse to start several processes from a notebook or an interactive prompt, which have no file to run again.
+
+    Args:
+        processes: how many processes this node is to run, its ``devices``.
 
     Raises:
         ValueError: for more than one process.
@@ -49,7 +56,10 @@ def refuse_notebook(processes: int) -> None:
 
 
 def refuse_sweep(processes: int) -> None:
-    """Several jobs of a hydra sweep in one process can't each start ranks.
+    """Refuse to start several processes from a job of a Hydra sweep, whose jobs all run in one main process.
+
+    Args:
+        processes: how many processes this node is to run, its ``devices``.
 
     Raises:
         ValueError: for more than one process.
@@ -63,10 +73,14 @@ def refuse_sweep(processes: int) -> None:
 
 
 def check_backend(backend: str | None, device_type: str) -> None:
-    """A backend's name must be one that torch knows.
+    """Refuse a backend that torch does not know, that its build lacks, or that does not work on the device.
+
+    Args:
+        backend: the field ``process_group_backend``: a name, or ``"cpu:gloo,cuda:nccl"``; None lets the strategy choose.
+        device_type: such as ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        ValueError: naming the nearest.
+        ValueError: naming the backend, and the nearest name or the one that works.
     """
     if backend == "nccl" and device_type == "cpu":
         raise ValueError("process_group_backend='nccl' with accelerator='cpu': nccl speaks between GPUs; use 'gloo'")
@@ -82,14 +96,14 @@ def check_backend(backend: str | None, device_type: str) -> None:
 
 
 TAKEN_DDP_OPTIONS = ("module", "device_ids", "output_device", "process_group", "device_mesh")
-"""Arguments of ``DistributedDataParallel`` that are the strategy's own."""
+"""Arguments of ``DistributedDataParallel`` that the strategy sets itself."""
 
 
 def check_ddp_options(options: Mapping[str, Any]) -> None:
-    """The options of ``ddp`` must be ``DistributedDataParallel``'s, and not ours.
+    """Refuse options of the field ``ddp`` that ``DistributedDataParallel`` does not take or that the strategy sets itself.
 
     Raises:
-        ValueError: naming the nearest.
+        ValueError: naming the option, and the nearest name that exists.
     """
     known = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in TAKEN_DDP_OPTIONS]
     for name in options:

@@ -1,4 +1,4 @@
-"""Refused while running: parameters that were added or replaced, and buffers that came to differ between ranks."""
+"""Changes of a sharded model that are refused while it trains: parameters added or replaced, buffers that drift apart."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 def check_parameters(record: ShardedModel) -> None:
-    """The model must hold the parameters that were laid out.
+    """Refuse a model that holds another parameter under a name than the one that was sharded.
 
     Raises:
-        RuntimeError: naming one that was replaced.
+        RuntimeError: naming a parameter that was replaced, or one that was added (an adapter around a linear).
     """
     if replaced := record.layout.replaced(record.model):
-        refuse_added([*record.model.parameters()], record)  # an adapter around a linear, which has another name now
+        refuse_added([*record.model.parameters()], record)  # an adapter gives the linear inside it another name
         raise RuntimeError(
             f"{replaced[0]}: the model holds another parameter than the one that was laid out; do not replace parameters "
             "while training (change their data in place)"
@@ -27,10 +27,10 @@ def check_parameters(record: ShardedModel) -> None:
 
 
 def refuse_added(parameters: Sequence[Tensor], record: ShardedModel) -> None:
-    """A parameter that came after the model was sharded has no layout: nobody would sum its gradient.
+    """Refuse a parameter that was added after the model was sharded: without a layout, nobody would sum its gradient.
 
     Args:
-        parameters: those that may be new.
+        parameters: those to look at, such as an optimizer's.
         record: of the sharded model.
 
     Raises:
@@ -47,23 +47,23 @@ def refuse_added(parameters: Sequence[Tensor], record: ShardedModel) -> None:
 
 
 def check_buffers(record: ShardedModel, groups: ParallelGroups, device: torch.device) -> None:
-    """Buffers outside the tensor-parallel parts must be the same on all ranks of a replica; collective over tp.
+    """Refuse buffers that differ over the ranks of a replica though no rule shards them; collective over tp.
 
-    A forward that counts or averages what it sees there sees this rank's part of the sequence.
+    They come to differ where a forward counts or averages tokens and each rank sees its part of the sequence.
 
     Raises:
         RuntimeError: naming the buffer, on every rank.
     """
-    held = record.equal_buffers()
-    if not held:
+    buffers = record.equal_buffers()
+    if not buffers:
         return
-    sums = torch.stack([buffer.detach().double().nan_to_num(0.0, 0.0, 0.0).sum().to(device) for _, buffer in held])
+    sums = torch.stack([buffer.detach().double().nan_to_num(0.0, 0.0, 0.0).sum().to(device) for _, buffer in buffers])
     spread = torch.stack([sums, -sums])
     dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=groups["tp"])
     largest, smallest = spread[0], -spread[1]
     apart = largest - smallest > 1e-5 * torch.maximum(largest.abs(), smallest.abs()).clamp_min(1e-30)
     if bool(apart.any()):
-        name = held[int(apart.nonzero()[0])][0]
+        name = buffers[int(apart.nonzero()[0])][0]
         raise RuntimeError(
             f"{name}: this buffer is no longer the same on the ranks of a replica: the forward changes it where each rank sees "
             "its part of the sequence. Have its module computed whole, "

@@ -1,4 +1,4 @@
-"""Refused when an optimizer is set: one whose update of an element reads others, which lie on other ranks."""
+"""Optimizers that are refused because they update an element from other elements, which may lie on other ranks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     optim.Rprop,
     optim.ASGD,
 )
-"""Optimizers whose update of an element depends on that element's gradient and state alone."""
+"""Optimizers that update each element from its own value, gradient and state alone: they do the same on a shard."""
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer], tp: int) -> None:
-    """Only elementwise optimizers are right on shards.
+    """Refuse optimizers that are not known to be element-wise.
+
+    Args:
+        optimizers: the plain ones, without Lightning's wrappers.
+        tp: number of tensor-parallel ranks; with one there are no shards, and everything is allowed.
 
     Raises:
-        ValueError: naming the optimizer.
+        ValueError: naming the optimizer, and those that are allowed.
     """
     for optimizer in optimizers:
         if tp > 1 and type(optimizer) not in (*ELEMENTWISE_OPTIMIZERS, _MockOptimizer):
-            allowed = ", ".join(kind.__name__ for kind in ELEMENTWISE_OPTIMIZERS)
+            allowed = ", ".join(one.__name__ for one in ELEMENTWISE_OPTIMIZERS)
             raise ValueError(
                 f"{type(optimizer).__module__}.{type(optimizer).__name__} with tp={tp}: it is not known to update each "
                 f"element by itself, and shards would change its result; use one of torch.optim's {allowed}"
