@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.metadata
-import json
-import os
-import sys
-import sysconfig
 import time
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_seqpar.config import VERSION, ParallelConfig, PlanSpec
+from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.examples import Example, NoExampleError, attach_view, find_examples
@@ -32,16 +24,13 @@ from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.rules import ReduceRule
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.proof_cache import fingerprint, read_proof, write_proof
 from lightning_seqpar.verify.self_check import SelfCheckError, self_check
 
 _WAYS_OUT = (
     "set example_input_array on the module (a tensor, tuple or dict that its forward takes), or self_check=False to train "
     "unproved with a plan of your own"
 )
-
-
-_DEEP = 6
-"""Levels of nested settings that are told; deeper ones can't be remembered by."""
 
 
 @dataclass
@@ -95,7 +84,7 @@ class Prover:
     def _proved(self) -> Proved:
         out = Proved()
         key = self._from_first_rank(self._key) if self._config.self_check else None
-        known = self._from_first_rank(lambda: None if key is None else _read(key))
+        known = self._from_first_rank(lambda: None if key is None else read_proof(key))
         cached = None if known is None or not known["plan"] else ShardingPlan.from_yaml_text(known["plan"])
         started = time.monotonic()
         if isinstance(self._config.plan, PlanSpec):
@@ -125,7 +114,7 @@ class Prover:
         inferred = [plan for plan in out.plans if plan.source == "inferred"]
         if passed:
             if key is not None and dist.get_rank(self._world) == 0:
-                _write(key, inferred[0].to_yaml() if inferred else "")
+                write_proof(key, inferred[0].to_yaml() if inferred else "")
             _, _, source = self._example_source()
             out.lines.append(f"self-check: passed, with {source}, in {time.monotonic() - started:.1f} s")
 
@@ -152,7 +141,7 @@ class Prover:
         Attributes, sources and versions can't tell everything (a global, a hook, the content of a buffer); the loss and
         the gradients of the example do.
         """
-        told = _fingerprint(self._module, self._config, self._tp)
+        told = fingerprint(self._module, self._config, self._tp)
         if self._found is None:
             self._found = self._seek_example()
         if told is None or self._found[0] is None or not self._digest:
@@ -325,115 +314,3 @@ class Prover:
 
 def _has_sums(plans: Sequence[ShardingPlan]) -> bool:
     return any(isinstance(rule, ReduceRule) for plan in plans for rule in plan.rules)
-
-
-# ---- what is remembered ----------------------------------------------------------------------------------------
-
-
-def _fingerprint(module: LightningModule, config: ParallelConfig, tp: int) -> str | None:
-    """Digest of all that a proof depends on: the model, every source file that is the user's, the plan, versions.
-
-    None if some attribute of the model is of a kind whose content can't be told: then nothing is remembered.
-    """
-    told: dict[str, Any] = {
-        "versions": [VERSION, torch.__version__, sys.version],
-        "plan": config.model_dump(mode="json", include={"plan", "sp", "regather", "loss_chunk"}),
-        "tp": tp,
-    }
-    internal = set(vars(LightningModule())) | set(vars(torch.nn.Module()))
-    try:
-        for name, part in module.named_modules():
-            own = {key: _tell(value, 0) for key, value in sorted(vars(part).items()) if key not in internal}
-            tensors = [
-                (key, tuple(t.shape), str(t.dtype), t.requires_grad)
-                for key, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-            ]
-            told[f"module {name}"] = [_name(type(part)), part.training, own, tensors]
-        told["hyperparameters"] = _tell(dict(module.hparams), 0)
-    except _UnknownError:
-        return None
-    for package in sorted({type(m).__module__.split(".")[0] for m in module.modules()}):
-        try:
-            told[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            told[package] = "source"
-    base = config.plan if isinstance(config.plan, str) else config.plan.base
-    if base.endswith((".yaml", ".yml")):
-        told["file"] = Path(base).read_text()
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
-    for file in _own_files():
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-class _UnknownError(Exception):
-    """An attribute whose content can't be told."""
-
-
-def _name(kind: Any) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _tell(value: Any, depth: int) -> Any:
-    """A value as text that is equal in two processes if and only if the values are."""
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
-        return repr(value)
-    if depth > _DEEP:
-        raise _UnknownError
-    if isinstance(value, torch.nn.Module):
-        return _name(type(value))  # its own entry tells the rest
-    if isinstance(value, torch.Tensor):
-        content = (
-            value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-        )
-        return [str(value.dtype), tuple(value.shape), hashlib.sha256(content).hexdigest()]
-    if isinstance(value, Mapping):
-        return [_name(type(value)), [(_tell(k, depth + 1), _tell(v, depth + 1)) for k, v in value.items()]]
-    if isinstance(value, list | tuple):
-        return [_name(type(value)), [_tell(item, depth + 1) for item in value]]
-    if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_tell(item, depth + 1)) for item in value)
-    if isinstance(value, functools.partial):
-        return [_tell(part, depth + 1) for part in (value.func, value.args, value.keywords)]
-    if isinstance(value, types.BuiltinFunctionType | type):
-        return _name(value)
-    if isinstance(value, types.FunctionType):
-        if value.__closure__:
-            raise _UnknownError
-        return [_name(value), value.__code__.co_code.hex(), repr(value.__code__.co_names), repr(value.__defaults__)]
-    if isinstance(getattr(value, "__dict__", None), dict) and not hasattr(type(value), "__slots__"):
-        return [_name(type(value)), _tell(vars(value), depth + 1)]
-    raise _UnknownError
-
-
-def _own_files() -> list[Path]:
-    """Source files of loaded modules that no installed package owns; they may change between two runs."""
-    paths = sysconfig.get_paths()
-    installed = tuple(os.path.join(paths[name], "") for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    files = [getattr(loaded, "__file__", None) for loaded in list(sys.modules.values())]
-    own = {name for name in files if isinstance(name, str) and name.endswith(".py") and not name.startswith(installed)}
-    return sorted(file for file in map(Path, own) if file.is_file())
-
-
-def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lightning_seqpar" / "proofs"
-
-
-def _read(key: str) -> dict[str, str] | None:
-    file = _folder() / f"{key}.json"
-    if not file.is_file():
-        return None
-    found = json.loads(file.read_text())
-    return {"plan": str(found["plan"])}
-
-
-def _write(key: str, plan: str) -> None:
-    folder = _folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f"{key}.{os.getpid()}.part"
-        part.write_text(json.dumps({"plan": plan}))
-        part.replace(folder / f"{key}.json")
-    except OSError as error:
-        rank_zero_info(f"lightning_seqpar: the proof is not remembered, {folder} can't be written ({error})")
