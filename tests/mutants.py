@@ -542,8 +542,8 @@ MUTANTS = [
     Mutant(
         "a proof holds for another model",
         "Prover._key",
-        "        return hashlib.sha256((told + self._digest).encode()).hexdigest()",
-        "        return hashlib.sha256(told.encode()).hexdigest()",
+        "        return hashlib.sha256((facts + self._digest).encode()).hexdigest()",
+        "        return hashlib.sha256(facts.encode()).hexdigest()",
         "tests/test_selfcheck.py -k numbers",
     ),
     Mutant(
