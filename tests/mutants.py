@@ -521,7 +521,7 @@ MUTANTS = [
     Mutant(
         "the self-check passes everything",
         "self_check.compare_copies",
-        "        verdict = _compare(dense, sharded, record, names, groups)\n",
+        "        verdict = compare_runs(dense, sharded, record, names, groups)\n",
         "        verdict = Verdict()\n",
         "tests/test_selfcheck.py",
     ),
@@ -765,15 +765,15 @@ MUTANTS = [
     ),
     Mutant(
         "buffers that the forward changes not looked at",
-        "_compare",
+        "compare_runs",
         "    verdict.wrong += _wrong_buffers(dense, sharded, record, limit, groups)\n",
         "",
         "tests/test_products.py",
     ),
     Mutant(
         "modules that the example does not run not looked at",
-        "_compare",
-        "    verdict.wrong += _unknown(dense, record)\n",
+        "compare_runs",
+        "    verdict.wrong += _unproved_modules(dense, record)\n",
         "",
         "tests/test_products.py",
     ),
@@ -1080,7 +1080,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks that hold the same value heads drop them apart",
-        "_is_shared",
+        "_is_drawn_by_several",
         "part != size and part * ranks > size and not is_sequence(at, size)",
         "part != size and part * ranks < size and not is_sequence(at, size)",
         "tests/test_random.py -k share_value",
@@ -1094,7 +1094,7 @@ MUTANTS = [
     ),
     Mutant(
         "a generator of the user's own taken for the rank's, before training",
-        "_Watch.__torch_dispatch__",
+        "_Observer.__torch_dispatch__",
         "own = not drawn.seeded and any(region.streams.own for region in self._regions)",
         "own = any(region.streams.own for region in self._regions)",
         "tests/test_random.py -k ones_own_for_features",
@@ -1129,8 +1129,8 @@ MUTANTS = [
     ),
     Mutant(
         "a rank that fails alone in the self-check waits for ever",
-        "_agree",
-        '    _meet(told, groups["tp"])\n',
+        "_share_verdict",
+        '    _await_others(told, groups["tp"])\n',
         "",
         "tests/test_selfcheck.py -k alone",
     ),

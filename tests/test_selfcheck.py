@@ -23,7 +23,8 @@ from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify import self_check as selfcheck
-from lightning_seqpar.verify.self_check import self_check, worst_gradient
+from lightning_seqpar.verify.run_comparison import worst_gradient
+from lightning_seqpar.verify.self_check import self_check
 
 CPU = torch.device("cpu")
 Rules = list[dict[str, Any]]
@@ -141,7 +142,7 @@ def wrong_gradient(kind: str) -> list[str]:
     from unittest.mock import patch
 
     with (
-        patch("lightning_seqpar.verify.self_check.GradSync.flush_all", lambda self, check: None),
+        patch("lightning_seqpar.verify.observed_run.GradSync.flush_all", lambda self, check: None),
         patch("lightning_seqpar.verify.self_check.check_replicated", lambda *args: None),  # it would see it too
     ):
         return verdict(kind, None, 2)
