@@ -1130,7 +1130,7 @@ MUTANTS = [
     Mutant(
         "a rank that fails alone in the self-check waits for ever",
         "_share_verdict",
-        '    _await_others(told, groups["tp"])\n',
+        '    _await_others(failure, groups["tp"])\n',
         "",
         "tests/test_selfcheck.py -k alone",
     ),

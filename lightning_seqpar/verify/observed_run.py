@@ -24,16 +24,33 @@ from lightning_seqpar.verify.parity import gather_grads
 
 
 class RandomDraw(NamedTuple):
-    """Random numbers that a forward drew."""
+    """One draw of random numbers in a forward, and where it happened.
 
-    where: str  # the module that began last
+    Attributes:
+        where: name of the module that was entered last.
+        drawn: the operation and the shape that it filled.
+        own: whether it came from this rank's own stream rather than from the one that the replica shares.
+        sequences: of each region that was open, the tensor dim of the sequence and its whole length.
+    """
+
+    where: str
     drawn: Drawn
-    own: bool  # from the rank's own stream
-    dealt: tuple[tuple[int, int], ...]  # of the sequences that are dealt out now, the dim and the length
+    own: bool
+    sequences: tuple[tuple[int, int], ...]
 
 
 class _Observer(Quiet):
-    """Also notes whether a forward narrows what came in as float64, and what it draws."""
+    """Notes every random draw, and whether anything is computed in less than float64; see :class:`Quiet` for the rest.
+
+    Args:
+        draws: whether random numbers that are no masks stay random.
+        regions: the sequence regions of the sharded copy; none for the whole one.
+
+    Attributes:
+        narrow: whether an operation made an activation in a type narrower than float64.
+        where: name of the module that was entered last; hooks write it.
+        drawn: the draws so far, in order.
+    """
 
     def __init__(self, *, draws: bool, regions: Sequence[SequenceRegion]) -> None:
         super().__init__(draws=draws)
@@ -50,14 +67,25 @@ class _Observer(Quiet):
             self.narrow = True
         if (drawn := drawn_by(func, out, args, kwargs)) is not None:
             own = not drawn.seeded and any(region.streams.own for region in self._regions)
-            dealt = tuple((region.dim, region.length) for region in self._regions if region.active)
-            self.drawn.append(RandomDraw(self.where, drawn, own, dealt))
+            sequences = tuple((region.dim, region.length) for region in self._regions if region.active)
+            self.drawn.append(RandomDraw(self.where, drawn, own, sequences))
         return out
 
 
 @dataclass
 class ObservedRun:
-    """One run of one copy."""
+    """What one forward and backward of a copy did, on this rank.
+
+    Attributes:
+        loss: the loss.
+        grads: whole gradients by parameter name, gathered and summed over tp; None where there is none.
+        outputs: name and (first) output of the planned modules, in the order in which they returned; local on the sharded copy.
+        narrow: whether something was computed in less than float64.
+        buffers: the buffers after the run, by name.
+        changed: names of buffers that the run changed.
+        ran: names of the modules that were called.
+        drawn: the random draws of the forward, in order.
+    """
 
     loss: float
     grads: dict[str, Tensor | None]
@@ -70,14 +98,14 @@ class ObservedRun:
 
 
 @contextmanager
-def _noting_modules(model: nn.Module, ran: set[str], watch: _Observer) -> Iterator[None]:
-    """Note which modules run."""
+def _noting_modules(model: nn.Module, ran: set[str], observer: _Observer) -> Iterator[None]:
+    """While open, add the names of called modules to ``ran`` and keep the last one in ``observer.where``."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
 
             def note(module: nn.Module, args: Any, name: str = name) -> None:
                 ran.add(name)
-                watch.where = name
+                observer.where = name
 
             stack.callback(module.register_forward_pre_hook(note).remove)
         yield
@@ -85,13 +113,14 @@ def _noting_modules(model: nn.Module, ran: set[str], watch: _Observer) -> Iterat
 
 @contextmanager
 def _noting_outputs(model: nn.Module, names: Sequence[str], outputs: list[tuple[str, Tensor]]) -> Iterator[None]:
+    """While open, add the outputs of the modules ``names`` to ``outputs``; sharded logits are gathered."""
     with ExitStack() as stack:
         for name in names:
 
             def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
                 first = out[0] if isinstance(out, list | tuple) and out else out
                 if isinstance(first, ShardedLogits):
-                    first = first.whole()  # here, where all ranks are
+                    first = first.whole()  # a collective: every rank is in this hook now, but may not be later
                 if isinstance(first, Tensor):
                     outputs.append((name, first.detach()))
 
@@ -102,18 +131,31 @@ def _noting_outputs(model: nn.Module, names: Sequence[str], outputs: list[tuple[
 def observe_run(
     model: nn.Module, record: ShardedModel | None, example: Example, names: Sequence[str], groups: ParallelGroups
 ) -> ObservedRun:
-    """Run the example on a model, whole or sharded, forward and backward."""
+    """Run the example forward and backward; collective over tp if the model is sharded.
+
+    Random streams are seeded first, so that two runs draw alike.
+
+    Args:
+        model: a copy of the model.
+        record: of the sharded copy; None for the whole one. Its gradients are summed over tp as training does.
+        example: the input.
+        names: modules whose outputs are kept.
+        groups: the process groups.
+
+    Raises:
+        Exception: whatever the model raises, and what the checks of a training step raise.
+    """
     outputs: list[tuple[str, Tensor]] = []
     ran: set[str] = set()
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    watch = _Observer(draws=example.draws, regions=record.regions if record is not None else [])
+    observer = _Observer(draws=example.draws, regions=record.regions if record is not None else [])
     seed_streams()
     sync = GradSync(record.layout, groups, record.doubtful) if record is not None else None
-    with torch.enable_grad(), _noting_outputs(model, names, outputs), _noting_modules(model, ran, watch), watch:
+    with torch.enable_grad(), _noting_outputs(model, names, outputs), _noting_modules(model, ran, observer), observer:
         if record is not None:
             record.reset_calls()
         loss = example.run(model)
-        drawn = list(watch.drawn)  # a recompute draws again
+        drawn = list(observer.drawn)  # of the forward; an activation checkpoint draws again in the backward
         if record is not None:
             record.check_closed(loss)
             check_loss(loss, groups)
@@ -121,13 +163,15 @@ def observe_run(
         if sync is not None:
             sync.attach()  # a parameter may thaw in the step
         model.zero_grad()
-        loss.backward()  # watched too: checkpointing draws again in it
+        loss.backward()  # under the observer too, which makes the draws of activation checkpoints constant
     if record is not None and sync is not None:
         sync.flush_all(check=True)
         sync.remove()
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
     changed = {name for name, buffer in buffers.items() if name in before and not _equal(buffer, before[name])}
-    return ObservedRun(float(loss.detach()), gather_grads(model), outputs, watch.narrow, buffers, changed, ran, drawn)
+    return ObservedRun(
+        float(loss.detach()), gather_grads(model), outputs, observer.narrow, buffers, changed, ran, drawn
+    )
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

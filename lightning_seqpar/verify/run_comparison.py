@@ -18,25 +18,25 @@ from lightning_seqpar.verify.observed_run import ObservedRun, RandomDraw
 from lightning_seqpar.verify.parity import norm_of
 
 LIMIT = 1e-8
-"""Largest error in float64, of the loss (relative) and of a gradient (of the global norm)."""
+"""Largest error in float64: of the loss, relative to itself; of a gradient, relative to the global gradient norm."""
 
 NARROW_LIMIT = 1e-4
 """The same where the model's own forward computes in 32 bits or less."""
 
 OWN_LIMIT = 2e-2
-"""Largest error of a gradient against its own size: one that is counted twice is wrong however small it is."""
+"""Largest error of a gradient relative to its own largest element: one that is counted twice is wrong however small it is."""
 
 NOISE = {False: 1e-13, True: 1e-7}
-"""Below this (of the global norm) a gradient is rounding, for forwards in float64 and in narrower types."""
+"""Errors up to this, relative to the global norm, are rounding: for forwards in float64 (False) and in narrower types (True)."""
 
 
 @dataclass
 class Verdict:
-    """What the self-check found.
+    """The result of the self-check.
 
     Attributes:
         wrong: what differs, in words; empty if nothing does.
-        idle: planned modules that the example did not run, which are not proved.
+        idle: planned modules that the example did not run: nothing is proved of them.
     """
 
     wrong: list[str] = field(default_factory=list)
@@ -46,7 +46,15 @@ class Verdict:
 def compare_runs(
     dense: ObservedRun, sharded: ObservedRun, record: ShardedModel, names: Sequence[str], groups: ParallelGroups
 ) -> Verdict:
-    """What differs between the run of the whole copy and that of the sharded one; collective over tp."""
+    """Compare the run of the whole copy with that of the sharded one; collective over tp.
+
+    Args:
+        dense: the run of the whole copy.
+        sharded: the run of the sharded copy.
+        record: of the sharded copy.
+        names: the planned modules.
+        groups: the process groups.
+    """
     limit = NARROW_LIMIT if dense.narrow else LIMIT
     verdict = Verdict()
     ran = {name for name, _ in dense.outputs}
@@ -54,14 +62,16 @@ def compare_runs(
     error = abs(dense.loss - sharded.loss) / max(abs(dense.loss), 1e-12)
     worst, where = worst_gradient(dense.grads, sharded.grads, narrow=dense.narrow)
     verdict.wrong += _unproved_modules(dense, record)
-    shared = any(found.shard is not None and found.shard.has_shared for found in record.layout.values())
+    shared = any(layout.shard is not None and layout.shard.has_shared for layout in record.layout.values())
     verdict.wrong += _wrong_draws(dense.drawn, sharded.drawn, groups.size("tp") if shared else 0)
     verdict.wrong += _wrong_buffers(dense, sharded, record, limit, groups)
-    place = _first_difference(dense, sharded, record, groups, limit)
+    first = _first_difference(dense, sharded, record, groups, limit)
     if not error <= limit:
         verdict.wrong.append(f"the loss differs: {sharded.loss:.9g} instead of {dense.loss:.9g}")
-    if place and (verdict.wrong or where):  # it explains, and is no proof of its own
-        verdict.wrong.append(place)
+    if first and (
+        verdict.wrong or where
+    ):  # it says where an error begins; alone it is none, as outputs may be changed later
+        verdict.wrong.append(first)
     if where:
         ratio = norm_of({"": sharded.grads[where]}) / max(norm_of({"": dense.grads[where]}), 1e-300)
         verdict.wrong.append(
@@ -73,14 +83,18 @@ def compare_runs(
 def worst_gradient(
     whole: Mapping[str, Tensor | None], sharded: Mapping[str, Tensor | None], *, narrow: bool
 ) -> tuple[float, str]:
-    """The gradient that is wrong by most, relative to the global norm, and its parameter; ``(0, "")`` if all are right.
+    """The largest error of a gradient that is wrong, relative to the global norm, and the parameter's name.
 
-    One that is small beside the others may drown in the limit: it must not be off by much of its own size either.
+    A gradient is wrong if its error exceeds the limit relative to the global norm, or, since a small one may stay below
+    that, :data:`OWN_LIMIT` relative to its own size.
 
     Args:
-        whole: gradients of the whole model.
+        whole: gradients of the whole model, by parameter name.
         sharded: gathered gradients of the sharded one.
-        narrow: something was computed in less than float64.
+        narrow: whether something was computed in less than float64.
+
+    Returns:
+        The error and the name; ``(0.0, "")`` if all are right.
     """
     limit = NARROW_LIMIT if narrow else LIMIT
     norm = max(norm_of(whole), 1e-300)
@@ -100,27 +114,35 @@ def worst_gradient(
 
 
 def _unproved_modules(dense: ObservedRun, record: ShardedModel) -> list[str]:
-    """Modules on shards that no rule names and that the example does not run: they may do anything to a sequence."""
+    """A sentence for each module on shards that no rule names and that the example does not run.
+
+    Nothing shows what such a module would do to its part of the sequence, so the plan is not proved.
+    """
     known = {name for name, style, _ in record.choices if name and style not in ("blocks", "scatter")}
-    found: list[str] = []
+    unproved: list[str] = []
     for name, module in record.model.named_modules():
-        if name in dense.ran or not record.on_shard(name) or any(inside(name, one) for one in found):
+        if name in dense.ran or not record.on_shard(name) or any(inside(name, one) for one in unproved):
             continue
         planned = any(inside(name, one) or inside(one, name) for one in known)
         if not planned and any(parameter.ndim > 1 for parameter in module.parameters()):
-            found.append(name)
+            unproved.append(name)
     return [
         f"{name} is inside the sequence region, but the example does not run it and no rule names it, so nothing is known of "
         f"it: set example_input_array to an input that runs it, or have it computed whole, {{pattern: {name}, style: whole}}"
-        for name in found
+        for name in unproved
     ]
 
 
 def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sharers: int) -> list[str]:
-    """What is drawn for a whole activation must be drawn alike on all ranks, what is drawn for this rank's part by each.
+    """Compare the random draws of the two forwards; a sentence on the first that comes from the wrong stream.
+
+    Numbers for a whole activation must be the same on all ranks, so they must come from the stream that the ranks share;
+    numbers for a part of one must come from the rank's own.
 
     Args:
-        sharers: ranks that a dim is dealt to, where some hold the same heads; else 0.
+        dense: the draws of the whole copy.
+        sharded: the draws of the sharded copy.
+        sharers: number of tensor-parallel ranks if some of them hold the same heads, else 0.
     """
     if [one.drawn.name for one in dense] != [one.drawn.name for one in sharded]:
         return [
@@ -128,13 +150,15 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sha
             "let the forward draw alike, whatever the shape of its input"
         ]
     for one, draw in zip(dense, sharded, strict=True):
-        if any(length == 1 for _, length in draw.dealt):  # one position is as many as a shard's
+        if any(
+            length == 1 for _, length in draw.sequences
+        ):  # one position is as long as a shard of it, so shapes say nothing
             continue
         whole, shape = one.drawn.shape, draw.drawn.shape
-        told = f"random numbers ({draw.drawn.name}) of shape {list(shape)}, drawn in {draw.where or 'the step'} (or behind it), "
-        if draw.own and sharers and _is_drawn_by_several(whole, shape, draw.dealt, sharers):
+        text = f"random numbers ({draw.drawn.name}) of shape {list(shape)}, drawn in {draw.where or 'the step'} (or behind it), "
+        if draw.own and sharers and _is_drawn_by_several(whole, shape, draw.sequences, sharers):
             return [
-                f"{told}are more than a rank's part of {list(whole)} in the whole model: some of {sharers} ranks hold the same key "
+                f"{text}are more than a rank's part of {list(whole)} in the whole model: some of {sharers} ranks hold the same key "
                 "and value heads, and each would draw its own for the same head. Draw them for the query or the attention's "
                 "weights, or use no more ranks than key and value heads"
             ]
@@ -142,13 +166,13 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sha
             continue
         if draw.own:
             return [
-                f"{told}are as many as in the whole model, so that all ranks must draw the same, but behind a column linear and in "
+                f"{text}are as many as in the whole model, so that all ranks must draw the same, but behind a column linear and in "
                 "a block of shards each rank draws its own. Draw them in front of the first column linear of the attention or "
                 "MLP (an adapter's dropout in front of the adapted linear), in a module whose class is called ...DropPath or "
                 "...StochasticDepth, or not at all"
             ]
         return [
-            f"{told}are a part of {list(whole)} in the whole model, so that each rank must draw its own, but between the "
+            f"{text}are a part of {list(whole)} in the whole model, so that each rank must draw its own, but between the "
             "blocks, in a DropPath, behind a row linear and from a generator of your own all ranks draw the same; draw them inside "
             "a block, from torch's own generator, or not at all"
         ]
@@ -156,15 +180,22 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sha
 
 
 def _is_drawn_by_several(
-    whole: tuple[int, ...], shape: tuple[int, ...], dealt: Sequence[tuple[int, int]], ranks: int
+    whole: tuple[int, ...], shape: tuple[int, ...], sequences: Sequence[tuple[int, int]], ranks: int
 ) -> bool:
-    """Whether what a rank drew is of heads that others hold too: more than one in so many of a dim that is no sequence."""
+    """Whether a draw covers heads that several ranks hold: along a dim that is no sequence, more than ``1 / ranks`` of it.
+
+    Args:
+        whole: the shape of the draw in the whole model.
+        shape: its shape on this rank.
+        sequences: dim and whole length of the sequences that are sharded.
+        ranks: number of tensor-parallel ranks.
+    """
     if len(whole) != len(shape):
         return False
 
     def is_sequence(at: int, size: int) -> bool:
         flat = len(whole) == 2 and at == 0
-        return any((at == dim and size == length) or (flat and size % length == 0) for dim, length in dealt)
+        return any((at == dim and size == length) or (flat and size % length == 0) for dim, length in sequences)
 
     return any(
         part != size and part * ranks > size and not is_sequence(at, size)
@@ -175,7 +206,15 @@ def _is_drawn_by_several(
 def _wrong_buffers(
     dense: ObservedRun, sharded: ObservedRun, record: ShardedModel, limit: float, groups: ParallelGroups
 ) -> list[str]:
-    """Buffers that the forward changes: counts of tokens, running statistics. On shards each rank has its own."""
+    """Sentences on buffers that the sharded forward changes otherwise than the whole one (counts of tokens, running means).
+
+    Args:
+        dense: the run of the whole copy.
+        sharded: the run of the sharded copy.
+        record: of the sharded copy.
+        limit: largest error, relative to the buffer's largest value.
+        groups: the process groups.
+    """
     whole = {name for name, style, _ in record.choices if style in ("gather", "whole")}
     for name in sorted(dense.changed):
         holder = name.rpartition(".")[0]
@@ -184,7 +223,7 @@ def _wrong_buffers(
                 f"the buffer {name} is changed by the forward, where each rank sees its part of the sequence, so that ranks would "
                 "come to differ"
             ]
-    found = []
+    wrong = []
     for name, buffer in dense.buffers.items():
         other = sharded.buffers.get(name)
         if other is None or not buffer.numel():
@@ -192,23 +231,25 @@ def _wrong_buffers(
         layout = record.buffers.get(name)
         wanted = buffer if layout is None or layout.shard is None else layout.shard.take(buffer, groups.rank("tp"))
         if wanted.shape != other.shape:
-            found.append(name)
+            wrong.append(name)
             continue
         a, b = wanted.double(), other.double()
-        gap = torch.where(a == b, torch.zeros_like(a), (a - b).abs())  # infinities are equal
+        gap = torch.where(a == b, torch.zeros_like(a), (a - b).abs())  # equal infinities would give NaN
         size = float(torch.where(a.isfinite(), a.abs(), torch.zeros_like(a)).max())
         if not float(gap.max()) <= limit * max(1.0, size):
-            found.append(name)
-    return [f"the buffer {name} is not what the whole model's forward makes of it" for name in found[:3]]
+            wrong.append(name)
+    return [f"the buffer {name} is not what the whole model's forward makes of it" for name in wrong[:3]]
 
 
 def _first_difference(
     dense: ObservedRun, sharded: ObservedRun, record: ShardedModel, groups: ParallelGroups, limit: float
 ) -> str | None:
-    """The first module whose output is not this rank's part of the whole one's."""
+    """A sentence on the first module, over all ranks, whose output is not the whole one's or this rank's part of it.
+
+    Collective over tp. An output is compared whole and, for every region, as a shard along the sequence; either may match.
+    """
     group = groups["tp"]
-    found = len(dense.outputs)
-    size = 0.0
+    at, size = len(dense.outputs), 0.0  # of this rank's first wrong output: its place in the order, and its error
     for index, ((name, a), (other, b)) in enumerate(zip(dense.outputs, sharded.outputs, strict=False)):
         if name != other:
             break
@@ -219,10 +260,10 @@ def _first_difference(
             continue
         gaps = [gap / max(float(a.abs().max()) if a.numel() else 0.0, 1e-12) for gap in gaps]
         if not min(gaps) <= 100 * limit:
-            found, size = index, min(gaps)
+            at, size = index, min(gaps)
             break
     answers: list[Any] = [None] * groups.size("tp")
-    dist.all_gather_object(answers, (found, size), group=group)
+    dist.all_gather_object(answers, (at, size), group=group)
     first, gap = min(answers)
     return (
         f"the first wrong output is that of {dense.outputs[first][0]} (off by {gap:.1e} of its size)" if gap else None
@@ -230,6 +271,8 @@ def _first_difference(
 
 
 def _gap(part: Tensor, got: Tensor, *, padded: bool) -> float:
+    """The largest difference of two tensors; with ``padded``, places where ``part`` is zero are left out."""
     if padded:
-        got = torch.where(part == 0, torch.zeros_like(got), got)  # padding: zeros in the part, anything in the shard
+        # A shard may end in padding: zeros in the part that was split off, and anything in what the model made.
+        got = torch.where(part == 0, torch.zeros_like(got), got)
     return float((part.double() - got.double()).abs().max()) if part.numel() else 0.0

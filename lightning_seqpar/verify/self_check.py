@@ -22,7 +22,7 @@ from lightning_seqpar.verify.observed_run import observe_run
 from lightning_seqpar.verify.run_comparison import Verdict, compare_runs
 
 GRACE = timedelta(minutes=1)
-"""How long a rank that failed waits for the others to fail or to end, before it takes it that they wait for it."""
+"""How long a rank that failed waits for the others to fail or finish too, before it assumes that they wait for it."""
 
 
 class PlanError(Exception):
@@ -34,7 +34,7 @@ class SelfCheckError(ValueError):
 
 
 class FailedAloneError(RuntimeError):
-    """One rank's sharded model does not run, while the other ranks wait for it in a collective: all must end."""
+    """The sharded model raised on this rank alone, while other ranks wait for it in a collective: the run must end."""
 
 
 def self_check(
@@ -50,17 +50,32 @@ def self_check(
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> Verdict:
-    """Run a copy of ``model`` whole and sharded and compare; collective over tp, equal on all of its ranks.
+    """Run a copy of ``model`` whole and another one sharded, and compare them; collective over tp.
 
     ``model`` itself is not touched. Every rank must hold the same ``model`` and ``example``.
 
+    Args:
+        model: the whole model.
+        plans: what is proved.
+        groups: the process groups that training will use.
+        example: the input of both copies.
+        sp: whether activations between the blocks are sharded along the sequence.
+        regather: the field of the configuration.
+        loss_chunk: the field of the configuration.
+        device: this rank's.
+        dtype: of the copies; None keeps the model's own types.
+        prepare: is called with each copy before it runs.
+
+    Returns:
+        The verdict, the same on every tensor-parallel rank.
+
     Raises:
-        ValueError: where the plan can't be carried out.
-        FailedAloneError: on a rank that fails while others wait for it.
+        ValueError: if the plan can't be carried out on the model.
+        FailedAloneError: on a rank whose sharded copy raises while others wait for it.
     """
     example = example.to(device, dtype)
 
-    def compare_copies() -> Verdict:  # in a frame of its own, which lets them go
+    def compare_copies() -> Verdict:  # a function of its own, so that the copies are freed when it returns
         whole = detached_copy(model, device, dtype)
         prepare(whole)
         names = _planned_modules(whole, plans)
@@ -81,27 +96,34 @@ def self_check(
             verdict.wrong.append(str(error))
         return verdict
 
-    told: str | None = None
+    failure: str | None = None
     verdict = Verdict()
     with kept_streams(device), default_dtype(dtype):
         try:
             verdict = compare_copies()
         except PlanError as error:
-            raise ValueError(str(error.__cause__)) from None  # the same on every rank: nothing has run yet
-        except Exception as error:  # told to every rank below
-            told = f"{type(error).__name__}: {error}"
+            raise ValueError(str(error.__cause__)) from None  # raised on every rank alike, before anything was run
+        except Exception as error:  # every rank hears of it below
+            failure = f"{type(error).__name__}: {error}"
     if is_large(model):
-        gc.collect()  # modules and their hooks know each other: without it the copies would live on for a while
-    return _share_verdict(verdict, told, groups)
+        gc.collect()  # modules and their hooks refer to each other, so that reference counts alone would not free the copies
+    return _share_verdict(verdict, failure, groups)
 
 
-def _share_verdict(verdict: Verdict, told: str | None, groups: ParallelGroups) -> Verdict:
+def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups) -> Verdict:
+    """The verdict of the first tensor-parallel rank that failed or saw a difference; collective over tp.
+
+    Args:
+        verdict: this rank's own.
+        failure: what the copy raised on this rank; None if it ran.
+        groups: the process groups.
+    """
     answers: list[Any] = [None] * groups.size("tp")
-    _await_others(told, groups["tp"])
-    dist.all_gather_object(answers, (verdict.wrong, told), group=groups["tp"])
-    for wrong, failed in answers:
-        if failed is not None:
-            verdict.wrong = [f"it does not run: {failed}" + _hint(failed)]
+    _await_others(failure, groups["tp"])
+    dist.all_gather_object(answers, (verdict.wrong, failure), group=groups["tp"])
+    for wrong, raised in answers:
+        if raised is not None:
+            verdict.wrong = [f"it does not run: {raised}" + _hint(raised)]
             return verdict
         if wrong:
             verdict.wrong = wrong
@@ -109,31 +131,38 @@ def _share_verdict(verdict: Verdict, told: str | None, groups: ParallelGroups) -
     return verdict
 
 
-def _await_others(told: str | None, group: dist.ProcessGroup) -> None:
-    """Ranks that failed must not start a collective while the others are in one of the model's."""
-    if dist.get_backend(group) == "fake":  # there are no others
+def _await_others(failure: str | None, group: dist.ProcessGroup) -> None:
+    """Wait, on a rank that failed, until all ranks of ``group`` are through with their copies.
+
+    If it went on to the next collective at once, that would pair with a collective of the model on the other ranks. The
+    ranks announce through the group's store that they are through.
+
+    Raises:
+        FailedAloneError: if some ranks are not after :data:`GRACE`.
+    """
+    if dist.get_backend(group) == "fake":  # there are no other ranks
         return
     store, rank = dist.distributed_c10d._world.pg_map[group][1], group.rank()
     count = store.add(f"self-checks that rank {rank} ended", 1)
     keys = [f"self-check {count} ended on rank {one}" for one in range(group.size())]
     store.set(keys[rank], "")
-    if told is None:
+    if failure is None:
         return
     try:
         store.wait(keys, GRACE)
     except RuntimeError:
         waiting = [dist.get_global_rank(group, one) for one, key in enumerate(keys) if not store.check([key])]
         raise FailedAloneError(
-            f"self_check: the sharded model does not run on rank {dist.get_rank()}, which raised {told}{_hint(told)}, while other "
-            f"ranks ({', '.join(map(str, waiting))}) go on and wait for it. Ranks must run the same layers in the same order: a "
+            f"self_check: the sharded model does not run on rank {dist.get_rank()}, which raised {failure}{_hint(failure)}, while "
+            f"other ranks ({', '.join(map(str, waiting))}) go on and wait for it. Ranks must run the same layers in the same order: a "
             "rule is wrong or missing, or a module decides by what it sees in its part of the sequence. Leave "
             "that module whole ({pattern: ..., style: whole}), or set sp=False"
         ) from None
 
 
-def _hint(failed: str) -> str:
-    """What may be behind an error of torch's own."""
-    if "RuntimeError: shape" in failed or "shapes cannot be multiplied" in failed or "must match" in failed:
+def _hint(failure: str) -> str:
+    """Likely causes of one of torch's own errors about shapes, in parentheses; empty for other errors."""
+    if "RuntimeError: shape" in failure or "shapes cannot be multiplied" in failure or "must match" in failure:
         return (
             " (a head count or a feature count that is still the whole model's, a parameter with a head dim that is not sliced, "
             "or a length that is read from this rank's part of the sequence?)"
@@ -142,5 +171,6 @@ def _hint(failed: str) -> str:
 
 
 def _planned_modules(model: nn.Module, plans: Sequence[ShardingPlan]) -> list[str]:
+    """Names of the modules that the rules of a plan match, each once."""
     modules = {name for name, _ in model.named_modules() if name}
     return [name for name in dict.fromkeys(m.name for plan in plans for m in plan.match(model)) if name in modules]
