@@ -178,8 +178,9 @@ class Family(FrozenModel):
     module is foreign."""
     when: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
     """Attributes by pattern, and the values that the plan holds for."""
-    source: dict[str, str] = Field(default_factory=dict)
-    """Digest of the source of each class: a plan is only right for the code that it was written for."""
+    source: dict[str, str | tuple[str, ...]] = Field(default_factory=dict)
+    """Digest of the source of each class, or one for each release of its library: a plan is only right for the code that it was
+    proved on."""
     rules: tuple[dict[str, Any], ...]
 
     FOLDER: ClassVar[str] = "families"
@@ -209,8 +210,8 @@ class Family(FrozenModel):
 
     def _source_mismatch(self, root: nn.Module) -> str | None:
         for kind in dict.fromkeys(type(module) for module in root.modules()):
-            digest = self.source.get(kind.__name__)
-            if digest is not None and source_digest(kind) != digest:
+            proved = self.source.get(kind.__name__)
+            if proved is not None and source_digest(kind) not in ((proved,) if isinstance(proved, str) else proved):
                 return (
                     f"the source of {kind.__name__} differs from the one that the plan was proved on; if the rules still hold, "
                     f"name the plan yourself: plan={self.family!r}"
