@@ -744,7 +744,7 @@ MUTANTS = [
     ),
     Mutant(
         "an escaping balance not seen in the data flow",
-        "_Gathering._find_dealer",
+        "GatherPoints._find_dealer",
         "                if self._escapes(call):\n                    return False\n",
         "",
         "tests/test_products.py",

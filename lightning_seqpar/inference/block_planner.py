@@ -11,16 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_seqpar.inference.dataflow import (
-    BlockFlow,
-    CantInferError,
-    UnknownLinearError,
-    orders_tokens,
-    reorders_tokens,
-)
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError
 from lightning_seqpar.inference.feature_dependence import Block, ColumnLayout, Edit, GroupLayout
 from lightning_seqpar.inference.model_copy import kind_of
 from lightning_seqpar.inference.raw_parameters import Products
+from lightning_seqpar.inference.token_order import orders_tokens, reorders_tokens
 from lightning_seqpar.inference.trace import ForwardTrace
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.module_names import inside

@@ -19,16 +19,10 @@ from torch import nn
 
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, mixes_positions, pattern_of
-from lightning_seqpar.inference.dataflow import (
-    BlockFlow,
-    CantInferError,
-    activation,
-    find_exit,
-    find_stacks,
-    read_blocks,
-)
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.feature_dependence import Block
+from lightning_seqpar.inference.gather_points import read_blocks
 from lightning_seqpar.inference.model_copy import (
     Quiet,
     default_dtype,
@@ -37,6 +31,7 @@ from lightning_seqpar.inference.model_copy import (
     repeats_skipped,
     without_checkpoints,
 )
+from lightning_seqpar.inference.stacks import activation, find_exit, find_stacks
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.adapters import without_adapters
 from lightning_seqpar.layout.linear_kind import linear_kind
@@ -207,7 +202,7 @@ def _plan_stack(
     owner = _owner(model, names[0])
     if type(model.get_submodule(owner)) is nn.TransformerEncoder:
         out += [{"pattern": owner, "style": "replace"}, {"pattern": owner, "style": "exit"}]
-    elif (exit_at := find_exit(trace, flows)) is not None:
+    elif (exit_at := find_exit(trace, [flow.name for flow in flows])) is not None:
         out.append({"pattern": exit_at, "style": "exit", **({} if alone else {"blocks": blocks})})
     kinds = "" if len(known) == 1 else f" of {len(known)} kinds"
     reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, sequence at dim {dim}"]
