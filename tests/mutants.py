@@ -548,16 +548,16 @@ MUTANTS = [
     ),
     Mutant(
         "head counts never found",
-        "_find_edits",
+        "find_edits",
         "            return list(chosen)\n",
         "            return []\n",
         "tests/test_infer.py tests/test_zoo.py",
     ),
     Mutant(
         "one rank rehearsed for all",
-        "Block.rehearse",
-        "        for rank in range(tp):\n            try:\n",
-        "        for rank in range(1):\n            try:\n",
+        "rehearse",
+        "    for rank in range(tp):\n        try:\n",
+        "    for rank in range(1):\n        try:\n",
         "tests/test_infer.py tests/test_zoo.py",
     ),
     Mutant(

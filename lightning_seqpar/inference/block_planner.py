@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, islice
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError
-from lightning_seqpar.inference.feature_dependence import Block, ColumnLayout, Edit, GroupLayout
+from lightning_seqpar.inference.edit_search import find_edits, is_settings
+from lightning_seqpar.inference.feature_dependence import ColumnLayout, GroupLayout, group_layout, mixes_positions
+from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.model_copy import kind_of
 from lightning_seqpar.inference.raw_parameters import Products
+from lightning_seqpar.inference.rehearsal import Edit
 from lightning_seqpar.inference.token_order import orders_tokens, reorders_tokens
 from lightning_seqpar.inference.trace import ForwardTrace
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.module_names import inside
-
-_TRIES = 600  # sets of changes that are tried at most, the smallest first
 
 
 @dataclass
@@ -111,17 +110,17 @@ class BlockPlanner:
         flow, block = self._flow, self._block
         tried = [*self._groups]
         try:
-            group = block.group(row, self._tp)
+            group = group_layout(block, row, self._tp)
             tried.append(group)
-            found = _find_edits(self._trace, block, tried, self._edits, self._tp)
+            found = find_edits(self._trace, block, tried, self._edits, self._tp)
         except CantInferError as error:
-            if isinstance(error, UnknownLinearError) or mixes_positions(self._model, flow, row, unknown=True):
+            if isinstance(error, UnknownLinearError) or pair_mixes_positions(self._model, flow, row, unknown=True):
                 raise self._stop(error, row) from None
             self._reason(f"{row}: left whole, as are its columns; they work on each position alone ({error})")
             return
         self._groups, self._edits = tried, [*self._edits, *found]
         alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
-        if alone and block.mixes_positions(row):
+        if alone and mixes_positions(block, row):
             self._plan.reads_length = True
             self._reason(
                 f"{flow.name}: the attention of {self._inner(row)} stands in the block's own forward, which would read the "
@@ -272,14 +271,14 @@ def _idle_experts(
     return found
 
 
-def mixes_positions(model: nn.Module, flow: BlockFlow, row: str, *, unknown: bool = False) -> bool:
+def pair_mixes_positions(model: nn.Module, flow: BlockFlow, row: str, *, unknown: bool = False) -> bool:
     """Whether positions mix between the row's columns and the row; ``unknown`` where no module can be asked."""
     if row in flow.attentions:
         return False  # it gathers for itself
     modules = {name for name, _ in model.named_modules()}
     if not all(name in modules for name in (row, *flow.columns[row])):
         return unknown
-    return Block(model, flow).mixes_positions(row)
+    return mixes_positions(Block(model, flow), row)
 
 
 def _what_to_write(flow: BlockFlow, row: str, stack: Sequence[str]) -> str:
@@ -314,7 +313,7 @@ def _unit_name(model: nn.Module, name: str, count: int) -> int | str:
     while at:
         at = at.rpartition(".")[0]
         own = vars(model.get_submodule(at))
-        places = {"": own} | {f"{key}.": vars(value) for key, value in own.items() if _is_settings(value)}
+        places = {"": own} | {f"{key}.": vars(value) for key, value in own.items() if is_settings(value)}
         for prefix, settings in places.items():
             found = [key for key, value in settings.items() if type(value) is int and value == count and _counts(key)]
             if found:
@@ -345,129 +344,6 @@ def _edit_rules(model: nn.Module, edits: Sequence[Edit], tp: int, cut: int) -> l
             else:
                 options.setdefault("values", {})[edit.key] = edit.value
     return [*((name[cut:], "set", options) for name, options in sets.items()), *out]
-
-
-# ---- what must change beside the linears -----------------------------------------------------------------------
-
-
-def _local_numbers(block: Block, groups: Sequence[GroupLayout], tp: int) -> dict[int, int]:
-    """Numbers that may count something which is dealt out now, and what they are on one rank."""
-    shares: dict[int, int] = {}
-    for group in groups:
-        kv = {count for layout in group.columns.values() for count in layout.units if count < tp}
-        kv |= {1} if len(group.columns) < len(block.flow.columns[group.row]) else set()
-        numbers = [group.features, *(block.width(column) for column in group.columns)]
-        numbers += [size for layout in group.columns.values() for size in layout.segments]
-        # Heads, kv heads, groups: whatever the features can be made of.
-        numbers += [n for n in range(2, group.features + 1) if group.features % n == 0]
-        for number in numbers:
-            if number % tp == 0:
-                shares.setdefault(number, number // tp)
-        for count in sorted(kv):
-            if count > 1:
-                shares[count] = 1
-            if group.units // count > 1:
-                shares.setdefault(group.units // count, group.units // tp)
-    return shares
-
-
-def _is_settings(value: Any) -> bool:
-    """Whether an attribute is an object of plain settings, such as a config that many modules share."""
-    simple = isinstance(value, nn.Module | torch.Tensor | type | Mapping) or callable(value)
-    return not simple and isinstance(getattr(value, "__dict__", None), dict)
-
-
-def _modules_around(block: Block, group: GroupLayout) -> list[str]:
-    """The modules that the group's linears stand in, the innermost first, and their parts; the block last."""
-    around: dict[str, None] = {}
-    for name in (group.row, *group.columns):
-        at = name.rpartition(".")[0]
-        while len(at) >= len(block.flow.name):
-            around[at] = None
-            at = at.rpartition(".")[0]
-    return sorted(around, key=len, reverse=True)
-
-
-def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Edit]:
-    """Attributes, tensors and arguments that may have to change, the likeliest first."""
-    shares = _local_numbers(block, groups, tp)
-    group = groups[-1]
-    around = _modules_around(block, group)
-    found: list[Edit] = []
-    for name in around:
-        module = block.modules[name]
-        if type(module).__module__.startswith("torch.nn"):
-            continue
-        for key, value in vars(module).items():
-            if type(value) is int and value in shares:
-                found.append(Edit("set", name, key, value=shares[value]))
-            elif _is_settings(value):
-                inner = vars(value)
-                found += [
-                    Edit("set", name, f"{key}.{leaf}", value=shares[number])
-                    for leaf, number in inner.items()
-                    if type(number) is int and number in shares and not leaf.startswith("_")
-                ]
-    heads = {group.units, group.features, *(block.width(column) for column in group.columns)}
-    linears = {group.row, *block.flow.columns[group.row]}
-    parts = [name for name in around if name != block.flow.name] or [block.flow.name]
-    for name, module in block.modules.items():
-        if not any(inside(name, one) for one in parts) or name in linears or name in group.full_width:
-            continue
-        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            dims = [dim for dim, size in enumerate(tensor.shape) if size in heads and size % tp == 0 and size > 1]
-            found += [Edit("tensor", name, key, dim=dim) for dim in dims]
-    for name in parts:
-        found += [
-            Edit("given" if _is_made_in_another_block(trace, block, name, key) else "arg", name, key, dim=dim)
-            for key, shape in block.argument_shapes(name).items()
-            for dim, size in enumerate(shape)
-            if size == group.units and len(shape) > 2 and dim < len(shape) - 1
-        ]
-    for (name, style), keys in block.flow.gathers.items():
-        if style == "gather" and len(keys) == 1 and inside(group.row, name) and name not in linears:
-            found.append(Edit("narrow", name, keys[0]))
-    return sorted(found, key=lambda edit: (edit.kind not in ("set", "narrow"), "head" not in str(edit.key)))
-
-
-def _is_made_in_another_block(trace: ForwardTrace, block: Block, name: str, key: int | str) -> bool:
-    """Whether a module's argument was made by another block: then it is this rank's part already."""
-    entered = next(call for call in trace.calls_of(name) if call.first_op >= block.flow.call.first_op)
-    value = entered.args.get(key)
-    if value is None:
-        return False
-    root = trace.values[value].root
-    maker = next((op for op in trace.ops if any(trace.values[n].root == root for n in op.outputs)), None)
-    return maker is not None and any(trace.calls[n].name in block.blocks for n in maker.stack)
-
-
-def _find_edits(
-    trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit], tp: int
-) -> list[Edit]:
-    """The fewest things that must change so that every rank computes its part; beside ``edits``.
-
-    Raises:
-        CantInferError: if no set of them will do.
-    """
-    first = block.rehearse(groups, tp, edits)
-    if first is None:
-        return []
-    candidates = [edit for edit in _candidates(trace, block, groups, tp) if edit not in edits]
-    for chosen in islice(_subsets(candidates), _TRIES):
-        if block.rehearse(groups, tp, [*edits, *chosen]) is None:
-            return list(chosen)
-    row = groups[-1].row
-    tried = ", ".join(edit.shown for edit in candidates[:5]) + (", ..." if len(candidates) > 5 else "") or "none"
-    raise CantInferError(
-        f"{row}: with its columns cut for one rank of tp={tp} the forward goes wrong ({first}), and no change of what could "
-        f"count heads or have a head dim mends it (found: {tried}). Are head counts written into the forward as numbers, or is "
-        "there a module for each head?"
-    )
-
-
-def _subsets(items: Sequence[Edit]) -> Iterator[tuple[Edit, ...]]:
-    for size in range(1, len(items) + 1):
-        yield from combinations(items, size)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------

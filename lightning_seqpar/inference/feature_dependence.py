@@ -1,33 +1,25 @@
-"""Which features belong together: Jacobian support of one block, and a rehearsal of one rank's part of it.
-
-Everything here runs on one process, on one block of a copy, with the inputs of a recorded forward.
-"""
+"""Which features belong together: what each rank's part of a row's input depends on, found by gradients in one block."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError
-from lightning_seqpar.inference.model_copy import Quiet
-from lightning_seqpar.layout.attribute_override import write_attribute
-from lightning_seqpar.layout.linear_kind import features, linear_kind
+from lightning_seqpar.inference.dataflow import CantInferError, UnknownLinearError
+from lightning_seqpar.inference.isolated_block import Block
+from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
 
 _DRAWS = 16
 """Inputs that are tried before a feature counts as dead."""
 
 Ranges = tuple[tuple[int, int], ...]
-
-EQUAL = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Largest difference, relative to the largest value, that counts as equal."""
 
 
 @dataclass(frozen=True)
@@ -62,386 +54,94 @@ class GroupLayout:
     full_width: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Edit:
-    """One more thing that changes on a rank beside the linears.
+def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
+    """The layout of one row and its columns for ``tp`` ranks.
 
-    Attributes:
-        kind: ``set`` an attribute, cut a ``tensor`` or an ``arg`` along ``dim``; an argument that another block made
-            is ``given`` as this rank's part already. ``narrow``: the argument is a stand-in of this rank's width.
-        module: the module; for a tensor, the one that owns it.
-        key: the attribute, the tensor's own name, or the argument.
-        value: the attribute's new value.
-        dim: the dim of the heads.
+    Raises:
+        CantInferError: if the features do not fall apart into ``tp`` parts.
     """
-
-    kind: str
-    module: str
-    key: int | str
-    value: int = 0
-    dim: int = 0
-
-    @property
-    def shown(self) -> str:
-        """As messages name it."""
-        argument = self.kind in ("arg", "given")
-        if self.kind == "narrow":
-            return f"the width of argument {self.key!r} of {self.module}"
-        return f"argument {self.key!r} of {self.module}" if argument else f"{self.module}.{self.key}"
-
-
-class Block:
-    """One block of a copy, with the input that a recorded forward gave it."""
-
-    def __init__(self, model: nn.Module, flow: BlockFlow, blocks: Collection[str] = ()) -> None:
-        self.model, self.flow, self.blocks = model, flow, blocks
-        self.module = flow.call.module
-        self.modules = {name: model.get_submodule(name) for name, _ in model.named_modules()}
-
-    def width(self, column: str) -> int:
-        """Out-features of a column."""
-        kind = linear_kind(self.modules[column])
-        assert kind is not None
-        return features(self.modules[column], kind)[0]
-
-    def inputs(self, seed: int = 0, grad: bool = False) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
-        """Fresh leaves in place of the recorded arguments; the activation is noise for ``seed`` > 0."""
-
-        def leaf(tensor: Tensor) -> Tensor:
-            return tensor.detach().clone()
-
-        args, kwargs = tree_map_only(Tensor, leaf, self.flow.call.given)
-        # A cache of keys and values was filled by the recorded forward, and would be read instead of computed.
-        args = [None if _is_cache(arg) else arg for arg in args]
-        kwargs = {key: None if _is_cache(arg) else arg for key, arg in kwargs.items()}
-        holder: Any = args if isinstance(self.flow.arg, int) else kwargs
-        x = holder[self.flow.arg]
-        if seed:
-            generator = torch.Generator().manual_seed(seed)
-            x = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-        x.requires_grad_(grad)
-        holder[self.flow.arg] = x
-        return tuple(args), kwargs, x
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's forward, without luck."""
-        return self.quiet(self.module, args, kwargs)
-
-    @staticmethod
-    def quiet(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A module's forward, without luck; buffers that it updates come back."""
-        kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        try:
-            with Quiet():
-                return module(*args, **kwargs)
-        finally:
-            for buffer, before in kept:
-                if not torch.equal(buffer, before):
-                    buffer.detach().copy_(before)
-
-    def argument_shapes(self, name: str) -> dict[int | str, tuple[int, ...]]:
-        """Shapes of the tensor arguments that a module inside the block is called with."""
-        shapes: dict[int | str, tuple[int, ...]] = {}
-
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-            shapes.update({key: tuple(value.shape) for key, value in given if isinstance(value, Tensor)})
-
-        handle = self.modules[name].register_forward_pre_hook(note, with_kwargs=True)
-        with torch.no_grad():
-            args, kwargs, _ = self.inputs()
-            self.run(args, kwargs)
-        handle.remove()
-        return shapes
-
-    # ---- sequence --------------------------------------------------------------------------------------------
-
-    def sequence_dim(self) -> int:
-        """The dim along which the block mixes positions: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or ``[t, h]``.
-
-        Raises:
-            CantInferError: if it mixes along both.
-        """
-        args, kwargs, x = self.inputs(grad=True)
-        out = self.run(args, kwargs)
-        first = out[0] if isinstance(out, list | tuple) else out
-        if x.ndim == 2:
-            return 0
-        mixed = [False, False]
-        for at in ((-1, -1), (0, 0)):
-            cotangent = torch.zeros_like(first)
-            cotangent[at[0], at[1]] = torch.randn(first.shape[-1], dtype=first.dtype)
-            (grad,) = torch.autograd.grad(first, x, cotangent, retain_graph=True)
-            touched = grad.abs().amax(-1) > 0
-            mixed[0] |= bool(touched.any(1).sum() > 1)
-            mixed[1] |= bool(touched.any(0).sum() > 1)
-        if all(mixed):
-            raise CantInferError(
-                f"{self.flow.name}: it mixes both the first and the second dim of its input {list(x.shape)}, so neither is "
-                "a batch; name the sequence's dim by {pattern: ..., style: blocks, dim: 1}"
+    columns = block.flow.columns[row]
+    for name in (row, *columns):
+        if name not in block.modules:
+            raise CantInferError(f"{name}: a parameter that is multiplied past any linear module (einsum?)")
+        if linear_kind(block.modules[name]) is None:
+            raise UnknownLinearError(
+                f"{name}: a {type(block.modules[name]).__name__}, which is not known to compute what nn.Linear does"
             )
-        return 0 if mixed[0] else 1
-
-    # ---- which features belong together ----------------------------------------------------------------------
-
-    def group(self, row: str, tp: int) -> GroupLayout:
-        """The layout of one row and its columns for ``tp`` ranks.
-
-        Raises:
-            CantInferError: if the features do not fall apart into ``tp`` parts.
-        """
-        columns = self.flow.columns[row]
-        for name in (row, *columns):
-            if name not in self.modules:
-                raise CantInferError(f"{name}: a parameter that is multiplied past any linear module (einsum?)")
-            if linear_kind(self.modules[name]) is None:
-                raise UnknownLinearError(
-                    f"{name}: a {type(self.modules[name]).__name__}, which is not known to compute what nn.Linear does"
-                )
-        found = _Supports(self, row, columns, (), tp)
-        if any(found.is_shared(column) for column in columns) and (norms := self._wide_norms(row, columns)):
-            without = _Supports(self, row, columns, norms, tp)
-            if sum(map(without.is_shared, columns)) < sum(map(found.is_shared, columns)):
-                found = without
-        dealt = [column for column in columns if not found.is_shared(column)]
-        if not dealt:
-            raise CantInferError(
-                f"{row}: each of its {found.features} in-features depends on all features of {', '.join(columns)}, so they "
-                f"can't be dealt out to tp={tp} ranks (a norm or a mix over the whole width?)"
-            )
-        counts = [count for column in dealt for count in found.units(column)]
-        heads = max((count for count in counts if count < found.features), default=found.features)
-        if heads % tp:
-            works = [n for n in range(2, heads + 1) if heads % n == 0]
-            raise CantInferError(
-                f"{row}: its {found.features} in-features fall apart into {heads} units (heads), which do not divide by "
-                f"tp={tp}" + (f"; use tp of {', '.join(map(str, works))}" if works else "")
-            )
-        out = GroupLayout(row, found.features, heads, full_width=list(found.skipped))
-        for column in dealt:
-            out.columns[column] = found.deal(column, heads)
-        return out
-
-    def mixes_positions(self, row: str) -> bool:
-        """Whether the row's input at one position depends on its columns' outputs at others: attention, not an MLP."""
-        try:
-            probe = _Probe(self, row, self.flow.columns[row], 1, ())
-        except CantInferError:
-            probe = _Probe(self, row, self.flow.columns[row], 0, ())
-        flat = probe.read.reshape(-1, probe.features)
-        if not len(flat):
-            return False  # an expert that was given no token
-        cotangent = torch.zeros_like(flat)
-        cotangent[-1] = 1.0
-        leaves = [leaf for made in probe.made.values() for leaf in made]
-        grads = torch.autograd.grad(flat, leaves, cotangent, allow_unused=True)
-        return any(grad is not None and bool(grad.reshape(-1, grad.shape[-1])[:-1].any()) for grad in grads)
-
-    def _wide_norms(self, row: str, columns: Sequence[str]) -> list[str]:
-        """Modules without children that run between the columns and the row and keep their input's shape."""
-        found: list[str] = []
-        hooks = []
-        ran: list[str] = []
-        for name in (row, *columns):
-            hooks.append(
-                self.modules[name].register_forward_hook(lambda module, args, out, name=name: ran.append(name))
-            )
-        dense = {self.modules[name] for name in (row, *columns)}
-        prefix = self.flow.name + "."
-        shapes: dict[str, bool] = {}
-        for name, module in self.modules.items():
-            leaf = module not in dense and not any(True for _ in module.children())
-            if name.startswith(prefix) and leaf and any(p.ndim == 1 for p in module.parameters()):
-
-                def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
-                    fits = args and isinstance(args[0], Tensor) and isinstance(out, Tensor)
-                    between = bool(ran) and row not in ran
-                    shapes[name] = bool(between and fits and args[0].shape == out.shape and args[0].ndim <= 3)
-
-                hooks.append(module.register_forward_hook(note))
-        try:
-            with torch.no_grad():
-                args, kwargs, _ = self.inputs()
-                self.run(args, kwargs)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        widths = {self.width(name) for name in columns}
-        for name, fits in shapes.items():
-            module = self.modules[name]
-            if fits and all(p.shape[0] in widths for p in module.parameters()):
-                found.append(name)
-        return found
-
-    # ---- one rank's part, rehearsed --------------------------------------------------------------------------
-
-    def rehearse(self, groups: Sequence[GroupLayout], tp: int, edits: Sequence[Edit]) -> str | None:
-        """Run the block as each rank would, with ``edits`` of attributes; what is wrong, or none.
-
-        Each row's input must be exactly this rank's part of the whole one's.
-        """
-        wanted = self._inputs_of([g.row for g in groups] + [n for g in groups for n in g.full_width])
-        for rank in range(tp):
-            try:
-                with self._cut(groups, tp, rank, edits, wanted), torch.no_grad():
-                    args, kwargs, _ = self.inputs()
-                    self.run(args, kwargs)
-            except _MismatchError as error:
-                return str(error)
-            except (RuntimeError, ValueError, IndexError, AssertionError, TypeError) as error:
-                return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        return None
-
-    def _inputs_of(self, names: Sequence[str]) -> dict[str, list[Tensor]]:
-        kept: dict[str, list[Tensor]] = {name: [] for name in names}
-        with ExitStack() as stack, torch.no_grad():
-            for name in kept:
-
-                def keep(module: nn.Module, args: Any, name: str = name) -> None:
-                    kept[name].append(args[0])
-
-                stack.callback(self.modules[name].register_forward_pre_hook(keep).remove)
-            args, kwargs, _ = self.inputs()
-            self.run(args, kwargs)
-        return kept
-
-    @contextmanager
-    def _cut(
-        self,
-        groups: Sequence[GroupLayout],
-        tp: int,
-        rank: int,
-        edits: Sequence[Edit],
-        wanted: Mapping[str, list[Tensor]],
-    ) -> Iterator[None]:
-        counts = dict.fromkeys(wanted, 0)
-
-        def check(name: str, x: Tensor, held: Tensor) -> Tensor:
-            at = counts[name]
-            counts[name] += 1
-            if at >= len(wanted[name]):
-                raise _MismatchError(f"{name} runs more often than in the whole model")
-            whole = wanted[name][at]
-            part = whole.index_select(-1, held)
-            if x.shape != part.shape:
-                raise _MismatchError(f"{name}: its input is {list(x.shape)}, expected {list(part.shape)}")
-            if not part.numel():
-                return whole
-            scale = float(part.abs().max())
-            if not float((x - part).abs().max()) <= EQUAL.get(part.dtype, 5e-2) * max(scale, 1e-30):
-                raise _MismatchError(f"{name}: its input is not this rank's part of the whole one's")
-            return whole
-
-        stand_ins: list[tuple[Tensor, Tensor]] = []
-
-        def real(module: nn.Module, args: Any) -> Any:
-            return (next((x for stand_in, x in stand_ins if stand_in is args[0]), args[0]), *args[1:])
-
-        with ExitStack() as stack:
-            for group in groups:
-                size = group.features // tp
-                for column in group.columns:
-                    stack.callback(self.modules[column].register_forward_pre_hook(real).remove)
-                mine = torch.arange(rank * size, (rank + 1) * size)
-                for column, layout in group.columns.items():
-                    module = self.modules[column]
-                    held = _indices(layout.ranges[rank])
-
-                    def cut(module: nn.Module, args: Any, out: Tensor, held: Tensor = held) -> Tensor:
-                        return out.index_select(-1, held.to(out.device))
-
-                    stack.callback(module.register_forward_hook(cut).remove)
-                    stack.enter_context(changed_attribute(module, "out_features", len(held)))
-                for name in (group.row, *group.full_width):
-
-                    def swap(
-                        module: nn.Module, args: Any, name: str = name, mine: Tensor = mine, row: str = group.row
-                    ) -> Any:
-                        held = mine
-                        if name != row:
-                            width = wanted[name][0].shape[-1]
-                            held = torch.arange(rank * (width // tp), (rank + 1) * (width // tp))
-                        return (check(name, args[0], held.to(args[0].device)), *args[1:])
-
-                    stack.callback(self.modules[name].register_forward_pre_hook(swap).remove)
-                for name in group.full_width:
-
-                    def slice_(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-                        width = out.shape[-1] // tp
-                        return out.narrow(-1, rank * width, width)
-
-                    stack.callback(self.modules[name].register_forward_hook(slice_).remove)
-                stack.enter_context(changed_attribute(self.modules[group.row], "in_features", size))
-            for edit in edits:
-                stack.enter_context(_edited(self.modules[edit.module], edit, tp, rank, stand_ins))
-            yield
-            for name, count in counts.items():
-                if count != len(wanted[name]):
-                    raise _MismatchError(f"{name} runs {count} times, in the whole model {len(wanted[name])} times")
+    found = _Supports(block, row, columns, (), tp)
+    if any(found.is_shared(column) for column in columns) and (norms := _wide_norms(block, row, columns)):
+        without = _Supports(block, row, columns, norms, tp)
+        if sum(map(without.is_shared, columns)) < sum(map(found.is_shared, columns)):
+            found = without
+    dealt = [column for column in columns if not found.is_shared(column)]
+    if not dealt:
+        raise CantInferError(
+            f"{row}: each of its {found.features} in-features depends on all features of {', '.join(columns)}, so they "
+            f"can't be dealt out to tp={tp} ranks (a norm or a mix over the whole width?)"
+        )
+    counts = [count for column in dealt for count in found.units(column)]
+    heads = max((count for count in counts if count < found.features), default=found.features)
+    if heads % tp:
+        works = [n for n in range(2, heads + 1) if heads % n == 0]
+        raise CantInferError(
+            f"{row}: its {found.features} in-features fall apart into {heads} units (heads), which do not divide by "
+            f"tp={tp}" + (f"; use tp of {', '.join(map(str, works))}" if works else "")
+        )
+    out = GroupLayout(row, found.features, heads, full_width=list(found.skipped))
+    for column in dealt:
+        out.columns[column] = found.deal(column, heads)
+    return out
 
 
-def _is_cache(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("update", "get_seq_length"))
-
-
-class _MismatchError(Exception):
-    """A rehearsal went wrong."""
-
-
-@contextmanager
-def changed_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value for an attribute, for a while."""
-    first = name.partition(".")[0]
-    missing = not hasattr(module, first)
-    before = None if missing else getattr(module, first)
-    write_attribute(module, name, value)
+def mixes_positions(block: Block, row: str) -> bool:
+    """Whether the row's input at one position depends on its columns' outputs at others: attention, not an MLP."""
     try:
-        yield
+        probe = _Probe(block, row, block.flow.columns[row], 1, ())
+    except CantInferError:
+        probe = _Probe(block, row, block.flow.columns[row], 0, ())
+    flat = probe.read.reshape(-1, probe.features)
+    if not len(flat):
+        return False  # an expert that was given no token
+    cotangent = torch.zeros_like(flat)
+    cotangent[-1] = 1.0
+    leaves = [leaf for made in probe.made.values() for leaf in made]
+    grads = torch.autograd.grad(flat, leaves, cotangent, allow_unused=True)
+    return any(grad is not None and bool(grad.reshape(-1, grad.shape[-1])[:-1].any()) for grad in grads)
+
+
+def _wide_norms(block: Block, row: str, columns: Sequence[str]) -> list[str]:
+    """Modules without children that run between the columns and the row and keep their input's shape."""
+    found: list[str] = []
+    hooks = []
+    ran: list[str] = []
+    for name in (row, *columns):
+        hooks.append(block.modules[name].register_forward_hook(lambda module, args, out, name=name: ran.append(name)))
+    dense = {block.modules[name] for name in (row, *columns)}
+    prefix = block.flow.name + "."
+    shapes: dict[str, bool] = {}
+    for name, module in block.modules.items():
+        leaf = module not in dense and not any(True for _ in module.children())
+        if name.startswith(prefix) and leaf and any(p.ndim == 1 for p in module.parameters()):
+
+            def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
+                fits = args and isinstance(args[0], Tensor) and isinstance(out, Tensor)
+                between = bool(ran) and row not in ran
+                shapes[name] = bool(between and fits and args[0].shape == out.shape and args[0].ndim <= 3)
+
+            hooks.append(module.register_forward_hook(note))
+    try:
+        with torch.no_grad():
+            args, kwargs, _ = block.inputs()
+            block.run(args, kwargs)
     finally:
-        delattr(module, first) if missing else setattr(module, first, before)
-
-
-@contextmanager
-def _edited(
-    module: nn.Module, edit: Edit, tp: int, rank: int, stand_ins: list[tuple[Tensor, Tensor]]
-) -> Iterator[None]:
-    def narrow(x: Tensor) -> Tensor:
-        stand_in = x.new_full((), float("nan")).expand(*x.shape[:-1], x.shape[-1] // tp)
-        stand_ins.append((stand_in, x))
-        return stand_in
-
-    def part(tensor: Tensor) -> Tensor:
-        size = tensor.shape[edit.dim] // tp
-        return tensor.narrow(edit.dim, rank * size, size)
-
-    if edit.kind == "set":
-        with changed_attribute(module, str(edit.key), edit.value):
-            yield
-    elif edit.kind == "tensor":
-        tensor = getattr(module, str(edit.key))
-        before = tensor.data
-        tensor.data = part(before).clone()
-        try:
-            yield
-        finally:
-            tensor.data = before
-    else:
-        changed = narrow if edit.kind == "narrow" else part
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if isinstance(edit.key, str):
-                return args, {**kwargs, edit.key: changed(kwargs[edit.key])}
-            return (*args[: edit.key], changed(args[edit.key]), *args[edit.key + 1 :]), kwargs
-
-        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-
-def _indices(ranges: Ranges) -> Tensor:
-    return torch.cat([torch.arange(start, stop) for start, stop in ranges])
+        for hook in hooks:
+            hook.remove()
+    widths = {block.width(name) for name in columns}
+    for name, fits in shapes.items():
+        module = block.modules[name]
+        if fits and all(p.shape[0] in widths for p in module.parameters()):
+            found.append(name)
+    return found
 
 
 class _Probe:

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
-from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, mixes_positions, pattern_of
+from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, pair_mixes_positions, pattern_of
 from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError
 from lightning_seqpar.inference.examples import Example
-from lightning_seqpar.inference.feature_dependence import Block
 from lightning_seqpar.inference.gather_points import read_blocks
+from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.model_copy import (
     Quiet,
     default_dtype,
@@ -38,8 +38,6 @@ from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.rules import BlocksRule, ColumnRule, ReplaceRule, RowRule, WholeRule
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
-
-_TRIES = 600  # sets of changes that are tried at most, the smallest first
 
 
 @dataclass
@@ -169,7 +167,7 @@ def _plan_stack(
     def mixes(flow: BlockFlow, row: str) -> bool:
         key = (row[len(flow.name) :], _likeness(flow, model))
         if key not in mixing:
-            mixing[key] = mixes_positions(model, flow, row)
+            mixing[key] = pair_mixes_positions(model, flow, row)
         return mixing[key]
 
     _refuse_unknown_linears(trace, calls, decided)

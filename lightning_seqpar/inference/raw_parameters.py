@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_seqpar.inference.dataflow import CantInferError
-from lightning_seqpar.inference.feature_dependence import EQUAL, Block, Edit, changed_attribute
+from lightning_seqpar.inference.isolated_block import Block
+from lightning_seqpar.inference.rehearsal import EQUAL, Edit, changed_attribute
 from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.layout.shard import Shard
 
