@@ -82,7 +82,7 @@ class BlockPlanner:
                 continue
             if 0 in self._trace.values[self._flow.linears[row].reads].shape:
                 self._idle.append(row)  # an expert that the example gave no token
-            elif self._flow.linears[row].is_raw:
+            elif self._flow.linears[row].is_unwrapped:
                 self._plan_products(row)
             elif row in self._flow.attentions:
                 self._plan.rules.append((self._inner(row), "replace", {}))

@@ -1,4 +1,7 @@
-"""What a recorded forward says of a model: its blocks, which linears are rows and columns, where to gather."""
+"""The data flow of one block: which of its linears are rows, and which are the columns of each row.
+
+A linear whose output is added to the residual is a row, and the linears that its input was made from are its columns.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ from lightning_seqpar.inference.stacks import activation
 from lightning_seqpar.inference.trace import Call, ForwardTrace, Op, Value
 from lightning_seqpar.layout.module_names import Argument
 
-RES = "<residual>"
-"""Stands for the block's activation among upstream linears."""
-ENC = "<other input>"
-"""Stands for the block's other inputs."""
+RESIDUAL = "<residual>"
+"""Stands among upstream linears for the block's activation, on which residuals are added up."""
+OTHER_INPUT = "<other input>"
+"""Stands among upstream linears for the block's other inputs, such as an encoder's states."""
 _SUMS = ("add", "sub", "rsub", "addcmul", "lerp", "_foreach_add")
 
 
 class CantInferError(ValueError):
-    """The data flow does not say how to shard; the message names the module and the rule to write."""
+    """Inference can't decide how to shard a module; the message names it and the rule to write."""
 
 
 class UnknownLinearError(CantInferError):
-    """A linear of a class that is not known to compute what ``nn.Linear`` does: refused, never left aside."""
+    """A linear of a class that is not known to compute what ``nn.Linear`` does (quantised?): refused, not left whole."""
 
 
 @dataclass
@@ -31,13 +34,13 @@ class Linear:
     """One product of an activation and a parameter, in one block.
 
     Attributes:
-        name: the module that owns the weight (or an ``nn.MultiheadAttention``); the parameter's own name where the module
-            multiplies it beside others.
+        name: the linear module (or ``nn.MultiheadAttention``) that owns the weight; for a parameter that a module multiplies
+            itself, the parameter's own name.
         parameter: the weight's name; empty for an ``nn.MultiheadAttention``.
-        upstream: the nearest linears that its input comes from, or :data:`RES`, :data:`ENC`.
-        op: index of the product.
-        reads: the activation that it reads.
-        makes: what it makes.
+        upstream: the nearest linears that its input comes from, or :data:`RESIDUAL`, :data:`OTHER_INPUT`.
+        op: index of the product's operation.
+        reads: id of the value that it reads, the activation.
+        makes: ids of the values that it makes.
     """
 
     name: str
@@ -48,8 +51,8 @@ class Linear:
     makes: tuple[int, ...]
 
     @property
-    def is_raw(self) -> bool:
-        """Whether it is a parameter that a module multiplies itself."""
+    def is_unwrapped(self) -> bool:
+        """Whether it is a parameter that a module multiplies itself, with no linear module around it."""
         return self.name == self.parameter
 
 
@@ -57,8 +60,17 @@ class Linear:
 class BlockFlow:
     """The data flow of one block.
 
-    ``sums`` holds the modules that return partial sums, with the arguments to gather for them: those that multiply parameters
-    themselves, and those that give some of the tokens to each of their rows (experts in a list).
+    Attributes:
+        call: the recorded call of the block.
+        arg: which argument of it is the activation.
+        linears: every product with a parameter, by name.
+        rows: names of the rows, in order of execution.
+        columns: the columns of each row.
+        gathers: by module and style (``gather`` or ``copy``), the arguments to make whole where it is entered.
+        attentions: names of modules of the class ``nn.MultiheadAttention``.
+        sums: modules that return partial sums, with the arguments to gather for them: those that multiply parameters
+            themselves, and those that deal their tokens out to experts.
+        residual_in: for each row, whether its input is made from the residual.
     """
 
     call: Call
@@ -73,16 +85,16 @@ class BlockFlow:
 
     @property
     def name(self) -> str:
-        """Name of the block."""
+        """The block's name."""
         return self.call.name
 
     def tokens(self, trace: ForwardTrace) -> tuple[int, ...]:
-        """The activation's shape without its features: ``(b, s)``, or the number of flat tokens."""
+        """The activation's shape without its features: ``(b, s)``, or ``(tokens,)`` if they are flattened."""
         return trace.values[self.call.args[self.arg]].shape[:-1]
 
     @property
     def all_columns(self) -> list[str]:
-        """Columns of all rows, each once."""
+        """The columns of all rows, each once."""
         return list(dict.fromkeys(column for row in self.rows for column in self.columns[row]))
 
 
@@ -92,27 +104,28 @@ def read_block(trace: ForwardTrace, call: Call, model: nn.Module) -> BlockFlow:
 
 
 class _BlockReader:
-    """Reads the data flow of one block from a recorded forward."""
+    """Walks through a block's operations and keeps, for every value, the nearest linears that it was made by."""
 
     def __init__(self, trace: ForwardTrace, call: Call, model: nn.Module) -> None:
         self.trace, self.call, self.model = trace, call, model
         arg = activation(trace, call)
         assert arg is not None
         self.out = BlockFlow(call, arg)
-        self.up: dict[int, frozenset[str]] = {}
+        self.upstream_of: dict[int, frozenset[str]] = {}
         self.rows: dict[str, None] = {}
         self.ops = trace.ops_in(call)
         self.shape = trace.values[call.args[arg]].shape
 
     def value(self, number: int) -> Value:
+        """The value of that id."""
         return self.trace.values[number]
 
     def run(self) -> BlockFlow:
         """The block's data flow."""
         for key, number in self.call.args.items():
-            mark = RES if key == self.out.arg else ENC
+            mark = RESIDUAL if key == self.out.arg else OTHER_INPUT
             if self.value(number).floating:
-                self.up[number] = frozenset({mark})
+                self.upstream_of[number] = frozenset({mark})
         attention: Call | None = None
         for op in self.ops:
             inside = self._attention_of(op)
@@ -128,6 +141,7 @@ class _BlockReader:
         return self.out
 
     def _attention_of(self, op: Op) -> Call | None:
+        """The call of an ``nn.MultiheadAttention`` inside the block that an operation belongs to, if any."""
         for number in op.stack:
             call = self.trace.calls[number]
             if call.id > self.call.id and isinstance(call.module, nn.MultiheadAttention):
@@ -135,18 +149,21 @@ class _BlockReader:
         return None
 
     def _close(self, call: Call) -> None:
+        """Record an ``nn.MultiheadAttention`` as one linear: it calls its projections through their weights."""
         upstream = self._union(call.args.values())
         reads = call.args.get(0, call.args.get("query", -1))
         self.out.linears[call.name] = Linear(call.name, "", upstream, call.first_op, reads, tuple(call.outputs))
         if call.name not in self.out.attentions:
             self.out.attentions.append(call.name)
         for number in call.outputs:
-            self.up[number] = frozenset({call.name})
+            self.upstream_of[number] = frozenset({call.name})
 
     def _union(self, numbers: Iterable[int]) -> frozenset[str]:
-        return frozenset().union(*(self.up.get(number, frozenset()) for number in numbers))
+        """The nearest linears that any of these values was made by."""
+        return frozenset().union(*(self.upstream_of.get(number, frozenset()) for number in numbers))
 
     def _step(self, op: Op) -> None:
+        """Go on by one operation."""
         weights = [n for n in op.inputs if (v := self.value(n)).parameter is not None and len(v.shape) >= 2]
         others = [n for n in op.inputs if self.value(n).parameter is None]
         if op.is_product and len(weights) == 1 and others:
@@ -159,16 +176,19 @@ class _BlockReader:
             result = self._sum(op, result)
         for number in op.outputs:
             if self.value(number).floating:
-                self.up[number] = self.up.get(number, frozenset()) | result if op.name == "rewrite" else result
+                self.upstream_of[number] = (
+                    self.upstream_of.get(number, frozenset()) | result if op.name == "rewrite" else result
+                )
 
     def _product(self, op: Op, weight: int, others: list[int]) -> None:
+        """Record a product of an activation with a parameter."""
         parameter = self.value(weight).parameter
         assert parameter is not None
-        owner = parameter if self._is_raw(parameter) else parameter.rpartition(".")[0]
+        owner = parameter if self._is_unwrapped(parameter) else parameter.rpartition(".")[0]
         upstream = self._union(others)
         known = self.out.linears.get(owner)
         if known is not None and known.parameter != parameter:
-            owner = parameter  # a module with several weights: each stands for itself
+            owner = parameter  # the module has several weights: each is a linear of its own
             known = self.out.linears.get(owner)
         if known is None:
             self.out.linears[owner] = Linear(owner, parameter, upstream, op.index, others[0], op.outputs)
@@ -176,26 +196,28 @@ class _BlockReader:
             known.upstream |= upstream
             known.makes += op.outputs
         for number in op.outputs:
-            self.up[number] = frozenset({owner})
+            self.upstream_of[number] = frozenset({owner})
 
-    def _is_raw(self, parameter: str) -> bool:
-        """Whether a module multiplies the parameter beside others, or as one of many matrices: it is no linear then."""
+    def _is_unwrapped(self, parameter: str) -> bool:
+        """Whether a module that is no linear multiplies the parameter: it owns other matrices, or the weight stacks several."""
         owner, _, leaf = parameter.rpartition(".")
         own = [p for p in self.model.get_submodule(owner)._parameters.values() if p is not None and p.ndim > 1]
         return len(own) > 1 or leaf != "weight" or own[0].ndim > 2
 
     def _sum(self, op: Op, result: frozenset[str]) -> frozenset[str]:
-        sides = [self.up[n] for n in op.inputs if self.up.get(n)]
-        through = [side for side in sides if RES in side]
-        added = [side for side in sides if RES not in side]
+        """The linears that a sum was made by: what is added to the residual was made by rows, and the sum is the residual."""
+        sides = [self.upstream_of[n] for n in op.inputs if self.upstream_of.get(n)]
+        through = [side for side in sides if RESIDUAL in side]
+        added = [side for side in sides if RESIDUAL not in side]
         if through and added and self._is_activation(op.outputs[0]):
             for side in added:
-                for name in sorted(side - {ENC}):
+                for name in sorted(side - {OTHER_INPUT}):
                     self.rows[name] = None
-            return frozenset({RES})
+            return frozenset({RESIDUAL})
         return result
 
     def _is_activation(self, number: int) -> bool:
+        """Whether a value has as many numbers and as many features as the block's activation."""
         shape = self.value(number).shape
         whole = 1
         for size in self.shape:
@@ -206,16 +228,16 @@ class _BlockReader:
         return count == whole and shape[-1] == self.shape[-1]
 
     def _leave(self) -> None:
-        """What leaves the block without a residual was made by rows too."""
-        for name in sorted(self._union(self.call.outputs[:1]) - {RES, ENC}):
+        """Count as rows what made the block's output without a residual, and linears in between that feed a column."""
+        for name in sorted(self._union(self.call.outputs[:1]) - {RESIDUAL, OTHER_INPUT}):
             self.rows[name] = None
-        # A linear between two pairs: its own input comes from linears, and it feeds a column.
+        # A linear whose input comes from linears and whose output feeds a column of another row is a row too.
         while True:
             fresh: dict[str, None] = {}
             for row in self.rows:
-                for column in self.out.linears[row].upstream - {RES, ENC}:
-                    for feeding in self.out.linears[column].upstream - {RES, ENC}:
-                        deep = self.out.linears[feeding].upstream - {RES, ENC}
+                for column in self.out.linears[row].upstream - {RESIDUAL, OTHER_INPUT}:
+                    for feeding in self.out.linears[column].upstream - {RESIDUAL, OTHER_INPUT}:
+                        deep = self.out.linears[feeding].upstream - {RESIDUAL, OTHER_INPUT}
                         if feeding not in self.rows and deep:
                             fresh[feeding] = None
             if not fresh:
@@ -223,24 +245,25 @@ class _BlockReader:
             self.rows.update(fresh)
 
     def _order(self) -> None:
+        """Write rows and their columns in order of execution."""
         linears = self.out.linears
         order = list(linears)
         for row in sorted(self.rows, key=order.index):
-            found = linears[row]
+            linear = linears[row]
             if row in self.out.attentions:
                 self.out.rows.append(row)
                 self.out.columns[row] = []
                 continue
-            columns = sorted(found.upstream - {RES, ENC}, key=order.index)
+            columns = sorted(linear.upstream - {RESIDUAL, OTHER_INPUT}, key=order.index)
             if not columns:
-                continue  # it reads the residual and is added straight back: whole, on shards
+                continue  # it reads the residual and is added to it: it stays whole and works on shards
             self.out.rows.append(row)
             self.out.columns[row] = columns
-            self.out.residual_in[row] = RES in found.upstream
+            self.out.residual_in[row] = RESIDUAL in linear.upstream
 
 
 def made_of_activation(trace: ForwardTrace, flow: BlockFlow) -> set[int]:
-    """Values that depend on the block's activation; whole numbers such as expert choices too."""
+    """Ids of the values that depend on the block's activation, integers such as choices of experts too."""
     made = {flow.call.args[flow.arg]}
     for op in trace.ops_in(flow.call):
         if not op.is_empty and any(number in made for number in op.inputs):

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from lightning_seqpar.inference.dataflow import (
-    ENC,
-    RES,
+    OTHER_INPUT,
+    RESIDUAL,
     BlockFlow,
     CantInferError,
     made_of_activation,
@@ -35,7 +35,7 @@ def read_blocks(
     for flow in flows:
         gathering = GatherPoints(trace, flow, reduced, [other.call for other in flows], sums=sums)
         for row in flow.rows:
-            if flow.linears[row].is_raw:
+            if flow.linears[row].is_unwrapped:
                 gathering.find_sum(row)
                 continue
             for column in flow.columns[row]:
@@ -84,7 +84,7 @@ class GatherPoints:
         linear = flow.linears[column]
         if column in flow.rows:
             return
-        style = "gather" if RES in linear.upstream else "copy" if linear.upstream == {ENC} else ""
+        style = "gather" if RESIDUAL in linear.upstream else "copy" if linear.upstream == {OTHER_INPUT} else ""
         if not style:
             return  # fed by another linear, which reads what is gathered
         root = trace.values[linear.reads].root
@@ -135,7 +135,7 @@ class GatherPoints:
         trace, flow = self.trace, self.flow
         names = [row, *flow.columns[row]]
         owner = row.rpartition(".")[0]
-        mixed = [name for name in names if name.rpartition(".")[0] != owner or not flow.linears[name].is_raw]
+        mixed = [name for name in names if name.rpartition(".")[0] != owner or not flow.linears[name].is_unwrapped]
         open_calls = [trace.calls[number] for number in trace.ops[flow.linears[row].op].stack]
         call = next((call for call in open_calls if call.name == owner), None)
         if mixed or owner == flow.name or call is None:

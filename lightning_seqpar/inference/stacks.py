@@ -1,4 +1,4 @@
-"""Where a recorded forward has repeated blocks, what each of them maps, and where the region behind them may end."""
+"""The stacks of repeated blocks in a recorded forward, and the norm behind them at which the region may end."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 def activation(trace: ForwardTrace, call: Call) -> Argument | None:
-    """The argument that the call maps to an output of the same shape: the activation."""
+    """The argument that is the activation: the first floating-point one with the shape of the call's first output.
+
+    None if there is no such argument, or the output has neither the shape ``[b, s, h]`` nor ``[tokens, h]``.
+    """
     if not call.outputs:
         return None
     out = trace.values[call.outputs[0]]
     if not out.floating or len(out.shape) not in (2, 3):
         return None
     for key, value in call.args.items():
-        given = trace.values[value]
-        if given.floating and given.shape == out.shape:
+        argument = trace.values[value]
+        if argument.floating and argument.shape == out.shape:
             return key
     return None
 
 
 def find_stacks(trace: ForwardTrace, model: nn.Module) -> list[list[Call]]:
-    """The repeated blocks, by stack: first calls, in order of execution.
+    """Find the repeated blocks: for each stack, the first call of every block, in order of execution.
 
-    A block maps an activation to one of the same shape, holds linears, and is one of several alike, or is called
-    several times; of nested candidates the outermost counts. Modules that stand in no list and hold a list whose
-    modules feed each other are owners of blocks, such as the encoder and the decoder of one class.
+    A block maps an activation to one of the same shape and holds at least two matrices. It stands in a list, or is one of
+    several modules of one class, or is called several times. Of nested candidates the outermost is the block. A module
+    outside lists that holds a list of modules that feed each other is no block but the owner of blocks: an encoder and a
+    decoder may be of one class.
     """
     weighty = {
         name
@@ -63,16 +67,18 @@ def find_stacks(trace: ForwardTrace, model: nn.Module) -> list[list[Call]]:
 
 
 def _parent(name: str) -> str:
+    """The name of the module that holds a module."""
     return name.rpartition(".")[0]
 
 
 def _is_listed(model: nn.Module, name: str) -> bool:
+    """Whether a module stands in a list of modules."""
     parent = _parent(name)
     return bool(parent) and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential)
 
 
 def _holds_a_chain(trace: ForwardTrace, call: Call, listed: Iterable[Call]) -> bool:
-    """Whether inside the call a listed module works on what the one before it returned; experts work side by side."""
+    """Whether inside the call a module of a list works on what the one before it returned, as blocks do and experts don't."""
     last: dict[tuple[str, type], Call] = {}
     for one in listed:
         if call.first_op <= one.first_op < call.last_op and _encloses(trace, one, {call.name}):
@@ -86,6 +92,7 @@ def _holds_a_chain(trace: ForwardTrace, call: Call, listed: Iterable[Call]) -> b
 
 
 def _encloses(trace: ForwardTrace, call: Call, among: set[str]) -> bool:
+    """Whether a call happens inside a call of one of the modules ``among``."""
     at = call.parent
     while at is not None:
         if trace.calls[at].name in among:
@@ -95,7 +102,17 @@ def _encloses(trace: ForwardTrace, call: Call, among: set[str]) -> bool:
 
 
 def find_exit(trace: ForwardTrace, blocks: Sequence[str]) -> str | None:
-    """The final norm, if nothing else reads the last block's output; none if the last block itself is the end."""
+    """The module at whose output the region ends: the final norm, if nothing else reads the last block's output.
+
+    A norm works on each position by itself, so it can run on shards.
+
+    Args:
+        trace: the recorded forward.
+        blocks: names of the blocks of one stack.
+
+    Returns:
+        The norm's name, or None if the region ends with the last block.
+    """
     calls = [call for call in trace.calls if call.name in blocks]
     last = max(calls, key=lambda call: call.last_op)
     root = trace.values[last.outputs[0]].root
@@ -105,23 +122,24 @@ def find_exit(trace: ForwardTrace, blocks: Sequence[str]) -> str | None:
     if len(heads) != 1 or None in heads:
         return None
     call = trace.calls[next(iter(head for head in heads if head is not None))]
-    given = [key for key, value in call.args.items() if trace.values[value].root == root]
+    takes = [key for key, value in call.args.items() if trace.values[value].root == root]
     pointwise = isinstance(call.module, _NORMS) or _looks_like_norm(call.module)
     same = bool(call.outputs) and trace.values[call.outputs[0]].shape == trace.values[last.outputs[0]].shape
-    return call.name if pointwise and same and given else None
+    return call.name if pointwise and same and takes else None
 
 
 def _owners(trace: ForwardTrace, call: Call) -> tuple[int, ...]:
-    """The calls around a block, outermost first."""
-    found: list[int] = []
+    """Ids of the calls around a call, outermost first."""
+    around: list[int] = []
     at = call.parent
     while at is not None:
-        found.insert(0, at)
+        around.insert(0, at)
         at = trace.calls[at].parent
-    return tuple(found)
+    return tuple(around)
 
 
 def _looks_like_norm(module: nn.Module) -> bool:
+    """Whether a module is called a norm, has no submodules, and has vectors as its only parameters."""
     parameters = list(module.parameters())
     return (
         not any(True for _ in module.children())
