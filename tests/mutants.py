@@ -457,7 +457,7 @@ MUTANTS = [
     ),
     Mutant(
         "segments of a column share one count of units",
-        "_Supports.units",
+        "_FeatureSupport.units",
         "        return [self._units(column, start, stop) for start, stop, _ in segments]",
         "        return [self._units(column, 0, None)] * len(segments)",
         "tests/test_hf_uses.py -k infer-phi3-attentions",
@@ -1339,7 +1339,7 @@ MUTANTS = [
     ),
     Mutant(
         "a latent projection that all heads share dealt out",
-        "_Supports.is_shared",
+        "_FeatureSupport.is_shared",
         "            owners = owners[owners > 0]\n",
         "            pass\n",
         "tests/test_infer.py",

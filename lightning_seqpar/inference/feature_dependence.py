@@ -1,4 +1,8 @@
-"""Which features belong together: what each rank's part of a row's input depends on, found by gradients in one block."""
+"""Which features belong together: the columns' out-features that each rank's part of a row's input depends on.
+
+It is found by gradients in one block: a random cotangent on some features of the row's input reaches exactly the
+out-features of the columns that they are made of (the support of the Jacobian), up to values that happen to be zero.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +20,21 @@ from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
 
-_DRAWS = 16
-"""Inputs that are tried before a feature counts as dead."""
+_MAX_DRAWS = 16
+"""Inputs that are tried at most before an out-feature counts as one that nothing depends on (ReLU hides some)."""
 
 Ranges = tuple[tuple[int, int], ...]
+"""Ranges ``(start, stop)`` of features."""
 
 
 @dataclass(frozen=True)
 class ColumnLayout:
-    """How a column's out-features are dealt out.
+    """How a column's out-features are split over the ranks.
 
     Attributes:
-        ranges: what each rank holds.
-        units: how many whole units each segment has.
-        segments: sizes of the fused parts.
+        ranges: for each rank, the ranges of out-features that it holds.
+        segments: sizes of the parts of a fused projection, such as ``[q|k|v]``; one for an ordinary linear.
+        units: for each segment, the number of units (heads) that must stay whole.
     """
 
     ranges: tuple[Ranges, ...]
@@ -39,12 +44,14 @@ class ColumnLayout:
 
 @dataclass
 class GroupLayout:
-    """One row, its columns, and what else must change with them.
+    """How one row and its columns are split over the ranks.
 
     Attributes:
-        units: whole units among the row's in-features.
-        columns: layouts by column; a column that is missing stays whole.
-        full_width: norms over the whole sharded width.
+        row: the row's name.
+        features: number of its in-features.
+        units: number of units (heads) among them that must stay whole.
+        columns: layout of each column; a column that is missing stays whole.
+        full_width: norms between them that need the whole width.
     """
 
     row: str
@@ -55,10 +62,11 @@ class GroupLayout:
 
 
 def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
-    """The layout of one row and its columns for ``tp`` ranks.
+    """Split one row and its columns over ``tp`` ranks.
 
     Raises:
-        CantInferError: if the features do not fall apart into ``tp`` parts.
+        CantInferError: if the features can't be split into ``tp`` independent parts.
+        UnknownLinearError: if one of them is not known to compute what ``nn.Linear`` does.
     """
     columns = block.flow.columns[row]
     for name in (row, *columns):
@@ -68,40 +76,40 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
             raise UnknownLinearError(
                 f"{name}: a {type(block.modules[name]).__name__}, which is not known to compute what nn.Linear does"
             )
-    found = _Supports(block, row, columns, (), tp)
-    if any(found.is_shared(column) for column in columns) and (norms := _wide_norms(block, row, columns)):
-        without = _Supports(block, row, columns, norms, tp)
-        if sum(map(without.is_shared, columns)) < sum(map(found.is_shared, columns)):
-            found = without
-    dealt = [column for column in columns if not found.is_shared(column)]
-    if not dealt:
+    support = _FeatureSupport(block, row, columns, (), tp)
+    if any(support.is_shared(column) for column in columns) and (norms := _wide_norms(block, row, columns)):
+        without = _FeatureSupport(block, row, columns, norms, tp)
+        if sum(map(without.is_shared, columns)) < sum(map(support.is_shared, columns)):
+            support = without
+    sharded = [column for column in columns if not support.is_shared(column)]
+    if not sharded:
         raise CantInferError(
-            f"{row}: each of its {found.features} in-features depends on all features of {', '.join(columns)}, so they "
+            f"{row}: each of its {support.features} in-features depends on all features of {', '.join(columns)}, so they "
             f"can't be dealt out to tp={tp} ranks (a norm or a mix over the whole width?)"
         )
-    counts = [count for column in dealt for count in found.units(column)]
-    heads = max((count for count in counts if count < found.features), default=found.features)
+    counts = [count for column in sharded for count in support.units(column)]
+    heads = max((count for count in counts if count < support.features), default=support.features)
     if heads % tp:
         works = [n for n in range(2, heads + 1) if heads % n == 0]
         raise CantInferError(
-            f"{row}: its {found.features} in-features fall apart into {heads} units (heads), which do not divide by "
+            f"{row}: its {support.features} in-features fall apart into {heads} units (heads), which do not divide by "
             f"tp={tp}" + (f"; use tp of {', '.join(map(str, works))}" if works else "")
         )
-    out = GroupLayout(row, found.features, heads, full_width=list(found.skipped))
-    for column in dealt:
-        out.columns[column] = found.deal(column, heads)
+    out = GroupLayout(row, support.features, heads, full_width=list(support.skipped))
+    for column in sharded:
+        out.columns[column] = support.deal(column, heads)
     return out
 
 
 def mixes_positions(block: Block, row: str) -> bool:
-    """Whether the row's input at one position depends on its columns' outputs at others: attention, not an MLP."""
+    """Whether the row's input at one position depends on its columns' outputs at others, as in attention and not in an MLP."""
     try:
         probe = _Probe(block, row, block.flow.columns[row], 1, ())
     except CantInferError:
         probe = _Probe(block, row, block.flow.columns[row], 0, ())
     flat = probe.read.reshape(-1, probe.features)
     if not len(flat):
-        return False  # an expert that was given no token
+        return False  # an expert that gets no token
     cotangent = torch.zeros_like(flat)
     cotangent[-1] = 1.0
     leaves = [leaf for made in probe.made.values() for leaf in made]
@@ -110,8 +118,11 @@ def mixes_positions(block: Block, row: str) -> bool:
 
 
 def _wide_norms(block: Block, row: str, columns: Sequence[str]) -> list[str]:
-    """Modules without children that run between the columns and the row and keep their input's shape."""
-    found: list[str] = []
+    """Names of modules between the columns and the row that may be norms over the whole width.
+
+    They have no submodules, vectors of the columns' width as parameters, and an output of their input's shape.
+    """
+    norms: list[str] = []
     hooks = []
     ran: list[str] = []
     for name in (row, *columns):
@@ -140,12 +151,28 @@ def _wide_norms(block: Block, row: str, columns: Sequence[str]) -> list[str]:
     for name, fits in shapes.items():
         module = block.modules[name]
         if fits and all(p.shape[0] in widths for p in module.parameters()):
-            found.append(name)
-    return found
+            norms.append(name)
+    return norms
 
 
 class _Probe:
-    """One forward of the block with the graph from its columns' outputs to its row's input kept."""
+    """One forward of the block that keeps the graph from its columns' outputs to its row's input.
+
+    Args:
+        block: the block.
+        row: the row's name.
+        columns: its columns.
+        seed: of the block's input; 0 for the recorded one.
+        skipped: modules that pass their input on unchanged (norms over the whole width).
+
+    Attributes:
+        made: the outputs of each column, ``[b, s, f]``, one for each call, as leaves of the graph.
+        read: the row's input, ``[b, s, f]``.
+        features: number of its features.
+
+    Raises:
+        CantInferError: if the block does not call one of them, or the row's input has no graph.
+    """
 
     def __init__(self, block: Block, row: str, columns: Sequence[str], seed: int, skipped: Sequence[str]) -> None:
         self.made: dict[str, list[Tensor]] = {name: [] for name in columns}
@@ -185,7 +212,7 @@ class _Probe:
         self._seed = seed
 
     def support(self, features: Tensor) -> dict[str, Tensor]:
-        """For each column, which of its out-features the row's input ``features`` (indices) depend on: bool ``[f]``."""
+        """For each column, on which of its out-features the row's input at the indices ``features`` depends: bool ``[f]``."""
         generator = torch.Generator().manual_seed(17 + self._seed)
         cotangent = torch.zeros_like(self.read)
         shape = (*self.read.shape[:-1], len(features))
@@ -198,14 +225,27 @@ class _Probe:
         out: dict[str, Tensor] = {}
         for (name, leaf), grad in zip(leaves, grads, strict=True):
             touched = torch.zeros(leaf.shape[-1], dtype=torch.bool, device=leaf.device)
-            if grad is not None and grad.numel():  # an expert may be given no token
+            if grad is not None and grad.numel():  # an expert may get no token
                 touched = grad.reshape(-1, leaf.shape[-1]).abs().amax(0) > 0
             out[name] = out[name] | touched if name in out else touched
         return {name: touched.cpu() for name, touched in out.items()}
 
 
-class _Supports:
-    """What each rank's part of a row's input depends on, over several draws: ReLU hides features in one of them."""
+class _FeatureSupport:
+    """On which out-features of its columns each rank's part of a row's input depends.
+
+    Several inputs are drawn, since ReLU sets some features to zero in each of them.
+
+    Args:
+        block: the block.
+        row: the row's name.
+        columns: its columns.
+        skipped: norms over the whole width that pass their input on unchanged.
+        tp: number of ranks.
+
+    Raises:
+        CantInferError: if the row's in-features do not divide by ``tp``, or it can't be run.
+    """
 
     def __init__(self, block: Block, row: str, columns: Sequence[str], skipped: Sequence[str], tp: int) -> None:
         self.skipped = skipped
@@ -217,43 +257,49 @@ class _Supports:
             raise CantInferError(f"{row}: its {self.features} in-features do not divide by tp={tp}")
         size = self.features // tp
         self._parts = self._all_parts(size)
-        for seed in range(1, _DRAWS):
+        for seed in range(1, _MAX_DRAWS):
             if seed > 2 and all((self._owners(column) > 0).all() for column in columns):
                 break
             try:
                 self._probes.append(_Probe(block, row, columns, seed, skipped))
             except CantInferError:
-                continue  # for other numbers it is not called: an expert that no token chose
+                continue  # with this input an expert gets no token, so it is not called
             self._parts = self._all_parts(size)
 
     def _all_parts(self, size: int) -> list[dict[str, Tensor]]:
+        """For each rank, the support of its ``size`` features of the row's input, by column."""
         return [self._union(torch.arange(rank * size, (rank + 1) * size)) for rank in range(self._tp)]
 
     @property
     def features(self) -> int:
-        """In-features of the row."""
+        """Number of the row's in-features."""
         return self._features
 
     def _union(self, features: Tensor) -> dict[str, Tensor]:
-        found = [probe.support(features) for probe in self._probes]
-        return {name: torch.stack([one[name] for one in found]).any(0) for name in found[0]}
+        """The support of some features of the row's input over all draws, by column: bool ``[f]`` each."""
+        supports = [probe.support(features) for probe in self._probes]
+        return {name: torch.stack([one[name] for one in supports]).any(0) for name in supports[0]}
 
     def _owners(self, column: str) -> Tensor:
+        """For each out-feature of a column, how many ranks need it: ``[f]``."""
         return torch.stack([part[column] for part in self._parts]).sum(0)
 
     def is_shared(self, column: str) -> bool:
-        """Whether every rank needs all of a column, or all of what another column does not read of it."""
+        """Whether every rank needs all out-features of a column, so that it stays whole.
+
+        If another column reads it, out-features that only that column needs are not counted.
+        """
         owners = self._owners(column)
         if column in self._feeding:
             owners = owners[owners > 0]
         return bool((owners == self._tp).all())
 
     def _runs(self, column: str) -> tuple[Ranges, ...]:
-        """What each rank needs of a column."""
+        """For each rank, the ranges of a column's out-features that it needs."""
         return _split_at_all_ends([_runs(part[column]) for part in self._parts])
 
     def units(self, column: str) -> list[int]:
-        """Into how many units the row's in-features fall apart, as far as each segment of a column goes (queries, keys)."""
+        """For each segment of a column (queries, keys, ...), the number of independent units that the row's in-features form."""
         try:
             segments = _segments(column, self._runs(column))
         except CantInferError:
@@ -261,6 +307,10 @@ class _Supports:
         return [self._units(column, start, stop) for start, stop, _ in segments]
 
     def _units(self, column: str, start: int, stop: int | None) -> int:
+        """The number of units for the out-features from ``start`` to ``stop`` of a column.
+
+        The smallest unit is found whose first copy shares no out-feature with the rest.
+        """
         own = self._owners(column) == 1
         own[:start] = False
         if stop is not None:
@@ -271,14 +321,14 @@ class _Supports:
                 first, rest = (self._union(part)[column] & own for part in (everything[:size], everything[size:]))
                 if first.any() and not (first & rest).any():
                     return self.features // size
-        # Kept in whole groups, as shared kv heads are: as many as are distinct.
+        # Several ranks need the same out-features (shared kv heads): there are as many units as distinct parts.
         return len({tuple(part[column].tolist()) for part in self._parts})
 
     def deal(self, column: str, most: int) -> ColumnLayout:
-        """The parts of a column, by rank; ``most`` units at most.
+        """The layout of a column, with ``most`` units in a segment at most.
 
         Raises:
-            CantInferError: for parts that no list of segments describes.
+            CantInferError: if no list of segments describes what the ranks need.
         """
         covered = torch.stack([part[column] for part in self._parts]).any(0)
         if not covered.all():
@@ -300,9 +350,10 @@ class _Supports:
 
 
 def _runs(touched: Tensor) -> Ranges:
-    held = touched.nonzero().flatten().tolist()
+    """The ranges of indices at which a bool tensor ``[f]`` is true."""
+    indices = touched.nonzero().flatten().tolist()
     runs: list[list[int]] = []
-    for index in held:
+    for index in indices:
         if runs and runs[-1][1] == index:
             runs[-1][1] = index + 1
         else:
@@ -311,14 +362,18 @@ def _runs(touched: Tensor) -> Ranges:
 
 
 def _segments(column: str, ranges: Sequence[Ranges]) -> list[tuple[int, int, int]]:
-    """Start, stop and number of distinct parts of each segment.
+    """Start, stop and number of distinct parts of each segment of a column.
+
+    Args:
+        column: for messages.
+        ranges: for each rank, the ranges of out-features that it needs.
 
     Raises:
-        CantInferError: where the ranks' parts are no segments.
+        CantInferError: if the ranks' ranges do not line up as segments.
     """
     if any(len(runs) != len(ranges[0]) for runs in ranges):
         raise CantInferError(f"{column}: ranks need parts of it that are not alike: {_shown(ranges)}")
-    found, start = [], 0
+    segments, start = [], 0
     for runs in zip(*ranges, strict=True):
         distinct = list(dict.fromkeys(runs))
         stop = start
@@ -326,13 +381,13 @@ def _segments(column: str, ranges: Sequence[Ranges]) -> list[tuple[int, int, int
             if low != stop:
                 raise CantInferError(f"{column}: the parts that ranks need are not side by side: {_shown(ranges)}")
             stop = high
-        found.append((start, stop, len(distinct)))
+        segments.append((start, stop, len(distinct)))
         start = stop
-    return found
+    return segments
 
 
 def _split_at_all_ends(ranges: Sequence[Ranges]) -> tuple[Ranges, ...]:
-    """Runs cut wherever another rank's begins or ends: parts that happen to lie side by side are told apart."""
+    """Every rank's ranges, cut wherever a range of any rank begins or ends; parts of two segments may lie side by side."""
     ends = sorted({end for runs in ranges for run in runs for end in run})
     split = []
     for runs in ranges:
@@ -345,6 +400,7 @@ def _split_at_all_ends(ranges: Sequence[Ranges]) -> tuple[Ranges, ...]:
 
 
 def _shown(ranges: Sequence[Ranges]) -> str:
+    """The first two ranks' ranges, for messages."""
     return "; ".join(
         f"rank {rank}: {', '.join(f'{a}-{b - 1}' for a, b in runs)}" for rank, runs in enumerate(ranges[:2])
     )

@@ -1,4 +1,4 @@
-"""Where the columns' input is gathered: the modules at whose entry shards of the sequence become whole."""
+"""Gather points: the modules at whose entry the input of columns, a shard of the sequence, becomes whole."""
 
 from __future__ import annotations
 
@@ -26,9 +26,18 @@ def read_blocks(
     *,
     sums: bool = True,
 ) -> list[BlockFlow]:
-    """The data flow of every block, one call each; ``mixes`` says whether positions mix between columns and a row.
+    """The data flow of every block, with the modules at whose entry the input of its columns is gathered.
 
-    With ``sums`` a module that deals tokens out to experts is entered whole and returns a sum; else each expert gathers.
+    Args:
+        trace: the recorded forward.
+        calls: the first call of each block.
+        model: the copy that was recorded.
+        mixes: whether positions mix between the columns of a row and the row, as attention does.
+        sums: whether a module that deals its tokens out to experts is given all tokens and returns a partial sum; if not,
+            each expert gathers for itself.
+
+    Raises:
+        CantInferError: if the input of a column is an argument of no module.
     """
     flows = [read_block(trace, call, model) for call in calls]
     reduced = {number for flow in flows for row in flow.rows for number in flow.linears[row].makes}
@@ -46,7 +55,15 @@ def read_blocks(
 
 
 class GatherPoints:
-    """Finds the modules at whose entry the columns' input is gathered."""
+    """Finds the gather points of one block, and writes them into its data flow.
+
+    Args:
+        trace: the recorded forward.
+        flow: the block's data flow.
+        reduced: ids of all values that rows make, in any block: they are reduced, so they are shards again.
+        blocks: the first call of each block.
+        sums: as in :func:`read_blocks`.
+    """
 
     def __init__(
         self, trace: ForwardTrace, flow: BlockFlow, reduced: set[int], blocks: list[Call], *, sums: bool
@@ -55,30 +72,36 @@ class GatherPoints:
         self.blocks = {call.name for call in blocks}
 
     def _leaks(self, call: Call, root: int) -> bool:
-        """Whether something that the call makes of ``root`` leaves the block past the rows."""
+        """Whether something whole that the call makes of the value ``root`` leaves the block other than through its rows.
+
+        If so, the input can't be gathered at this call: what follows the block expects shards.
+        """
         trace, block = self.trace, self.flow.call
-        tainted: set[int] = set()
-        # Attention maps are put together where the model returns them.
+        whole: set[int] = set()
+        # Attention maps may leave: the ranks' maps are put together where the model returns them.
         maps = {n for n in call.outputs[1:] if len(trace.values[n].shape) == 4}
         for op in trace.ops[call.first_op :]:
             inside = op.index < call.last_op
             read = op.inputs if inside else [n for n in op.inputs if n not in maps]
-            reads = any(n in tainted or (inside and trace.values[n].root == root) for n in read)
+            reads = any(n in whole or (inside and trace.values[n].root == root) for n in read)
             if op.is_empty or not reads:
                 continue
             if op.index >= block.last_op and not any(trace.calls[n].name in self.blocks for n in op.stack):
                 return True
-            moved = not inside or any(n in tainted for n in op.inputs)
+            moved = not inside or any(n in whole for n in op.inputs)
             for number in op.outputs:
                 value = trace.values[number]
                 if value.floating and number not in self.reduced and (moved or value.root != root):
-                    tainted.add(number)
-        return any(number in tainted for number in block.outputs[:1])
+                    whole.add(number)
+        return any(number in whole for number in block.outputs[:1])
 
     def find(self, column: str) -> None:
-        """The gather of one column: the outermost call that is given its input and lets it out through rows only.
+        """Find the gather point of one column: the outermost call that takes its input and lets it out through rows only.
 
-        Of an encoder's states the innermost around the linear: what else stands in a larger one sees the decoder's.
+        For an encoder's states it is the innermost call around the linear, since a larger module sees the decoder's too.
+
+        Raises:
+            CantInferError: if no call takes the column's input as an argument.
         """
         trace, flow = self.trace, self.flow
         linear = flow.linears[column]
@@ -86,52 +109,55 @@ class GatherPoints:
             return
         style = "gather" if RESIDUAL in linear.upstream else "copy" if linear.upstream == {OTHER_INPUT} else ""
         if not style:
-            return  # fed by another linear, which reads what is gathered
+            return  # its input is made by another linear, whose own input is gathered
         root = trace.values[linear.reads].root
         stack = trace.ops[linear.op].stack
         calls = [trace.calls[number] for number in stack[stack.index(flow.call.id) + 1 :]]
         if style == "copy":
             calls = [c for c in reversed(calls) if c.name != column] + [c for c in calls if c.name == column]
         for call in calls:
-            given = [key for key, value in call.args.items() if trace.values[value].root == root]
-            if given and not self._leaks(call, root):
-                some = style == "gather" and not self._holds_tokens(trace.values[call.args[given[0]]])
+            takes = [key for key, value in call.args.items() if trace.values[value].root == root]
+            if takes and not self._leaks(call, root):
+                some = style == "gather" and not self._holds_tokens(trace.values[call.args[takes[0]]])
                 if self.sums and some and self._find_dealer(column):
                     return
                 args = flow.gathers.setdefault((call.name, style), [])
-                args += [key for key in given if key not in args]
+                args += [key for key in takes if key not in args]
                 return
         raise CantInferError(f"{column}: its input is given to no module that could gather it")
 
     def _find_dealer(self, column: str) -> bool:
-        """The module that is given all tokens and hands some of them on to this column; whether there is one."""
+        """Find the module that takes all tokens and hands some of them on to this column, an expert; whether there is one."""
         trace, flow = self.trace, self.flow
         made = self._made_of_activation()
         stack = trace.ops[flow.linears[column].op].stack
         for number in reversed(stack[stack.index(flow.call.id) + 1 :]):
             call = trace.calls[number]
-            given = [key for key, value in call.args.items() if value in made or trace.values[value].root in made]
-            if given and all(self._holds_tokens(trace.values[call.args[key]]) for key in given):
+            takes = [key for key, value in call.args.items() if value in made or trace.values[value].root in made]
+            if takes and all(self._holds_tokens(trace.values[call.args[key]]) for key in takes):
                 if self._escapes(call):
                     return False
-                flow.sums[call.name] = given
+                flow.sums[call.name] = takes
                 return True
         return False
 
     def _escapes(self, call: Call) -> bool:
-        """Whether anything is read of what a call makes but its first output, as a loss does that balances a router.
+        """Whether anything that a call makes, other than its first output, is read after it: by a router's balancing loss.
 
-        It would be whole on every rank, and its gradient counted by each.
+        Such a value would be whole on every rank, and its gradient would be counted tp times.
         """
         trace = self.trace
         roots = {trace.values[number].root for number in call.outputs[:1]}
         made = {n for op in trace.ops_in(call) for n in op.outputs if trace.values[n].floating}
-        # A parameter's view is the same value wherever it is taken.
+        # Views of parameters are left out: they have the same root wherever they are taken.
         made = {n for n in made if trace.values[n].root not in roots and trace.values[n].parameter is None}
         return any(n in made for op in trace.ops[call.last_op :] for n in op.inputs)
 
     def find_sum(self, row: str) -> None:
-        """A row that its module multiplies itself: everything that holds tokens is gathered where that module is entered."""
+        """The gather point of a row that its module multiplies itself: that module, which then returns a partial sum.
+
+        Nothing is written if the row and its columns are not all parameters of one module inside the block.
+        """
         trace, flow = self.trace, self.flow
         names = [row, *flow.columns[row]]
         owner = row.rpartition(".")[0]
@@ -139,25 +165,26 @@ class GatherPoints:
         open_calls = [trace.calls[number] for number in trace.ops[flow.linears[row].op].stack]
         call = next((call for call in open_calls if call.name == owner), None)
         if mixed or owner == flow.name or call is None:
-            return  # no one module makes it of its own parameters: told where the row is planned
+            return  # no one module makes it of its own parameters; planning the row raises
         made = self._made_of_activation()
-        given = [key for key, value in call.args.items() if value in made or trace.values[value].root in made]
-        if given and all(self._holds_tokens(trace.values[call.args[key]]) for key in given) and not self._escapes(call):
-            flow.sums[owner] = given
+        takes = [key for key, value in call.args.items() if value in made or trace.values[value].root in made]
+        if takes and all(self._holds_tokens(trace.values[call.args[key]]) for key in takes) and not self._escapes(call):
+            flow.sums[owner] = takes
 
     def _made_of_activation(self) -> set[int]:
+        """Ids and roots of the values that depend on the block's activation."""
         made = made_of_activation(self.trace, self.flow)
         return made | {self.trace.values[number].root for number in made}
 
     def _holds_tokens(self, value: Value) -> bool:
-        """Whether an argument has a place for every token: ``[b, s, ...]`` or ``[b·s, ...]``."""
+        """Whether a value has an entry for every token: ``[b, s, ...]`` or ``[b·s, ...]``."""
         tokens = self.flow.tokens(self.trace)
         return value.shape[: len(tokens)] == tokens or value.shape[:1] == (math.prod(tokens),)
 
     def merge(self, row: str) -> None:
-        """Columns that would gather for themselves gather where their attention is entered, if they can.
+        """Move the gather of an attention's columns from the columns themselves to the module around the attention.
 
-        What stands around a column that gathers for itself sees shards, and attention reads the length of what it sees.
+        Around a column that gathers for itself the code sees shards, and attention code reads the sequence's length there.
         """
         trace, flow = self.trace, self.flow
         alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
@@ -167,12 +194,13 @@ class GatherPoints:
         common = [number for number in stacks[0] if all(number in stack for stack in stacks)]
         for number in common[common.index(flow.call.id) + 1 :]:
             call = trace.calls[number]
-            given = [key for key, value in call.args.items() if self._is_activation(trace.values[value])]
-            if len(given) == 1 and not self._leaks(call, trace.values[call.args[given[0]]].root):
+            takes = [key for key, value in call.args.items() if self._is_activation(trace.values[value])]
+            if len(takes) == 1 and not self._leaks(call, trace.values[call.args[takes[0]]].root):
                 for column in alone:
                     del flow.gathers[column, "gather"]
-                flow.gathers[call.name, "gather"] = given
+                flow.gathers[call.name, "gather"] = takes
                 return
 
     def _is_activation(self, value: Value) -> bool:
+        """Whether a value has the shape of the block's activation."""
         return value.floating and value.shape == self.trace.values[self.flow.call.args[self.flow.arg]].shape

@@ -15,7 +15,17 @@ from lightning_seqpar.layout.linear_kind import features, linear_kind
 
 
 class Block:
-    """One block of a copy, with the input that a recorded forward gave it."""
+    """One block of a copy, which is run with the input that it had in a recorded forward.
+
+    Args:
+        model: the copy.
+        flow: the block's data flow.
+        blocks: names of the other blocks of the stack.
+
+    Attributes:
+        module: the block.
+        modules: every module of the copy, by name.
+    """
 
     def __init__(self, model: nn.Module, flow: BlockFlow, blocks: Collection[str] = ()) -> None:
         self.model, self.flow, self.blocks = model, flow, blocks
@@ -23,19 +33,24 @@ class Block:
         self.modules = {name: model.get_submodule(name) for name, _ in model.named_modules()}
 
     def width(self, column: str) -> int:
-        """Out-features of a column."""
+        """Number of a column's out-features."""
         kind = linear_kind(self.modules[column])
         assert kind is not None
         return features(self.modules[column], kind)[0]
 
     def inputs(self, seed: int = 0, grad: bool = False) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
-        """Fresh leaves in place of the recorded arguments; the activation is noise for ``seed`` > 0."""
+        """Positional and named arguments for a run, and the activation among them, as leaves of a new graph.
+
+        Args:
+            seed: above 0, the activation is noise drawn from it; else it is the recorded one.
+            grad: whether the activation requires a gradient.
+        """
 
         def leaf(tensor: Tensor) -> Tensor:
             return tensor.detach().clone()
 
         args, kwargs = tree_map_only(Tensor, leaf, self.flow.call.given)
-        # A cache of keys and values was filled by the recorded forward, and would be read instead of computed.
+        # The recorded forward filled a cache of keys and values, which the block would read instead of computing them.
         args = [None if _is_cache(arg) else arg for arg in args]
         kwargs = {key: None if _is_cache(arg) else arg for key, arg in kwargs.items()}
         holder: Any = args if isinstance(self.flow.arg, int) else kwargs
@@ -48,12 +63,12 @@ class Block:
         return tuple(args), kwargs, x
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's forward, without luck."""
+        """The block's forward, with random draws made constant."""
         return self.quiet(self.module, args, kwargs)
 
     @staticmethod
     def quiet(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A module's forward, without luck; buffers that it updates come back."""
+        """A module's forward, with random draws made constant; buffers that it updates are put back."""
         kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         try:
             with Quiet():
@@ -64,7 +79,7 @@ class Block:
                     buffer.detach().copy_(before)
 
     def argument_shapes(self, name: str) -> dict[int | str, tuple[int, ...]]:
-        """Shapes of the tensor arguments that a module inside the block is called with."""
+        """Shapes of the tensor arguments of a module inside the block, by position or name."""
         shapes: dict[int | str, tuple[int, ...]] = {}
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -78,13 +93,11 @@ class Block:
         handle.remove()
         return shapes
 
-    # ---- sequence --------------------------------------------------------------------------------------------
-
     def sequence_dim(self) -> int:
-        """The dim along which the block mixes positions: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or ``[t, h]``.
+        """The tensor dim along which the block mixes positions: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or ``[tokens, h]``.
 
         Raises:
-            CantInferError: if it mixes along both.
+            CantInferError: if it mixes along both dims.
         """
         args, kwargs, x = self.inputs(grad=True)
         out = self.run(args, kwargs)
@@ -108,4 +121,5 @@ class Block:
 
 
 def _is_cache(value: Any) -> bool:
+    """Whether an argument is a cache of keys and values, recognised by transformers' methods."""
     return all(callable(getattr(value, name, None)) for name in ("update", "get_seq_length"))

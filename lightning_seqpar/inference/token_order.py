@@ -10,10 +10,17 @@ from lightning_seqpar.inference.trace import ForwardTrace, Op
 
 
 def orders_tokens(trace: ForwardTrace, flow: BlockFlow, covers: Callable[[str], bool]) -> tuple[str, str] | None:
-    """A module and an operation of the block that counts, sorts or reduces tokens where it sees shards; or none.
+    """Find an operation in the block that counts, sorts or reduces tokens where it would see a shard of the sequence.
 
-    A place in an expert's queue, for one: no gradient shows it, and the example need not be long enough to. Modules that
-    the user has computed whole (``covers``) see whole sequences.
+    An example is a token's place in an expert's queue. No gradient shows it, and the self-check's example may be too short.
+
+    Args:
+        trace: the recorded forward.
+        flow: the block's data flow.
+        covers: whether the user's own rules decide a module; one that is computed whole sees whole sequences.
+
+    Returns:
+        The module and the operation, or None.
     """
     made, tokens = made_of_activation(trace, flow), flow.tokens(trace)
     entered = {name for name, style in flow.gathers if style == "gather"} | set(flow.sums) | set(flow.attentions)
@@ -29,7 +36,7 @@ def orders_tokens(trace: ForwardTrace, flow: BlockFlow, covers: Callable[[str], 
         if not op.dims or op.inputs[0] not in made:
             continue
         if any(name in entered and op.inputs[0] not in behind.get(name, ()) for name in names):
-            continue  # tokens are whole there, up to the row
+            continue  # inside a gather point tokens are whole, up to the row
         if any(covers(name) for name in names):
             continue
         shape = trace.values[op.inputs[0]].shape
@@ -40,7 +47,11 @@ def orders_tokens(trace: ForwardTrace, flow: BlockFlow, covers: Callable[[str], 
 
 
 def reorders_tokens(trace: ForwardTrace, flow: BlockFlow) -> str | None:
-    """A module that is given tokens flattened in another order than the block's, ``[s·b, h]`` for ``[b, s, h]``; or none."""
+    """Find a gather point whose tokens were flattened in another order than the block's: ``[s·b, h]`` from ``[b, s, h]``.
+
+    Returns:
+        The module's name, or None.
+    """
     tokens = flow.tokens(trace)
     if len(tokens) != 2:
         return None
@@ -48,9 +59,9 @@ def reorders_tokens(trace: ForwardTrace, flow: BlockFlow) -> str | None:
     for op in trace.ops_in(flow.call):
         for number in op.outputs:
             makers.setdefault(number, op)
-    square = tokens[0] == tokens[1]  # a turned activation has the same shape then: whoever turns one is taken to have
-    asked = [(name, args) for (name, style), args in flow.gathers.items() if style == "gather"] + [*flow.sums.items()]
-    for name, args in asked:
+    square = tokens[0] == tokens[1]  # then a transposed activation has the same shape, so any transpose counts
+    points = [(name, args) for (name, style), args in flow.gathers.items() if style == "gather"] + [*flow.sums.items()]
+    for name, args in points:
         call = next(call for call in trace.calls_of(name) if call.first_op >= flow.call.first_op)
         todo, seen = [call.args[key] for key in args if key in call.args], set()
         while todo:
