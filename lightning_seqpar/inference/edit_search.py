@@ -16,18 +16,22 @@ from lightning_seqpar.inference.rehearsal import Edit, rehearse
 from lightning_seqpar.inference.trace import ForwardTrace
 from lightning_seqpar.layout.module_names import inside
 
-_TRIES = 600  # sets of changes that are tried at most, the smallest first
+_MAX_TRIES = 600
+"""Sets of edits that are rehearsed at most, the smallest first."""
 
 
 def _local_numbers(block: Block, groups: Sequence[GroupLayout], tp: int) -> dict[int, int]:
-    """Numbers that may count something which is dealt out now, and what they are on one rank."""
+    """Numbers in the model that may count something which is split over the ranks, and what they become on one rank.
+
+    They are numbers of features and whatever they can be divided into: heads, kv heads, query heads of a kv head.
+    """
     shares: dict[int, int] = {}
     for group in groups:
         kv = {count for layout in group.columns.values() for count in layout.units if count < tp}
         kv |= {1} if len(group.columns) < len(block.flow.columns[group.row]) else set()
         numbers = [group.features, *(block.width(column) for column in group.columns)]
         numbers += [size for layout in group.columns.values() for size in layout.segments]
-        # Heads, kv heads, groups: whatever the features can be made of.
+        # The numbers of heads, kv heads or groups that the features may consist of.
         numbers += [n for n in range(2, group.features + 1) if group.features % n == 0]
         for number in numbers:
             if number % tp == 0:
@@ -47,7 +51,7 @@ def is_settings(value: Any) -> bool:
 
 
 def _modules_around(block: Block, group: GroupLayout) -> list[str]:
-    """The modules that the group's linears stand in, the innermost first, and their parts; the block last."""
+    """Names of the modules that the group's linears stand in, the innermost first, the block last."""
     around: dict[str, None] = {}
     for name in (group.row, *group.columns):
         at = name.rpartition(".")[0]
@@ -58,21 +62,21 @@ def _modules_around(block: Block, group: GroupLayout) -> list[str]:
 
 
 def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Edit]:
-    """Attributes, tensors and arguments that may have to change, the likeliest first."""
+    """Edits that may be needed, the likeliest first: attributes, then the width of arguments, tensors and arguments."""
     shares = _local_numbers(block, groups, tp)
     group = groups[-1]
     around = _modules_around(block, group)
-    found: list[Edit] = []
+    edits: list[Edit] = []
     for name in around:
         module = block.modules[name]
         if type(module).__module__.startswith("torch.nn"):
             continue
         for key, value in vars(module).items():
             if type(value) is int and value in shares:
-                found.append(Edit("set", name, key, value=shares[value]))
+                edits.append(Edit("set", name, key, value=shares[value]))
             elif is_settings(value):
                 inner = vars(value)
-                found += [
+                edits += [
                     Edit("set", name, f"{key}.{leaf}", value=shares[number])
                     for leaf, number in inner.items()
                     if type(number) is int and number in shares and not leaf.startswith("_")
@@ -85,9 +89,9 @@ def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout]
             continue
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             dims = [dim for dim, size in enumerate(tensor.shape) if size in heads and size % tp == 0 and size > 1]
-            found += [Edit("tensor", name, key, dim=dim) for dim in dims]
+            edits += [Edit("tensor", name, key, dim=dim) for dim in dims]
     for name in parts:
-        found += [
+        edits += [
             Edit("given" if _is_made_in_another_block(trace, block, name, key) else "arg", name, key, dim=dim)
             for key, shape in block.argument_shapes(name).items()
             for dim, size in enumerate(shape)
@@ -95,12 +99,12 @@ def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout]
         ]
     for (name, style), keys in block.flow.gathers.items():
         if style == "gather" and len(keys) == 1 and inside(group.row, name) and name not in linears:
-            found.append(Edit("narrow", name, keys[0]))
-    return sorted(found, key=lambda edit: (edit.kind not in ("set", "narrow"), "head" not in str(edit.key)))
+            edits.append(Edit("narrow", name, keys[0]))
+    return sorted(edits, key=lambda edit: (edit.kind not in ("set", "narrow"), "head" not in str(edit.key)))
 
 
 def _is_made_in_another_block(trace: ForwardTrace, block: Block, name: str, key: int | str) -> bool:
-    """Whether a module's argument was made by another block: then it is this rank's part already."""
+    """Whether a module's argument was made in another block, where it becomes this rank's part."""
     entered = next(call for call in trace.calls_of(name) if call.first_op >= block.flow.call.first_op)
     value = entered.args.get(key)
     if value is None:
@@ -113,7 +117,17 @@ def _is_made_in_another_block(trace: ForwardTrace, block: Block, name: str, key:
 def find_edits(
     trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit], tp: int
 ) -> list[Edit]:
-    """The fewest things that must change so that every rank computes its part; beside ``edits``.
+    """Find the smallest set of edits with which every rank computes its part of the block.
+
+    Args:
+        trace: the recorded forward.
+        block: the block.
+        groups: rows with their columns, and how they are split; the last one is new.
+        edits: those that the other groups need.
+        tp: number of ranks.
+
+    Returns:
+        The edits that the last group needs more.
 
     Raises:
         CantInferError: if no set of them will do.
@@ -122,7 +136,7 @@ def find_edits(
     if first is None:
         return []
     candidates = [edit for edit in _candidates(trace, block, groups, tp) if edit not in edits]
-    for chosen in islice(_subsets(candidates), _TRIES):
+    for chosen in islice(_subsets(candidates), _MAX_TRIES):
         if rehearse(block, groups, tp, [*edits, *chosen]) is None:
             return list(chosen)
     row = groups[-1].row
@@ -135,5 +149,6 @@ def find_edits(
 
 
 def _subsets(items: Sequence[Edit]) -> Iterator[tuple[Edit, ...]]:
+    """The subsets that are not empty, the smallest first."""
     for size in range(1, len(items) + 1):
         yield from combinations(items, size)

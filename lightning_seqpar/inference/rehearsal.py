@@ -1,4 +1,7 @@
-"""A rehearsal of one rank: one block run with its linears cut down, to see what else must change with them."""
+"""Rehearsal: one block run as a rank would run it, with its linears cut down, on one process.
+
+If the forward goes wrong or a row reads anything but this rank's part of its input, more than the linears must change.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,21 @@ from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.layout.attribute_override import write_attribute
 
 EQUAL = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Largest difference, relative to the largest value, that counts as equal."""
+"""Largest difference, relative to the largest value, up to which two tensors count as equal; 5e-2 in other types."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One more thing that changes on a rank beside the linears.
+    """One more thing that must change on a rank beside the linears.
 
     Attributes:
-        kind: ``set`` an attribute, cut a ``tensor`` or an ``arg`` along ``dim``; an argument that another block made
-            is ``given`` as this rank's part already. ``narrow``: the argument is a stand-in of this rank's width.
-        module: the module; for a tensor, the one that owns it.
+        kind: ``set``: an attribute gets another value. ``tensor``: a parameter or buffer is cut along ``dim``. ``arg``: an
+            argument is cut along ``dim``. ``given``: an argument comes from another block, so it is this rank's part already
+            (the rehearsal cuts it). ``narrow``: the module sees an argument of this rank's width, which only columns resolve.
+        module: name of the module; for a tensor, of the one that owns it.
         key: the attribute, the tensor's own name, or the argument.
         value: the attribute's new value.
-        dim: the dim of the heads.
+        dim: the tensor dim of the heads.
     """
 
     kind: str
@@ -39,7 +43,7 @@ class Edit:
 
     @property
     def shown(self) -> str:
-        """As messages name it."""
+        """The name that messages give it."""
         argument = self.kind in ("arg", "given")
         if self.kind == "narrow":
             return f"the width of argument {self.key!r} of {self.module}"
@@ -47,9 +51,18 @@ class Edit:
 
 
 def rehearse(block: Block, groups: Sequence[GroupLayout], tp: int, edits: Sequence[Edit]) -> str | None:
-    """Run the block as each rank would, with ``edits`` of attributes; what is wrong, or none.
+    """Run the block as each of ``tp`` ranks would.
 
-    Each row's input must be exactly this rank's part of the whole one's.
+    Each row's input must be exactly the rank's part of what it is in the whole block.
+
+    Args:
+        block: the block.
+        groups: rows with their columns, and how they are split.
+        tp: number of ranks.
+        edits: what changes beside the linears.
+
+    Returns:
+        What goes wrong, or None.
     """
     wanted = _inputs_of(block, [g.row for g in groups] + [n for g in groups for n in g.full_width])
     for rank in range(tp):
@@ -65,6 +78,7 @@ def rehearse(block: Block, groups: Sequence[GroupLayout], tp: int, edits: Sequen
 
 
 def _inputs_of(block: Block, names: Sequence[str]) -> dict[str, list[Tensor]]:
+    """The inputs of some modules in a run of the whole block, one for each call."""
     kept: dict[str, list[Tensor]] = {name: [] for name in names}
     with ExitStack() as stack, torch.no_grad():
         for name in kept:
@@ -183,12 +197,12 @@ class _Rehearsal:
 
 
 class _MismatchError(Exception):
-    """A rehearsal went wrong."""
+    """A module read something else than this rank's part, or ran more or less often than in the whole block."""
 
 
 @contextmanager
 def changed_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value for an attribute, for a while."""
+    """While open, an attribute (a dotted path, too) has another value."""
     first = name.partition(".")[0]
     missing = not hasattr(module, first)
     before = None if missing else getattr(module, first)
@@ -203,6 +217,8 @@ def changed_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
 def _edited(
     module: nn.Module, edit: Edit, tp: int, rank: int, stand_ins: list[tuple[Tensor, Tensor]]
 ) -> Iterator[None]:
+    """While open, an edit holds on one rank; ``stand_ins`` collects tensors of a rank\'s width and what they stand for."""
+
     def narrow(x: Tensor) -> Tensor:
         stand_in = x.new_full((), float("nan")).expand(*x.shape[:-1], x.shape[-1] // tp)
         stand_ins.append((stand_in, x))
