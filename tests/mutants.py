@@ -507,7 +507,7 @@ MUTANTS = [
     Mutant(
         "a batch of ignored targets poisons the weights",
         "VocabParallelCrossEntropy.backward",
-        ".masked_fill(~valid, 0)  # infinite",
+        ".masked_fill(~valid, 0)  # a mean",
         "  # infinite",
         "tests/test_logits.py",
     ),
@@ -793,8 +793,8 @@ MUTANTS = [
     ),
     Mutant(
         "padding of the vocabulary counted in the loss",
-        "_Rows.logits",
-        "given = self._x[some, : self.count]",
+        "_LogitChunks.logits",
+        "own = self._x[some, : self.count]",
         "given = self._x[some]",
         "tests/test_logits.py",
     ),
@@ -863,7 +863,7 @@ MUTANTS = [
     ),
     Mutant(
         "the head's gradient of the last chunk alone",
-        "_Grads.add",
+        "_ChunkGrads.add",
         "of_head[: rows.count] += d.t()",
         "of_head[: rows.count] = d.t()",
         "tests/test_logits.py",
@@ -1283,7 +1283,7 @@ MUTANTS = [
     ),
     Mutant(
         "logits made of weights that have changed",
-        "Product.check",
+        "DeferredLogits.check",
         "if self._read_versions() != self._versions:",
         "if False:",
         "tests/test_logits.py",
