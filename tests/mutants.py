@@ -934,7 +934,7 @@ MUTANTS = [
     Mutant(
         "what a backward in a hook gathered is not gathered again",
         "RegatheredInput.take",
-        "        self.start(kept)  # nothing, unless a hook ran another backward since\n",
+        "        self.start(kept)  # does nothing, unless a hook ran another backward in between\n",
         "",
         "tests/test_overlap.py",
     ),
@@ -1270,7 +1270,7 @@ MUTANTS = [
     Mutant(
         "arguments that change later replayed",
         "ElementwiseRecompute._note",
-        "if not all(isinstance(value, Tensor) or _is_constant(value) for value in (*args, *kwargs.values())):",
+        "if not all(isinstance(value, Tensor) or is_constant(value) for value in (*args, *kwargs.values())):",
         "if False:",
         "tests/test_lean.py",
     ),
