@@ -885,7 +885,7 @@ MUTANTS = [
     Mutant(
         "a collective waited for where it starts",
         "_over",
-        "        set_sequence_nr(waits, max(number - 1, 0))  # below the number, the collective's own above it\n",
+        "        set_sequence_nr(waits, max(number - 1, 0))\n",
         "        set_sequence_nr(waits, number + 2)\n",
         "tests/test_overlap.py",
     ),
@@ -920,15 +920,15 @@ MUTANTS = [
     Mutant(
         "what a backward left is not let go",
         "PerBackward.take",
-        "return self._held.pop(current_backward(), None)",
-        "return self._held.get(current_backward())",
+        "return self._values.pop(current_backward(), None)",
+        "return self._values.get(current_backward())",
         "tests/test_overlap.py",
     ),
     Mutant(
         "a backward in a hook shares the place of the outer one",
         "PerBackward.put",
-        "self._held[current_backward()] = thing",
-        "self._held = {current_backward(): thing}",
+        "self._values[current_backward()] = value",
+        "self._values = {current_backward(): value}",
         "tests/test_overlap.py",
     ),
     Mutant(
