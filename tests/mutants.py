@@ -112,7 +112,7 @@ MUTANTS = [
     Mutant(
         "fused parts out of order",
         "Shard.by_segments",
-        "        return cls(dim, start, tuple(tuple(held) for held in ranges))",
+        "        return cls(dim, start, tuple(tuple(own) for own in ranges))",
         "        return cls(dim, start, tuple(((r * start // size, (r + 1) * start // size),) for r in range(size)))",
     ),
     Mutant(
