@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -209,13 +209,7 @@ def _plan_stack(
             known[key] = BlockPlanner(trace, model, flow, tp, user_rules.covers, names, sums=sums).make()
             dims[flow.name] = Block(model, flow).sequence_dim()
         plans.update(dict.fromkeys(_all_names(model, [flow.name]), known[key]))
-    if len(set(dims.values())) > 1:
-        raise CantInferError(f"the blocks {', '.join(dims)} have their sequence at different dims: {dims}")
-    if not any(style in ("row", "replace") for plan in plans.values() for _, style, _ in plan.rules):
-        raise CantInferError(
-            f"{flows[0].name}: no pair of linears is found in it, of which the second one's output is added to the block's "
-            "input; name them: {pattern: ..., style: column} and {pattern: ..., style: row}"
-        )
+    _refuse_unfit_stack(flows[0].name, known.values(), dims)
     blocks = pattern_of(names)
     dim = next(iter(dims.values()))
     whole = any(plan.reads_length for plan in known.values())
@@ -224,16 +218,53 @@ def _plan_stack(
     for arg in dict.fromkeys(args.values()):
         out.append({"pattern": pattern_of([n for n in names if args.get(n) == arg]), "style": "scatter", "arg": arg})
     out += _compress(names, plans)
-    owner = _owner(model, names[0])
-    if type(model.get_submodule(owner)) is nn.TransformerEncoder:
-        out += [{"pattern": owner, "style": "replace"}, {"pattern": owner, "style": "exit"}]
-    elif (exit_at := find_exit(trace, [flow.name for flow in flows])) is not None:
-        out.append({"pattern": exit_at, "style": "exit", **({} if alone else {"blocks": blocks})})
+    out += _exit_rules(trace, model, names, blocks, alone=alone)
     kinds = "" if len(known) == 1 else f" of {len(known)} kinds"
     reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, sequence at dim {dim}"]
     for plan in known.values():
         reasons += plan.reasons
     return out, reasons
+
+
+def _refuse_unfit_stack(first: str, plans: Iterable[BlockPlan], dims: Mapping[str, int]) -> None:
+    """Refuse a stack without a row linear, or whose blocks have their sequences at different dims.
+
+    Args:
+        first: name of the first block.
+        plans: the plans of its blocks.
+        dims: the sequence's dim, by block.
+
+    Raises:
+        CantInferError: naming the blocks.
+    """
+    if len(set(dims.values())) > 1:
+        raise CantInferError(f"the blocks {', '.join(dims)} have their sequence at different dims: {dims}")
+    if not any(style in ("row", "replace") for plan in plans for _, style, _ in plan.rules):
+        raise CantInferError(
+            f"{first}: no pair of linears is found in it, of which the second one's output is added to the block's "
+            "input; name them: {pattern: ..., style: column} and {pattern: ..., style: row}"
+        )
+
+
+def _exit_rules(
+    trace: ForwardTrace, model: nn.Module, names: Sequence[str], blocks: str, *, alone: bool
+) -> list[dict[str, Any]]:
+    """The rules for the end of a stack's region, if it is not the last block.
+
+    Args:
+        trace: the recorded forward.
+        model: the copy.
+        names: all names of the stack's blocks.
+        blocks: the pattern of the blocks.
+        alone: whether no other stack has the same owner.
+    """
+    owner = _owner(model, names[0])
+    if type(model.get_submodule(owner)) is nn.TransformerEncoder:
+        return [{"pattern": owner, "style": "replace"}, {"pattern": owner, "style": "exit"}]
+    exit_at = find_exit(trace, names)
+    if exit_at is None:
+        return []
+    return [{"pattern": exit_at, "style": "exit", **({} if alone else {"blocks": blocks})}]
 
 
 def _refuse_unknown_linears(trace: ForwardTrace, blocks: Sequence[Call], user_rules: _UserRules) -> None:
