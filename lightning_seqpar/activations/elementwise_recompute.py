@@ -94,7 +94,7 @@ class ElementwiseRecompute(TorchFunctionMode):
     It is a function mode and a pair of saved-tensor hooks, which are opened and closed around the user's code.
 
     Args:
-        outer: the counter of saved bytes whose hooks were active; it is told what is kept in the end.
+        outer: the counter of saved bytes whose hooks were active; it counts what is kept in the end.
     """
 
     is_transparent = True  # this mode changes no result

@@ -32,7 +32,7 @@ class ColumnLayout:
     """How a column's out-features are split over the ranks.
 
     Attributes:
-        ranges: for each rank, the ranges of out-features that it holds.
+        ranges: for each rank, the ranges of out-features that it gets.
         segments: sizes of the parts of a fused projection, such as ``[q|k|v]``; one for an ordinary linear.
         units: for each segment, the number of units (heads) that must stay whole.
     """

@@ -194,9 +194,8 @@ class UnwrappedProducts:
             cuts |= {name: cut for name in self.columns if (cut := by_column[tuple(own[name].shape)]) is not None}
             lengths = {cut.size for name, cut in cuts.items() if name in self.rows}
             odd = sum(cut.size // cut.segments not in lengths for cut in cuts.values())
-            shared = sum(
-                cut is None for cut in by_column.values()
-            )  # columns that stay whole, as keys and values that all query heads read
+            # Columns that stay whole, such as keys and values that all query heads read.
+            shared = sum(cut is None for cut in by_column.values())
             ranked.append((shared, odd, sum(cut.segments for cut in cuts.values()), cuts))
         rest = [name for name in own if name not in self.columns and name not in self.rows]
         for *_, cuts in sorted(ranked, key=lambda item: item[:3]):

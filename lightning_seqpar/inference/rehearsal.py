@@ -97,7 +97,7 @@ class _Rehearsal:
 
     Args:
         block: the block.
-        groups: rows with their columns, and how their features are dealt out.
+        groups: rows with their columns, and how their features are split.
         tp: number of tensor-parallel ranks.
         rank: the one that is rehearsed.
         wanted: by module, the inputs ``[..., f]`` that it gets in the whole block, one for each call.

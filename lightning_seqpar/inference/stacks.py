@@ -1,4 +1,4 @@
-"""The stacks of repeated blocks in a recorded forward, and the norm behind them at which the region may end."""
+"""The stacks of repeated blocks in a recorded forward, and the norm after them at which the region may end."""
 
 from __future__ import annotations
 

@@ -24,18 +24,18 @@ def orders_tokens(trace: ForwardTrace, flow: BlockFlow, covers: Callable[[str], 
     """
     made, tokens = made_of_activation(trace, flow), flow.tokens(trace)
     entered = {name for name, style in flow.gathers if style == "gather"} | set(flow.sums) | set(flow.attentions)
-    behind = {
+    made_by_rows = {
         name: {number for row in flow.rows if row.startswith(f"{name}.") for number in flow.linears[row].makes}
         for name in entered - set(flow.sums)
     }
     for op in trace.ops_in(flow.call):
         names = [trace.calls[number].name for number in op.stack]
         for name in names:
-            if name in behind and any(number in behind[name] for number in op.inputs):
-                behind[name].update(op.outputs)
+            if name in made_by_rows and any(number in made_by_rows[name] for number in op.inputs):
+                made_by_rows[name].update(op.outputs)
         if not op.dims or op.inputs[0] not in made:
             continue
-        if any(name in entered and op.inputs[0] not in behind.get(name, ()) for name in names):
+        if any(name in entered and op.inputs[0] not in made_by_rows.get(name, ()) for name in names):
             continue  # inside a gather point tokens are whole, up to the row
         if any(covers(name) for name in names):
             continue

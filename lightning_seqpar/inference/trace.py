@@ -295,9 +295,8 @@ class ForwardTrace(TorchDispatchMode):
         if name in _RESHAPES and len(inputs) == 1:
             copied, tag = inputs[0], self.values[inputs[0]].parameter
         elif name in ("index", "index_select") and len(self.values[inputs[0]].shape) > 2:
-            tag = self.values[
-                inputs[0]
-            ].parameter  # a choice among the matrices that a parameter stacks, as experts' weights
+            # A choice among the matrices that a parameter stacks, such as experts' weights, is still that parameter.
+            tag = self.values[inputs[0]].parameter
         outputs: list[int] = []
         if func._schema.is_mutable:
             stripped = name.removesuffix("_")

@@ -48,6 +48,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype 
 
 
 def _itself(x: Tensor) -> Tensor:
+    """The input, which was saved whole."""
     return x
 
 
@@ -385,7 +386,7 @@ class RowParallelLinear(_ParallelLinear):
                 partial = self._product(x)
         except (
             BaseException
-        ):  # a checkpoint's recomputation stops here by an exception, once it has the last tensor it needs
+        ):  # a checkpoint stops its recomputation by an exception, when it has the last tensor that it needs
             self.region.abort_columns()
             raise
         if self.leaves_partial:

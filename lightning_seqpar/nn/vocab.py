@@ -23,7 +23,7 @@ class VocabParallelEmbedding(nn.Embedding):
     tensor        global          local
     ============  ==============  =========================
     ids           ``[b, s]``      ``[b, s]``
-    weight        ``[v, h]``      ``[ceil(v/tp), h]``, zero rows behind the last rank's part
+    weight        ``[v, h]``      ``[ceil(v/tp), h]``, padded with zero rows
     output        ``[b, s, h]``   ``[b, s, h]``, summed over tp
     ============  ==============  =========================
 

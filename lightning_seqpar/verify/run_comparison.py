@@ -68,9 +68,8 @@ def compare_runs(
     first = _first_difference(dense, sharded, record, groups, limit)
     if not error <= limit:
         verdict.wrong.append(f"the loss differs: {sharded.loss:.9g} instead of {dense.loss:.9g}")
-    if first and (
-        verdict.wrong or where
-    ):  # it says where an error begins; alone it is none, as outputs may be changed later
+    # It says where an error begins. By itself it is no error, since outputs may be changed later.
+    if first and (verdict.wrong or where):
         verdict.wrong.append(first)
     if where:
         ratio = norm_of({"": sharded.grads[where]}) / max(norm_of({"": dense.grads[where]}), 1e-300)
@@ -150,9 +149,8 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sha
             "let the forward draw alike, whatever the shape of its input"
         ]
     for one, draw in zip(dense, sharded, strict=True):
-        if any(
-            length == 1 for _, length in draw.sequences
-        ):  # one position is as long as a shard of it, so shapes say nothing
+        # One position is as long as a shard of it, so shapes say nothing.
+        if any(length == 1 for _, length in draw.sequences):
             continue
         whole, shape = one.drawn.shape, draw.drawn.shape
         text = f"random numbers ({draw.drawn.name}) of shape {list(shape)}, drawn in {draw.where or 'the step'} (or behind it), "

@@ -42,7 +42,7 @@ def refuse_notebook(processes: int) -> None:
     """Refuse to start several processes from a notebook or an interactive prompt, which have no file to run again.
 
     Args:
-        processes: how many processes this node is to run, its ``devices``.
+        processes: number of processes of the run, on all nodes.
 
     Raises:
         ValueError: for more than one process.
@@ -59,7 +59,7 @@ def refuse_sweep(processes: int) -> None:
     """Refuse to start several processes from a job of a Hydra sweep, whose jobs all run in one main process.
 
     Args:
-        processes: how many processes this node is to run, its ``devices``.
+        processes: number of processes of the run, on all nodes.
 
     Raises:
         ValueError: for more than one process.
