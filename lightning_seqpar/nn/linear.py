@@ -384,9 +384,7 @@ class RowParallelLinear(_ParallelLinear):
         try:
             with self.region.elementwise_spans.row():
                 partial = self._product(x)
-        except (
-            BaseException
-        ):  # a checkpoint stops its recomputation by an exception, when it has the last tensor that it needs
+        except BaseException:  # also what stops an activation checkpoint's recomputation, once it has all tensors
             self.region.abort_columns()
             raise
         if self.leaves_partial:
