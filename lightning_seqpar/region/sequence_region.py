@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_seqpar.activations.elementwise_recompute import ElementwiseSpans
+from lightning_seqpar.activations.elementwise_spans import ElementwiseSpans
 from lightning_seqpar.activations.policy import SavePolicy, keeper
 from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.activations.wgrad_overlap import (
