@@ -112,7 +112,7 @@ MUTANTS = [
     Mutant(
         "fused parts out of order",
         "Shard.by_segments",
-        "        return cls(dim, start, tuple(tuple(held) for held in ranges))",
+        "        return cls(dim, start, tuple(tuple(own) for own in ranges))",
         "        return cls(dim, start, tuple(((r * start // size, (r + 1) * start // size),) for r in range(size)))",
     ),
     Mutant(
@@ -457,7 +457,7 @@ MUTANTS = [
     ),
     Mutant(
         "segments of a column share one count of units",
-        "_Supports.units",
+        "_FeatureSupport.units",
         "        return [self._units(column, start, stop) for start, stop, _ in segments]",
         "        return [self._units(column, 0, None)] * len(segments)",
         "tests/test_hf_uses.py -k infer-phi3-attentions",
@@ -507,7 +507,7 @@ MUTANTS = [
     Mutant(
         "a batch of ignored targets poisons the weights",
         "VocabParallelCrossEntropy.backward",
-        ".masked_fill(~valid, 0)  # infinite",
+        ".masked_fill(~valid, 0)  # a mean",
         "  # infinite",
         "tests/test_logits.py",
     ),
@@ -521,7 +521,7 @@ MUTANTS = [
     Mutant(
         "the self-check passes everything",
         "self_check.compare_copies",
-        "        verdict = _compare(dense, sharded, record, names, groups)\n",
+        "        verdict = compare_runs(dense, sharded, record, names, groups)\n",
         "        verdict = Verdict()\n",
         "tests/test_selfcheck.py",
     ),
@@ -542,22 +542,22 @@ MUTANTS = [
     Mutant(
         "a proof holds for another model",
         "Prover._key",
-        "        return hashlib.sha256((told + self._digest).encode()).hexdigest()",
-        "        return hashlib.sha256(told.encode()).hexdigest()",
+        "        return hashlib.sha256((facts + self._digest).encode()).hexdigest()",
+        "        return hashlib.sha256(facts.encode()).hexdigest()",
         "tests/test_selfcheck.py -k numbers",
     ),
     Mutant(
         "head counts never found",
-        "_find_edits",
+        "find_edits",
         "            return list(chosen)\n",
         "            return []\n",
         "tests/test_infer.py tests/test_zoo.py",
     ),
     Mutant(
         "one rank rehearsed for all",
-        "Block.rehearse",
-        "        for rank in range(tp):\n            try:\n",
-        "        for rank in range(1):\n            try:\n",
+        "rehearse",
+        "    for rank in range(tp):\n        try:\n",
+        "    for rank in range(1):\n        try:\n",
         "tests/test_infer.py tests/test_zoo.py",
     ),
     Mutant(
@@ -619,7 +619,7 @@ MUTANTS = [
     Mutant(
         "the same values in another order are the same batch",
         "checksum",
-        "total += (bits * places).sum()",
+        "total += (bits * position).sum()",
         "total += bits.sum()",
         "tests/test_batch.py",
     ),
@@ -640,7 +640,7 @@ MUTANTS = [
     Mutant(
         "a weight that the model's own code reads may be in the loss",
         "check_readers",
-        "if found.is_sharded and found.free and record.on_shard(found.name)",
+        "if layout.is_sharded and layout.free and record.on_shard(layout.name)",
         "if False",
         "tests/test_guards.py -k refused",
     ),
@@ -772,7 +772,7 @@ MUTANTS = [
     ),
     Mutant(
         "an escaping balance not seen in the data flow",
-        "_Gathering._find_dealer",
+        "GatherPoints._find_dealer",
         "                if self._escapes(call):\n                    return False\n",
         "",
         "tests/test_products.py",
@@ -793,15 +793,15 @@ MUTANTS = [
     ),
     Mutant(
         "buffers that the forward changes not looked at",
-        "_compare",
+        "compare_runs",
         "    verdict.wrong += _wrong_buffers(dense, sharded, record, limit, groups)\n",
         "",
         "tests/test_products.py",
     ),
     Mutant(
         "modules that the example does not run not looked at",
-        "_compare",
-        "    verdict.wrong += _unknown(dense, record)\n",
+        "compare_runs",
+        "    verdict.wrong += _unproved_modules(dense, record)\n",
         "",
         "tests/test_products.py",
     ),
@@ -821,8 +821,8 @@ MUTANTS = [
     ),
     Mutant(
         "padding of the vocabulary counted in the loss",
-        "_Rows.logits",
-        "given = self._x[some, : self.count]",
+        "_LogitChunks.logits",
+        "own = self._x[some, : self.count]",
         "given = self._x[some]",
         "tests/test_logits.py",
     ),
@@ -891,7 +891,7 @@ MUTANTS = [
     ),
     Mutant(
         "the head's gradient of the last chunk alone",
-        "_Grads.add",
+        "_ChunkGrads.add",
         "of_head[: rows.count] += d.t()",
         "of_head[: rows.count] = d.t()",
         "tests/test_logits.py",
@@ -913,7 +913,7 @@ MUTANTS = [
     Mutant(
         "a collective waited for where it starts",
         "_over",
-        "        set_sequence_nr(waits, max(number - 1, 0))  # below the number, the collective's own above it\n",
+        "        set_sequence_nr(waits, max(number - 1, 0))\n",
         "        set_sequence_nr(waits, number + 2)\n",
         "tests/test_overlap.py",
     ),
@@ -948,21 +948,21 @@ MUTANTS = [
     Mutant(
         "what a backward left is not let go",
         "PerBackward.take",
-        "return self._held.pop(current_backward(), None)",
-        "return self._held.get(current_backward())",
+        "return self._values.pop(current_backward(), None)",
+        "return self._values.get(current_backward())",
         "tests/test_overlap.py",
     ),
     Mutant(
         "a backward in a hook shares the place of the outer one",
         "PerBackward.put",
-        "self._held[current_backward()] = thing",
-        "self._held = {current_backward(): thing}",
+        "self._values[current_backward()] = value",
+        "self._values = {current_backward(): value}",
         "tests/test_overlap.py",
     ),
     Mutant(
         "what a backward in a hook gathered is not gathered again",
         "RegatheredInput.take",
-        "        self.start(kept)  # nothing, unless a hook ran another backward since\n",
+        "        self.start(kept)  # does nothing, unless a hook ran another backward in between\n",
         "",
         "tests/test_overlap.py",
     ),
@@ -1108,7 +1108,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks that hold the same value heads drop them apart",
-        "_is_shared",
+        "_is_drawn_by_several",
         "part != size and part * ranks > size and not is_sequence(at, size)",
         "part != size and part * ranks < size and not is_sequence(at, size)",
         "tests/test_random.py -k share_value",
@@ -1122,7 +1122,7 @@ MUTANTS = [
     ),
     Mutant(
         "a generator of the user's own taken for the rank's, before training",
-        "_Watch.__torch_dispatch__",
+        "_Observer.__torch_dispatch__",
         "own = not drawn.seeded and any(region.streams.own for region in self._regions)",
         "own = any(region.streams.own for region in self._regions)",
         "tests/test_random.py -k ones_own_for_features",
@@ -1157,8 +1157,8 @@ MUTANTS = [
     ),
     Mutant(
         "a rank that fails alone in the self-check waits for ever",
-        "_agree",
-        '    _meet(told, groups["tp"])\n',
+        "_share_verdict",
+        '    _await_others(failure, groups["tp"])\n',
         "",
         "tests/test_selfcheck.py -k alone",
     ),
@@ -1298,7 +1298,7 @@ MUTANTS = [
     Mutant(
         "arguments that change later replayed",
         "ElementwiseRecompute._note",
-        "if not all(isinstance(value, Tensor) or _is_constant(value) for value in (*args, *kwargs.values())):",
+        "if not all(isinstance(value, Tensor) or is_constant(value) for value in (*args, *kwargs.values())):",
         "if False:",
         "tests/test_lean.py",
     ),
@@ -1311,7 +1311,7 @@ MUTANTS = [
     ),
     Mutant(
         "logits made of weights that have changed",
-        "Product.check",
+        "DeferredLogits.check",
         "if self._read_versions() != self._versions:",
         "if False:",
         "tests/test_logits.py",
@@ -1367,7 +1367,7 @@ MUTANTS = [
     ),
     Mutant(
         "a latent projection that all heads share dealt out",
-        "_Supports.is_shared",
+        "_FeatureSupport.is_shared",
         "            owners = owners[owners > 0]\n",
         "            pass\n",
         "tests/test_infer.py",

@@ -1,8 +1,8 @@
-"""Norms and dropout that keep less for the backward, in the user's own modules.
+"""Norms and dropouts that save less for the backward, made in place from the user's own modules.
 
-A norm written in Python keeps its input two or three times over; the linears behind it keep its output too. Here both
-come from the input: the backward runs the module's own forward once more (element-wise work, no product), and the
-linears' weight gradients and the norm's own gradient share that one run.
+A norm written in Python saves its input two or three times over, and the linears behind it save its output. Here the input
+alone is saved: the backward runs the module's own forward once more (element-wise work, no matrix product), and the
+linears' weight gradients and the norm's own gradients share that one run.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from lightning_seqpar.distributed.collectives import passes_none
 from lightning_seqpar.distributed.rng import get_streams, set_streams
 
 _STATE = "_seqpar_norm"
-"""Where a norm holds its :class:`_NormState`."""
+"""Attribute of a norm that has its :class:`_NormState`."""
 
 
 class _NormState:
-    """What a norm that runs again in the backward knows.
+    """The state of a norm that is recomputed in the backward.
 
     Attributes:
-        saves: whether an activation of so many bytes is worth making again.
-        repeatable: whether its forward is one function of its input; none before the first input was tried.
+        saves: whether an activation of so many bytes is worth recomputing.
+        repeatable: whether its forward gives the same for the same input; None before the first input was tried.
     """
 
     def __init__(self, saves: Callable[[int], bool]) -> None:
@@ -42,7 +42,7 @@ class _NormState:
 
 
 def is_repeatable(module: nn.Module) -> bool | None:
-    """Whether a norm's forward can be run again in the backward; none before its first input was tried."""
+    """Whether a norm's forward gives the same for the same input; None before its first input was tried."""
     state: _NormState = module.__dict__[_STATE]
     return state.repeatable
 
@@ -51,11 +51,15 @@ def is_repeatable(module: nn.Module) -> bool | None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm over the features: by its name, and with nothing but vectors as parameters."""
-    kind = type(module)
+    """Whether a module is a norm over the features.
+
+    It has norm in its class's name, vectors as its only parameters, no submodules and no buffers, and its class's own
+    forward. Norms over batches or groups are not.
+    """
+    cls = type(module)
     parameters = [p for p in module._parameters.values() if p is not None]
     return (
-        (isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in kind.__name__.lower())
+        (isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in cls.__name__.lower())
         and not isinstance(module, nn.modules.batchnorm._NormBase | nn.GroupNorm)
         and "forward" not in module.__dict__
         and not module._modules
@@ -66,10 +70,14 @@ def is_norm(module: nn.Module) -> bool:
 
 
 class NormCall:
-    """One call of a norm: how to make its output again.
+    """One call of a norm, which can be run again from its input.
+
+    Args:
+        module: the norm.
+        x: its input, ``[..., h]``.
 
     Attributes:
-        version: the output's, as the norm left it.
+        version: the version of the output as the norm returned it; changes in place count it up.
     """
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
@@ -77,14 +85,18 @@ class NormCall:
         self._keeper = keeper()
         self._source, self._read = weakref.ref(x), x._version
         self._module, self._autocast = module, Autocast(x.device.type)
-        # Those of this call: others may stand in the module when the backward comes.
+        # The parameters of this call: until the backward the module may get others.
         self._parameters = {name: p.detach() for name, p in module._parameters.items() if p is not None}
         self._versions = [p._version for p in self._parameters.values()]
         self._made: tuple[Tensor, list[Tensor], Tensor] | None = None
 
     @property
     def source(self) -> Tensor | None:
-        """The input, if it is still what the norm read, and the norm will run again wherever the caller does."""
+        """The input, if a linear may save it in place of the output.
+
+        None if it was changed in place or freed, or an activation checkpoint began between the norm and the caller: the
+        caller's forward would then run again without the norm's.
+        """
         x = self._source()
         return x if x is not None and x._version == self._read and self._keeper == keeper() else None
 
@@ -92,22 +104,27 @@ class NormCall:
         return f"a {type(self._module).__name__} of {[list(p.shape) for p in self._parameters.values()]}"
 
     def compute(self, x: Tensor) -> Tensor:
-        """The module's own forward."""
+        """The module's own forward, ``[..., h]`` → ``[..., h]``."""
         out: Tensor = _plain(self._module, x)
         return out
 
     def output(self, x: Tensor) -> Tensor:
-        """The output for the kept input ``x``, without a gradient; the norm's backward will use the same run."""
+        """The output for the saved input ``x``, without a graph; the norm's own backward will use the same run."""
         if self._made is None:
             self._made = self._run(x)
         return self._made[2].detach()
 
     def take(self, x: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Input, parameters and output of a run with gradients, which is forgotten."""
+        """Input, parameters and output of a run with a graph, which is handed over and not kept here."""
         made, self._made = self._made or self._run(x), None
         return made
 
     def _run(self, x: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Run the norm again with a graph, under the autocast state of the call.
+
+        Raises:
+            RuntimeError: if its parameters were changed since, or it reads other tensors with a gradient.
+        """
         if [p._version for p in self._parameters.values()] != self._versions:
             raise RuntimeError(
                 f"{type(self._module).__name__}: its weights were changed between the forward and the backward"
@@ -123,34 +140,56 @@ class NormCall:
 
 
 def _with_leaves(module: nn.Module, x: Tensor, own: dict[str, Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
-    """The module's own forward with leaves for its input and its parameters ``own``: hooks of the true ones do not fire."""
-    held = module._parameters
-    true = dict(held)
+    """The module's own forward with new leaves for its input and parameters, so that no hook of the real ones fires.
+
+    Args:
+        module: the norm.
+        x: its input.
+        own: its parameters.
+
+    Returns:
+        The leaf of the input, those of the parameters, and the output.
+    """
+    parameters = module._parameters
+    real = dict(parameters)
     leaves = {name: p.detach().requires_grad_() for name, p in own.items()}
-    alone = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # whose counts this run is none of
-    with torch.enable_grad(), alone:
+    uncounted = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # counters of saved bytes do not see this run
+    with torch.enable_grad(), uncounted:
         leaf = x.detach().requires_grad_()
         try:
-            held.update(leaves)  # type: ignore[arg-type]
+            parameters.update(leaves)  # type: ignore[arg-type]
             out = _plain(module, leaf)
         finally:
-            held.update(true)
+            parameters.update(real)
     return leaf, list(leaves.values()), out
 
 
 def _same(tensor: Tensor) -> Tensor:
+    """The tensor: a saved-tensor hook that changes nothing."""
     return tensor
 
 
 def _reads_others(out: Tensor, leaves: Sequence[Tensor]) -> bool:
-    """Whether a gradient of ``out`` goes to anything but the leaves."""
+    """Whether the backward of ``out`` would reach any leaf but these."""
     known = {id(leaf) for leaf in leaves}
     ends = (leaf_of(node) for node in reach(out.grad_fn))
     return any(leaf is not None and id(leaf) not in known for leaf in ends)
 
 
 class _Norm(torch.autograd.Function):
-    """``y = norm(x)`` that keeps ``x`` alone, ``[..., h]``."""
+    """A norm that saves its input alone and is run again in the backward.
+
+    ============  ============  ==================
+    tensor        shape         saved for backward
+    ============  ============  ==================
+    x             ``[..., h]``  itself
+    parameters    ``[h]``       themselves
+    y             ``[..., h]``  —
+    ============  ============  ==================
+
+    Forward: ``y = norm(x)``. Backward: ``norm`` runs again on ``x`` with a graph, and autograd gives ``dx`` and the parameters'
+    gradients from ``dy``; linears that read ``y`` take it from the same run. ``x`` is local: a shard between the blocks.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: NormCall, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -167,15 +206,19 @@ class _Norm(torch.autograd.Function):
         leaf, leaves, out = ctx.call.take(x)
         needs = ctx.needs_input_grad[1:]
         wanted = [tensor for tensor, needed in zip((leaf, *leaves), needs, strict=True) if needed]
-        found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True))
-        return None, *(next(found) if needed else None for needed in needs)
+        grads = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True))
+        return None, *(next(grads) if needed else None for needed in needs)
 
 
 def saved_by(ctx: Any, call: NormCall | None) -> tuple[Tensor, ...]:
-    """The saved tensors of a node that may run a norm again.
+    """The saved tensors of a node that may have saved a norm's input.
+
+    Args:
+        ctx: the node's context.
+        call: the norm's call; None if it saved no norm's input.
 
     Raises:
-        RuntimeError: in the norm's words, if its input was changed.
+        RuntimeError: naming the norm and the remedies, if its input was changed in place.
     """
     try:
         saved: tuple[Tensor, ...] = ctx.saved_tensors
@@ -190,24 +233,26 @@ def saved_by(ctx: Any, call: NormCall | None) -> tuple[Tensor, ...]:
 
 
 def norm_of(x: Tensor) -> NormCall | None:
-    """The call of a norm of this form that made ``x``; none if something else did, or changed it since."""
+    """The call of the norm that made ``x``; None if no norm of this form did, or ``x`` was changed in place since."""
     node: Any = x.grad_fn
     call: NormCall | None = getattr(node, "call", None) if is_node_of(node, _Norm) else None
     return call if call is not None and x._version == call.version else None
 
 
 def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    kind: Any = type(module)
-    return kind._seqpar_plain(module, *args, **kwargs)
+    """The forward of the user's class."""
+    cls: Any = type(module)
+    return cls._seqpar_plain(module, *args, **kwargs)
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a norm that is recomputed; the user's own where that is not worthwhile, or not known to be right."""
     x = args[0] if len(args) == 1 and not kwargs else None
     if x is None or not is_plain(x) or not torch.is_grad_enabled() or not x.is_floating_point() or _is_watched():
         return _plain(self, *args, **kwargs)
     parameters = [p for p in self._parameters.values() if p is not None]
     worth = self.__dict__[_STATE].saves(x.nbytes) and (x.requires_grad or any(p.requires_grad for p in parameters))
-    if not worth or any(isinstance(held, Tensor) for held in self.__dict__.values()) or not _is_trusted(self, x):
+    if not worth or any(isinstance(value, Tensor) for value in self.__dict__.values()) or not _is_trusted(self, x):
         return _plain(self, x)
     call = NormCall(self, x)
     out: Tensor = _Norm.apply(call, x, *parameters)  # type: ignore[no-untyped-call]
@@ -216,33 +261,37 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_watched() -> bool:
-    """Whether a mode of somebody's sees this call: it would not see another."""
+    """Whether somebody's function mode is active: it would see this call, and not the one in the backward."""
     mode = function_mode()
     return mode is not None and not getattr(mode, "is_transparent", False)
 
 
 def _is_trusted(module: nn.Module, x: Tensor) -> bool:
-    """Whether its forward is one function of its input: tried once, on the first input."""
+    """Whether the norm's forward gives the same for the same input, which is tried once, on its first input."""
     state: _NormState = module.__dict__[_STATE]
     if state.repeatable is None:
         if isinstance(x, FakeTensor):
-            return True  # nothing to compare
+            return True  # there are no values to compare
         state.repeatable = x.is_meta or _try(module, x)
     return state.repeatable
 
 
 def _try(module: nn.Module, x: Tensor) -> bool:
-    streams, held, own = get_streams(x.device), dict(module.__dict__), module.__dict__
+    """Run a norm twice and compare: equal outputs, no random draw, no attribute written, no other tensor read.
+
+    Random streams and the module's attributes are put back.
+    """
+    streams, before, own = get_streams(x.device), dict(module.__dict__), module.__dict__
     with torch.no_grad():
         first, second = _plain(module, x), _plain(module, x)
     _, _, *drawn_before = streams
     _, _, *drawn_after = get_streams(x.device)
     drawn = any(a is not None and not torch.equal(a, b) for a, b in zip(drawn_before, drawn_after, strict=True))
-    noted = len(own) != len(held) or any(own.get(name, held) is not value for name, value in held.items())
-    # The trial leaves no trace: the true call counts and draws as the first.
+    noted = len(own) != len(before) or any(own.get(name, before) is not value for name, value in before.items())
+    # The trial leaves no trace, so that the real call counts and draws as the first one.
     set_streams(streams, x.device)
     own.clear()
-    own.update(held)
+    own.update(before)
     same = type(first) is Tensor and first.shape == x.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
     if not same or drawn or noted or first.data_ptr() == x.data_ptr():
         return False
@@ -254,7 +303,18 @@ def _try(module: nn.Module, x: Tensor) -> bool:
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout as torch's on the CPU, draw for draw, that keeps one byte per element instead of a factor."""
+    """Dropout with the numbers that torch's draws on the CPU, which saves one byte per element instead of a factor.
+
+    ============  =============  ==================
+    tensor        shape          saved for backward
+    ============  =============  ==================
+    x             any            —
+    mask          as ``x``       itself, as bool
+    y             as ``x``       —
+    ============  =============  ==================
+
+    Forward: ``y = x · mask / (1 - p)``. Backward: ``dx = dy · mask / (1 - p)``.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, mask: Tensor) -> Tensor:
@@ -272,22 +332,22 @@ class _Dropout(torch.autograd.Function):
 
 
 def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """``x`` where the mask is true, by ``1 / (1 - p)``; zero elsewhere."""
+    """``x / (1 - p)`` where the mask is true, zero elsewhere."""
     return x * mask.to(x.dtype).div_(1 - p)
 
 
 def dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """``F.dropout`` in training on the CPU, for ``0 < p < 1``; and its mask."""
+    """``F.dropout(x, p)`` in training on the CPU, for ``0 < p < 1``, and its mask (bool, the shape of ``x``)."""
     mask = torch.empty_like(x).bernoulli_(1 - p).bool()
     return _Dropout.apply(x, p, mask), mask  # type: ignore[no-untyped-call]
 
 
 def drops(x: Any, p: float) -> bool:
-    """Whether a dropout of this input would keep a factor where a byte does."""
+    """Whether a dropout of ``x`` runs on the CPU with a gradient: torch's own would save a factor where a byte is enough."""
     return (
         is_plain(x)
         and 0 < p < 1
-        and x.device.type == "cpu"  # elsewhere torch's own keeps a byte
+        and x.device.type == "cpu"  # on other devices torch's own saves a byte
         and x.is_floating_point()
         and x.numel() > 0
         and torch.is_grad_enabled()
@@ -296,10 +356,11 @@ def drops(x: Any, p: float) -> bool:
 
 
 def _forward_dropout(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of an ``nn.Dropout`` that saves a mask of bytes; the user's own where that makes no difference."""
     x = args[0] if len(args) == 1 and not kwargs else None
     if x is None or not self.training or self.inplace or not drops(x, self.p):
         return _plain(self, *args, **kwargs)  # type: ignore[no-any-return]
-    if has_torch_function_unary(x):  # a span that is being recorded does the same, and takes note
+    if has_torch_function_unary(x):  # under ElementwiseRecompute, which does the same and records it
         return _plain(self, x)  # type: ignore[no-any-return]
     return dropout(x, self.p)[0]
 
@@ -308,23 +369,25 @@ def _forward_dropout(self: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 @functools.cache
-def _recomputing_class(kind: Any, forward: Any) -> Any:
-    """A class that is ``kind`` in everything but its forward."""
-    own = {"forward": forward, "_seqpar_plain": kind.forward, "__doc__": kind.__doc__, "__module__": kind.__module__}
-    made = type(kind.__name__, (kind,), own)
-    made.__qualname__ = kind.__qualname__
+def _recomputing_class(cls: Any, forward: Any) -> Any:
+    """A subclass that looks like ``cls`` and has another forward."""
+    own = {"forward": forward, "_seqpar_plain": cls.forward, "__doc__": cls.__doc__, "__module__": cls.__module__}
+    made = type(cls.__name__, (cls,), own)
+    made.__qualname__ = cls.__qualname__
     return made
 
 
 def _always(count: int) -> bool:
+    """Every activation is worth recomputing."""
     return True
 
 
 def make_recomputing(module: nn.Module, saves: Callable[[int], bool] = _always) -> None:
-    """Turn a norm (see :func:`is_norm`) or an ``nn.Dropout`` into the form that keeps less, in place.
+    """Turn a norm (see :func:`is_norm`) or an ``nn.Dropout`` into the form that saves less, in place.
 
     Args:
-        saves: whether an activation of so many bytes is worth making again.
+        module: the module, whose class is changed.
+        saves: whether an activation of so many bytes is worth recomputing; a dropout's mask always is.
     """
     forward = _forward_dropout if isinstance(module, nn.Dropout) else _forward
     if forward is _forward:

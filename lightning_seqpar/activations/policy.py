@@ -1,4 +1,4 @@
-"""What is kept for the backward, and what is made again: the one place that decides."""
+"""The one place that decides what is kept for the backward and what is recomputed, or gathered again."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lightning_seqpar.distributed.autograd import saved_tensor_hooks
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """Which activations are made or gathered again in the backward, and which products wait for a collective to run under.
+    """Decides which activations are recomputed or gathered again, and which weight-gradient products overlap collectives.
 
-    Where ``regather`` is true or false, all are or none; ``"auto"`` goes by the bytes of the whole activation. Small ones are
-    kept: there the time of a step is that of starting its parts, a collective's is its latency, and what is made or gathered
-    again costs more than it frees.
+    With ``regather`` true or false, all are or none is. With ``"auto"`` it depends on the bytes of the whole activation. Small
+    ones are kept: their step time is spent on starting operations and on the latency of collectives, so that recomputing
+    or gathering costs more than the memory is worth.
 
     Attributes:
-        regather: the configuration's field.
+        regather: the field of the configuration.
         size: number of tensor-parallel ranks.
-        sp: whether activations between blocks are shards along the sequence.
-        keep_up_to: with ``"auto"``, bytes of a whole activation up to which it is kept.
-        overlap_from: with ``"auto"``, bytes of a whole activation above which a product that runs under its collective gains
-            more than the waiting costs.
+        sp: whether activations between the blocks are sharded along the sequence.
+        keep_up_to: with ``"auto"``, a whole activation of up to so many bytes is kept.
+        overlap_from: with ``"auto"``, weight-gradient products overlap the collective of a whole activation of more than so
+            many bytes; for smaller ones, deferring them costs more than it gains.
     """
 
     regather: bool | Literal["auto"]
@@ -34,23 +34,24 @@ class SavePolicy:
     overlap_from: int = 2**18
 
     def remakes(self, count: int) -> bool:
-        """Whether an activation of ``count`` bytes on each rank is made (or gathered) again rather than kept."""
+        """Whether an activation of ``count`` bytes on each rank is recomputed (or gathered again) rather than kept."""
         return count * self.size > self.keep_up_to if self.regather == "auto" else self.regather
 
     def remakes_between_blocks(self, count: int) -> bool:
-        """The same for an activation between the blocks, which is a shard only with sequence parallelism."""
+        """The same for ``count`` bytes of an activation between the blocks, which is a shard only with sequence parallelism."""
         return self.remakes(count if self.sp else count // self.size)
 
     def overlaps(self, count: int) -> bool:
-        """Whether products wait for the collective of a whole activation of ``count`` bytes, to run under it."""
+        """Whether weight-gradient products are deferred to overlap the collective of a whole activation of ``count`` bytes."""
         return count > self.overlap_from or self.regather != "auto"
 
 
 def keeper() -> Any:
-    """Whose hooks decide what the graph keeps now, weakly; none where it is nobody, or one who changes nothing.
+    """The saved-tensor hook that is active, as a weak reference; None if there is none, or one that changes nothing.
 
-    Under activation checkpointing a forward runs again from tensors that are what they were and have another past. What is
-    kept in place of a tensor must not depend on what was done before the checkpoint began: only on what is done within it.
+    Two calls compare equal if they ran under the same hook. Activation checkpointing installs one, and runs the forward again
+    in the backward from the checkpoint's inputs, which then have no history. So what is saved in place of a tensor must not
+    depend on operations before the checkpoint began: whoever replaces a tensor compares the keepers.
     """
     top = saved_tensor_hooks()
     if top is None or getattr(getattr(top[0], "__self__", None), "is_transparent", False):

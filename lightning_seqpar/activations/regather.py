@@ -1,4 +1,4 @@
-"""What column linears keep of the activation that they read, and how the backward has it whole again."""
+"""What column linears save of the whole activation that they read, and how the backward gathers it again."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
 
 
 def remembered(x: Tensor) -> tuple[Tensor, NormCall | None]:
-    """What is kept for the backward in place of ``x``: the input of the norm that made it, and how; or itself."""
+    """What is saved for the backward in place of ``x``.
+
+    Returns:
+        The input of the norm that made ``x`` and the norm's call; or ``x`` itself, without its graph, and None.
+    """
     call = norm_of(x)
     source = call.source if call is not None else None
     return (x.detach(), None) if source is None else (source.detach(), call)
 
 
 class RegatheredInput:
-    """One activation on its way to column linears, and those that read it.
+    """An activation that several column linears read whole, and of which they save the shard alone.
 
-    They keep its shard (or what its norm makes it from), and the backward gathers it again: once, for all of them.
+    The backward gathers the shard again, once for all of them. If a norm made the activation, its input is saved and the
+    norm runs again first.
 
     Args:
-        x: the shard; with ``length`` none the activation that is whole already.
-        dim: of the sequence.
-        group: over which it is gathered.
-        length: positions of the whole.
+        x: the shard ``[b, s/tp, h]``; or, with ``length`` None, the activation that is whole on every rank, ``[b, s, h]``.
+        dim: the tensor dim of the sequence.
+        group: the group over which it is gathered.
+        length: number of positions of the whole activation; None if nothing is gathered.
 
     Attributes:
-        kept: what they keep, while the module that reads it runs.
-        call: how a norm makes the activation of it; none if it is the activation.
-        keeper: who decided what is kept when this was gathered.
+        kept: what the linears save; None once the module that reads the activation has returned.
+        call: the call of the norm that makes the activation from ``kept``; None if ``kept`` is the activation.
+        keeper: the saved-tensor hook that was active in the forward (:func:`~lightning_seqpar.activations.policy.keeper`).
     """
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None) -> None:
@@ -46,13 +51,13 @@ class RegatheredInput:
         self._whole: Tensor | None = None
 
     def add_user(self) -> None:
-        """A linear will need the whole activation in its backward."""
+        """Count a linear that will need the whole activation in its backward."""
         self._users += 1
         self._left += 1
 
     @property
     def keeps_less(self) -> bool:
-        """Whether anything else than the whole activation is kept."""
+        """Whether the linears save something else than the whole activation: its shard, or the input of its norm."""
         return self._length is not None or self.call is not None
 
     def _begin(self) -> None:
@@ -66,7 +71,7 @@ class RegatheredInput:
             self._task, self._left, self._pending, self._whole = task, self._users, None, None
 
     def start(self, kept: Tensor) -> None:
-        """Start to gather from what was kept (unpacked), unless an earlier user did."""
+        """Start to gather from ``kept``, the saved tensor, unless an earlier user of this backward did."""
         self._begin()
         if self._pending is not None or self._whole is not None:
             return
@@ -77,8 +82,8 @@ class RegatheredInput:
             self._pending = PendingGather(shard, self._dim, self._group, self._length, async_op=True)
 
     def take(self, kept: Tensor) -> Tensor:
-        """The whole activation; let go when the last user has taken it."""
-        self.start(kept)  # nothing, unless a hook ran another backward since
+        """The whole activation ``[b, s, h]``; it is freed when the last user of this backward has taken it."""
+        self.start(kept)  # does nothing, unless a hook ran another backward in between
         if self._pending is not None:
             self._whole, self._pending = self._pending.wait(), None
         assert self._whole is not None
@@ -87,11 +92,12 @@ class RegatheredInput:
         return whole
 
     def skip(self) -> None:
-        """A user's weight needs no gradient in this backward."""
+        """Count a user that does not need the activation in this backward, as its weight needs no gradient."""
         self._begin()
         self._end()
 
     def _end(self) -> None:
+        """One user less; after the last the activation is freed."""
         self._left -= 1
         if self._left == 0:
             self._whole, self._task = None, NO_BACKWARD

@@ -1,9 +1,10 @@
-"""Weight-grad products of a backward that run under its collectives.
+"""Weight-gradient products that run while a collective of the backward is under way.
 
-Nothing waits for the gradient of a weight, and everything for that of an activation. So the weight-grad product of a linear
-is a node of its own in the graph, and a collective that takes long a pair of them, one that starts and one that waits.
-Autograd runs what is ready in the order of its numbers, the youngest first: products get the number between the two. To
-everyone else these are gradients like all others, and where a torch can't number nodes they are only made earlier.
+In a backward, nothing waits for a weight's gradient, and everything waits for an activation's. So the weight-gradient
+product of a linear is made a node of its own in the autograd graph, and a collective becomes two nodes: one that starts it
+and one that waits for it. Of the nodes that are ready, autograd runs the one with the highest sequence number first; the
+products get a number between those two nodes, so they run between start and wait. For everyone else these are ordinary
+gradients. If a version of torch does not let nodes be numbered, the products only run earlier.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ T = TypeVar("T")
 
 
 class PerBackward(Generic[T]):
-    """One thing for each backward under way: a hook may run another one of the same graph."""
+    """A value for each backward that is under way; a hook may run another backward of the same graph inside the first."""
 
     def __init__(self) -> None:
-        self._held: dict[int, T] = {}
+        self._values: dict[int, T] = {}
 
-    def put(self, thing: T) -> None:
-        """It is the running backward's."""
-        self._held[current_backward()] = thing
+    def put(self, value: T) -> None:
+        """Set the value of the running backward."""
+        self._values[current_backward()] = value
 
     def take(self) -> T | None:
-        """The running backward's, once."""
-        return self._held.pop(current_backward(), None)
+        """Remove and return the value of the running backward; None if it has none."""
+        return self._values.pop(current_backward(), None)
 
 
 # ---- products --------------------------------------------------------------------------------------------------
@@ -66,18 +67,18 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)``, at less host time where it is of that type."""
+    """``x.to(dtype)``, with less host time if it has that type already."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 class WgradProduct(NamedTuple):
-    """The product that makes a weight's gradient, ``dW = dyᵀ x``, still to run.
+    """The product of a weight's gradient, ``dW = dyᵀ x``, before it runs.
 
     Attributes:
-        grad: of the output, ``[b·s, f/tp]``.
-        read: gives the input, ``[b, s, h]``.
+        grad: the output's gradient ``dy``, ``[b·s, f/tp]``.
+        read: returns the input ``x``, ``[b, s, h]``, gathered again if need be.
         dtype: of the weight.
-        transposed: whether the weight is ``[h, f/tp]``.
+        transposed: whether the weight is ``[h, f/tp]`` rather than ``[f/tp, h]``.
     """
 
     grad: Tensor
@@ -86,7 +87,14 @@ class WgradProduct(NamedTuple):
     transposed: bool = False
 
     def make(self, kept: Tensor | None = None) -> Tensor | None:
-        """The gradient; none if it was added to ``kept``, that of earlier micro-batches, without a tensor of its own."""
+        """Run the product.
+
+        Args:
+            kept: the gradient of earlier micro-batches, to which the product may be added in place.
+
+        Returns:
+            The gradient, of the weight's shape; None if it was added to ``kept``.
+        """
         left, right = self.grad.t(), cast(rows_of(self.read()), self.grad.dtype)
         if kept is not None and kept.dtype == left.dtype:
             (kept.t() if self.transposed else kept).addmm_(left, right)
@@ -96,36 +104,36 @@ class WgradProduct(NamedTuple):
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``once_differentiable``; ``ctx.is_plain`` says that nobody will differentiate the result."""
+    """A decorator like ``once_differentiable`` that sets ``ctx.is_plain``: whether the result will not be differentiated."""
     differentiable: Callable[..., Any] = once_differentiable(backward)
 
     @functools.wraps(backward)
-    def told(ctx: Any, *grads: Any) -> Any:
+    def wrapped(ctx: Any, *grads: Any) -> Any:
         ctx.is_plain = not torch.is_grad_enabled()
         return (backward if ctx.is_plain else differentiable)(ctx, *grads)
 
-    return told
+    return wrapped
 
 
 def is_wanted(ctx: Any, at: int) -> bool:
-    """Whether the running backward needs a gradient for tensor argument ``at``: ``torch.autograd.grad`` asks for some."""
+    """Whether the running backward needs a gradient for argument number ``at``; ``torch.autograd.grad`` asks for some only."""
     node = input_node(ctx, at)
     try:
         return node is not None and will_run(node)
-    except RuntimeError:  # a leaf that it was asked for
+    except RuntimeError:  # torch does not answer for a leaf that torch.autograd.grad was asked for
         return True
 
 
 def kept_grad(ctx: Any, at: int) -> Tensor | None:
-    """The gradient of earlier micro-batches that tensor argument ``at`` of a running backward has, if one may add to it.
+    """The gradient of earlier micro-batches of argument number ``at``, if a product may be added to it in place.
 
-    That is where autograd's own next act would be to add, with no hook to see it: not for ``torch.autograd.grad``, for
-    weights that are computed, or where gradients are differentiated.
+    That is if autograd would do nothing else than add it to the weight's gradient, and no hook would see it: not under
+    ``torch.autograd.grad``, for weights that are computed, or where gradients are differentiated.
     """
     node = input_node(ctx, at)
     weight = leaf_of(node)
     if weight is None or weight.grad is None or not ctx.is_plain or not weight.requires_grad:
-        return None  # the last: frozen since the forward
+        return None  # the last condition: the weight was frozen after the forward
     if has_tensor_hooks(weight) or has_node_hooks(node):
         return None
     kept: Tensor = weight.grad
@@ -138,11 +146,15 @@ def kept_grad(ctx: Any, at: int) -> Tensor | None:
 
 
 class DeferredWgrad(PerBackward[WgradProduct]):
-    """Where the backward of one linear leaves its weight-grad product."""
+    """Where the backward of one linear leaves its weight-gradient product for :class:`_DeferWgrad` to run."""
 
 
 class _DeferWgrad(torch.autograd.Function):
-    """A weight on its way to one linear; its backward runs the linear's weight-grad product."""
+    """A weight on its way to one linear; its backward runs the linear's weight-gradient product.
+
+    Forward: the weight, ``[f/tp, h]``, unchanged. Backward: ``dW = dyᵀ x``, the product that the linear left in ``late``; if it
+    left none, the gradient that it returned. Nothing is saved.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, late: DeferredWgrad) -> Tensor:
@@ -158,7 +170,15 @@ class _DeferWgrad(torch.autograd.Function):
 
 
 def defer_wgrad(weight: Tensor, number: int | None) -> tuple[Tensor, DeferredWgrad | None]:
-    """A weight for one linear, and where to leave its weight-grad product, to run at a collective's number."""
+    """Prepare a weight for one linear so that its gradient is made under a collective of the backward.
+
+    Args:
+        weight: the weight.
+        number: the autograd sequence number at which the product is to run; None for no overlap.
+
+    Returns:
+        The weight for the linear, and where to leave the product; the weight itself and None if it can't be deferred.
+    """
     if number is None or not weight.requires_grad or type(weight) not in (Tensor, Parameter):
         return weight, None
     late = DeferredWgrad()
@@ -171,11 +191,11 @@ def defer_wgrad(weight: Tensor, number: int | None) -> tuple[Tensor, DeferredWgr
 
 
 class _Sum(NamedTuple):
-    """Of the input-grad products of one backward.
+    """The sum of the columns' input-gradient products in one backward.
 
     Attributes:
-        left: columns that will still come.
-        total: of those that came; none before the first.
+        left: number of columns whose product is still to come.
+        total: the sum so far, ``[b·s, h]``; None before the first product.
     """
 
     left: int
@@ -183,10 +203,10 @@ class _Sum(NamedTuple):
 
 
 class BackwardExchange:
-    """What the backward of a collective is made of, on its way from node to node.
+    """What the nodes of one collective's backward hand to each other.
 
-    Column linears that read what it made sum their input-grad products here, in one tensor; the collective's node leaves the
-    collective that it has started to the one that waits.
+    The column linears that read what the collective made sum their input gradients here, in one tensor. The node that starts
+    the backward's collective leaves it here for the node that waits.
     """
 
     def __init__(self) -> None:
@@ -195,16 +215,19 @@ class BackwardExchange:
         self._columns: list[weakref.ref[Any]] = []
 
     def add_column(self, ctx: Any) -> None:
-        """A node whose backward will call :meth:`add_product`."""
+        """Register a column's node, whose backward will call :meth:`add_product` or :meth:`skip_product`."""
         self._columns.append(weakref.ref(ctx))
 
     def add_product(self, grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """``dx += dy W``; the last column of a backward gets the sum, ``[b·s, h]``.
+        """Add a column's input gradient, ``dx += dy W``.
 
         Args:
-            grad: ``[b·s, f/tp]``.
-            weight: ``[f/tp, h]``.
+            grad: the column's output gradient ``dy``, ``[b·s, f/tp]``.
+            weight: its weight, ``[f/tp, h]``.
             dtype: of the sum.
+
+        Returns:
+            The sum, ``[b·s, h]``, for the last column of the backward; None for the others.
         """
         left, total = self._sums.take() or _Sum(self._count(), None)
         right = cast(weight, grad.dtype)
@@ -217,33 +240,34 @@ class BackwardExchange:
         return self._end(left, total)
 
     def skip_product(self) -> Tensor | None:
-        """A column whose output has no gradient; it may be the last, and then gets the sum."""
+        """Count a column whose output has no gradient; the sum if it is the last, else None."""
         left, total = self._sums.take() or _Sum(self._count(), None)
         return self._end(left, total)
 
     def _end(self, left: int, total: Tensor | None) -> Tensor | None:
+        """Return the sum to the last column, and keep it for the next one otherwise."""
         if left <= 1:
             return total
         self._sums.put(_Sum(left - 1, total))
         return None
 
     def _count(self) -> int:
-        """Columns that the running backward comes to."""
+        """Number of columns that the running backward will run."""
         nodes = [node for ref in self._columns if (node := ref()) is not None]
         return sum(will_run(node) for node in nodes)
 
     def give(self, pending: PendingAllReduce | PendingGather | PendingReduceScatter) -> None:
-        """Leave it; autograd passes nothing on in its place."""
+        """Leave a started collective for the node that waits; autograd passes None on in place of its result."""
         self._pending.put(pending)
 
     def take(self, grad: Tensor | None) -> Tensor | None:
-        """What the collective made; ``grad`` where none is under way."""
+        """Wait for the collective and return its result; ``grad`` if none was started."""
         pending = self._pending.take()
         return grad if pending is None else pending.wait()
 
 
 class _Wait(torch.autograd.Function):
-    """Forward: identity. Backward: the end of what the next node started."""
+    """Forward: identity. Backward: waits for the collective that the node behind it started, and returns its result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: BackwardExchange) -> Tensor:
@@ -257,6 +281,8 @@ class _Wait(torch.autograd.Function):
 
 
 class _GatherOver(torch.autograd.Function):
+    """Forward: all-gather along ``dim``, ``[b, s/tp, h]`` → ``[b, s, h]``. Backward: starts a reduce-scatter; saves nothing."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: BackwardExchange, dim: int, group: ProcessGroup, length: int) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -273,6 +299,8 @@ class _GatherOver(torch.autograd.Function):
 
 
 class _ReduceScatterOver(torch.autograd.Function):
+    """Forward: reduce-scatter along ``dim``, ``[b, s, h]`` → ``[b, s/tp, h]``. Backward: starts an all-gather; saves nothing."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: BackwardExchange, dim: int, group: ProcessGroup, length: int) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -289,6 +317,8 @@ class _ReduceScatterOver(torch.autograd.Function):
 
 
 class _CopyOver(torch.autograd.Function):
+    """Forward: identity on ``[b, s, h]``, whole on every rank. Backward: starts an all-reduce; saves nothing."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: BackwardExchange, dim: int, group: ProcessGroup, length: int) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -320,32 +350,47 @@ class OverlapWindow(NamedTuple):
 
 
 def _over(function: Any, x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, OverlapWindow]:
+    """Apply ``function`` behind a node that waits for its backward's collective, and number the two nodes."""
     slot = BackwardExchange()
     waits: Tensor = _Wait.apply(x, slot)  # type: ignore[no-untyped-call]
     number = None
     if waits.grad_fn is not None:
         number = sequence_nr(waits.grad_fn)
-        set_sequence_nr(waits, max(number - 1, 0))  # below the number, the collective's own above it
+        # The node that waits runs after the products; the one that starts is made next and has a higher number than they.
+        set_sequence_nr(waits, max(number - 1, 0))
     return function.apply(waits, slot, dim, group, length), OverlapWindow(number, slot)
 
 
 def gather_over(x: Tensor, dim: int, group: ProcessGroup, length: int) -> tuple[Tensor, OverlapWindow]:
-    """As :func:`gather_from_sequence_parallel_region`; and what may run under the backward's reduce-scatter."""
+    """:func:`gather_from_sequence_parallel_region`, and the window of its backward's reduce-scatter.
+
+    Args:
+        x: this rank's shard.
+        dim: the tensor dim of the sequence.
+        group: the tensor-parallel group.
+        length: number of positions of the whole.
+    """
     return _over(_GatherOver, x, dim, group, length)
 
 
 def copy_over(x: Tensor, group: ProcessGroup) -> tuple[Tensor, OverlapWindow]:
-    """As :func:`copy_to_tensor_parallel_region`; and what may run under the backward's all-reduce."""
+    """:func:`copy_to_tensor_parallel_region`, and the window of its backward's all-reduce."""
     return _over(_CopyOver, x, 0, group, 0)
 
 
 def reduce_scatter_over(x: Tensor, dim: int, group: ProcessGroup) -> tuple[Tensor, OverlapWindow]:
-    """As :func:`reduce_scatter_to_sequence_parallel_region`; and what may run under the backward's gather."""
+    """:func:`reduce_scatter_to_sequence_parallel_region`, and the window of its backward's all-gather.
+
+    Args:
+        x: this rank's term of the sum.
+        dim: the tensor dim of the sequence.
+        group: the tensor-parallel group.
+    """
     return _over(_ReduceScatterOver, x, dim, group, 0)
 
 
 READERS = (_DeferWgrad,)
-"""Functions that read the weights of linears."""
+"""Autograd functions that read the weights of parallel linears, beside the linears' own."""
 
 REDUCTIONS = (_ReduceScatterOver,)
-"""Functions behind which every rank has its shard of a sum over ranks."""
+"""Autograd functions behind which every rank has its shard of a sum over ranks."""

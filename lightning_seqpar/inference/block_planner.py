@@ -1,36 +1,36 @@
-"""The plan of one block: which linears, parameters and attributes change, and the rules that say so."""
+"""The plan of one block: the rules for its linears, parameters and attributes, with the reasons for them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, islice
 from typing import Any
 
-import torch
 from torch import nn
 
-from lightning_seqpar.inference.dataflow import (
-    BlockFlow,
-    CantInferError,
-    UnknownLinearError,
-    orders_tokens,
-    reorders_tokens,
-)
-from lightning_seqpar.inference.feature_dependence import Block, ColumnLayout, Edit, GroupLayout
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError
+from lightning_seqpar.inference.edit_search import find_edits, is_settings
+from lightning_seqpar.inference.feature_dependence import ColumnLayout, GroupLayout, group_layout, mixes_positions
+from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.model_copy import kind_of
-from lightning_seqpar.inference.raw_parameters import Products
+from lightning_seqpar.inference.raw_parameters import UnwrappedProducts
+from lightning_seqpar.inference.rehearsal import Edit
+from lightning_seqpar.inference.token_order import orders_tokens, reorders_tokens
 from lightning_seqpar.inference.trace import ForwardTrace
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.module_names import inside
 
-_TRIES = 600  # sets of changes that are tried at most, the smallest first
-
 
 @dataclass
 class BlockPlan:
-    """What one block becomes: ``(name inside the block, style, options)``, and why."""
+    """The plan of one block.
+
+    Attributes:
+        rules: a triple each: name inside the block, style, options.
+        reasons: why, a sentence each.
+        reads_length: whether the block is right on whole sequences only, so that its stack runs without sequence parallelism.
+    """
 
     rules: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -38,16 +38,16 @@ class BlockPlan:
 
 
 class BlockPlanner:
-    """Makes the plan of one block, out of its data flow and what runs of it show.
+    """Makes the plan of one block from its data flow and from runs of the block.
 
     Args:
         trace: the recorded forward.
         model: the copy that was recorded.
         flow: the block's data flow.
-        tp: for how many ranks.
+        tp: number of tensor-parallel ranks.
         covers: whether the user's own rules decide these modules.
         stack: names of all blocks of the stack.
-        sums: a module that deals tokens out to experts is reduced where it returns.
+        sums: whether a module that deals its tokens out to experts is reduced where it returns.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class BlockPlanner:
         return name[len(self._flow.name) + 1 :]
 
     def _stop(self, error: str | Exception, row: str) -> CantInferError:
-        """An error with the rule that would go on."""
+        """The error to raise for a row, with the rule that would get the user further."""
         return CantInferError(f"{error}\n  {_what_to_write(self._flow, row, self._stack)}")
 
     def make(self) -> BlockPlan:
-        """The plan.
+        """Make the plan.
 
         Raises:
             CantInferError: naming the module, why, and the rule to write.
@@ -87,8 +87,8 @@ class BlockPlanner:
             if self._covers(row, *self._flow.columns[row]):
                 continue
             if 0 in self._trace.values[self._flow.linears[row].reads].shape:
-                self._idle.append(row)  # an expert that the example gave no token
-            elif self._flow.linears[row].is_raw:
+                self._idle.append(row)  # an expert that gets no token of the example
+            elif self._flow.linears[row].is_unwrapped:
                 self._plan_products(row)
             elif row in self._flow.attentions:
                 self._plan.rules.append((self._inner(row), "replace", {}))
@@ -107,26 +107,31 @@ class BlockPlanner:
         return self._plan
 
     def _reason(self, text: str) -> None:
+        """Add a reason."""
         self._plan.reasons.append(text)
 
     # ---- rows and columns ------------------------------------------------------------------------------------
 
     def _plan_row(self, row: str) -> None:
-        """A row linear and its columns."""
+        """Plan a row linear and its columns, or leave them whole if they work on each position by itself.
+
+        Raises:
+            CantInferError: if they can't be split and positions mix between them.
+        """
         flow, block = self._flow, self._block
         tried = [*self._groups]
         try:
-            group = block.group(row, self._tp)
+            group = group_layout(block, row, self._tp)
             tried.append(group)
-            found = _find_edits(self._trace, block, tried, self._edits, self._tp)
+            more_edits = find_edits(self._trace, block, tried, self._edits, self._tp)
         except CantInferError as error:
-            if isinstance(error, UnknownLinearError) or mixes_positions(self._model, flow, row, unknown=True):
+            if isinstance(error, UnknownLinearError) or pair_mixes_positions(self._model, flow, row, unknown=True):
                 raise self._stop(error, row) from None
             self._reason(f"{row}: left whole, as are its columns; they work on each position alone ({error})")
             return
-        self._groups, self._edits = tried, [*self._edits, *found]
+        self._groups, self._edits = tried, [*self._edits, *more_edits]
         alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
-        if alone and block.mixes_positions(row):
+        if alone and mixes_positions(block, row):
             self._plan.reads_length = True
             self._reason(
                 f"{flow.name}: the attention of {self._inner(row)} stands in the block's own forward, which would read the "
@@ -139,11 +144,15 @@ class BlockPlanner:
         )
 
     def _plan_products(self, row: str) -> None:
-        """A module that multiplies parameters itself: all its rows and columns at once."""
+        """Plan a module that multiplies its parameters itself: all its rows and columns at once, or leave it whole.
+
+        Raises:
+            CantInferError: if it can't be split and positions mix in it, or the example does not use a parameter.
+        """
         flow, owner = self._flow, row.rpartition(".")[0]
         inner = self._inner(owner)
         if any(name == inner and style == "gather" for name, style, _ in self._plan.rules):
-            return  # another of its rows was here
+            return  # the module was planned for another of its rows
         rows = [name for name in flow.rows if name.rpartition(".")[0] == owner]
         columns = list(dict.fromkeys(column for name in rows for column in flow.columns[name]))
         if owner not in flow.sums:
@@ -152,7 +161,7 @@ class BlockPlanner:
                 "is added of its own parameters and the tokens given to it",
                 row,
             )
-        products = Products(self._block, owner, rows, columns)
+        products = UnwrappedProducts(self._block, owner, rows, columns)
         try:
             products.check_used()
         except CantInferError as error:
@@ -179,7 +188,7 @@ class BlockPlanner:
         )
 
     def _keep_whole_sequences(self) -> None:
-        """What is only right on whole sequences."""
+        """Turn sequence parallelism off for the block if something in it is right on whole sequences only."""
         if (moved := reorders_tokens(self._trace, self._flow)) is not None:
             self._plan.reads_length = True
             self._reason(f"{moved}: its tokens are in another order than the block's: no sequence parallelism here")
@@ -191,7 +200,11 @@ class BlockPlanner:
             )
 
     def _check_idle(self) -> None:
-        """An expert without tokens must have got the rules of an equal one."""
+        """Refuse an expert without tokens that did not get the rules of an equal expert.
+
+        Raises:
+            CantInferError: naming it.
+        """
         for row in self._idle if self._sums else ():
             if not any(name == self._inner(row) and style == "row" for name, style, _ in self._plan.rules):
                 raise self._stop(
@@ -203,6 +216,7 @@ class BlockPlanner:
     # ---- rules -----------------------------------------------------------------------------------------------
 
     def _write_gathers(self) -> None:
+        """Rules for the gather points of the groups that are split, and for modules that reduce what experts make."""
         flow, groups = self._flow, self._groups
         used = {name for group in groups for name in (group.row, *flow.columns[group.row])}
         for (name, style), args in flow.gathers.items():
@@ -220,6 +234,7 @@ class BlockPlanner:
                 )
 
     def _write_linears(self) -> None:
+        """Rules for columns, norms over the whole width, and rows."""
         rules = self._plan.rules
         for group in self._groups:
             for column, layout in group.columns.items():
@@ -233,7 +248,7 @@ class BlockPlanner:
 def _one_for_all_experts(
     block: nn.Module, rules: Sequence[tuple[str, str, dict[str, Any]]]
 ) -> list[tuple[str, str, dict[str, Any]]]:
-    """Rules that hold alike for all modules of a list inside the block, as one with ``*``."""
+    """Rules in which those that are alike for all modules of a list inside the block are one rule with ``*``."""
     known = {repr(rule) for rule in rules}
     out: dict[str, tuple[str, str, dict[str, Any]]] = {}
     for name, style, options in rules:
@@ -256,10 +271,10 @@ def _one_for_all_experts(
 def _idle_experts(
     model: nn.Module, flow: BlockFlow, rules: Sequence[tuple[str, str, dict[str, Any]]]
 ) -> list[tuple[str, str, dict[str, Any]]]:
-    """Rules for experts that the example gave no token: those of an equal one."""
+    """Rules for experts that get no token of the example: those of an equal expert."""
     known = {(name, style) for name, style, _ in rules}
     block = model.get_submodule(flow.name)
-    found = []
+    copied = []
     for name, style, options in rules:
         full = f"{flow.name}.{name}"
         if style == "reduce" or not any(inside(full, owner) and full != owner for owner in flow.sums):
@@ -273,22 +288,29 @@ def _idle_experts(
                 twin = ".".join([*path[:at], key, *path[at + 1 :]])
                 if (twin, style) not in known and alike(other, holder.get_submodule(path[at])):
                     known.add((twin, style))
-                    found.append((twin, style, options))
-    return found
+                    copied.append((twin, style, options))
+    return copied
 
 
-def mixes_positions(model: nn.Module, flow: BlockFlow, row: str, *, unknown: bool = False) -> bool:
-    """Whether positions mix between the row's columns and the row; ``unknown`` where no module can be asked."""
+def pair_mixes_positions(model: nn.Module, flow: BlockFlow, row: str, *, unknown: bool = False) -> bool:
+    """Whether positions mix between the row's columns and the row.
+
+    Args:
+        model: the copy that was recorded.
+        flow: the block's data flow.
+        row: the row's name.
+        unknown: the answer for a row or columns that are no modules.
+    """
     if row in flow.attentions:
         return False  # it gathers for itself
     modules = {name for name, _ in model.named_modules()}
     if not all(name in modules for name in (row, *flow.columns[row])):
         return unknown
-    return Block(model, flow).mixes_positions(row)
+    return mixes_positions(Block(model, flow), row)
 
 
 def _what_to_write(flow: BlockFlow, row: str, stack: Sequence[str]) -> str:
-    """A rule that gets a block past what inference can't decide."""
+    """Advice: a rule that has the part around a row computed whole, or where to move that part."""
     names = [name for (name, _), _ in flow.gathers.items() if inside(row, name)]
     around = names[0] if names else row.rpartition(".")[0]
     if len(around) <= len(flow.name):
@@ -303,6 +325,7 @@ def _what_to_write(flow: BlockFlow, row: str, stack: Sequence[str]) -> str:
 
 
 def _column_options(model: nn.Module, column: str, layout: ColumnLayout) -> dict[str, Any]:
+    """The options of a column's rule: its segments and units, left out where they are the default."""
     options: dict[str, Any] = {}
     if len(layout.segments) > 1:
         equal = len(set(layout.segments)) == 1
@@ -314,33 +337,36 @@ def _column_options(model: nn.Module, column: str, layout: ColumnLayout) -> dict
 
 
 def _unit_name(model: nn.Module, name: str, count: int) -> int | str:
-    """The attribute that holds the number of units, as the plan's reader would look it up; else the number."""
+    """The name of an attribute around the module that holds the number of units, as a plan may write it; else the number."""
     at = name
     while at:
         at = at.rpartition(".")[0]
         own = vars(model.get_submodule(at))
-        places = {"": own} | {f"{key}.": vars(value) for key, value in own.items() if _is_settings(value)}
+        places = {"": own} | {f"{key}.": vars(value) for key, value in own.items() if is_settings(value)}
         for prefix, settings in places.items():
-            found = [key for key, value in settings.items() if type(value) is int and value == count and _counts(key)]
-            if found:
-                return f"{prefix}{min(found, key=lambda key: ('kv' in key or 'key' in key, len(key)))}"
+            matching = [
+                key for key, value in settings.items() if type(value) is int and value == count and _counts(key)
+            ]
+            if matching:
+                return f"{prefix}{min(matching, key=lambda key: ('kv' in key or 'key' in key, len(key)))}"
     return count
 
 
 def _counts(key: str) -> bool:
-    """Whether an attribute's name says that it counts heads."""
+    """Whether an attribute counts heads, by its name."""
     low = key.lower()
     return "head" in low and "dim" not in low and "size" not in low and not low.startswith("_")
 
 
 def _edit_rules(model: nn.Module, edits: Sequence[Edit], tp: int, cut: int) -> list[tuple[str, str, dict[str, Any]]]:
+    """Rules for edits; ``cut`` is the number of characters of a name that lead to the inside of the block."""
     sets: dict[str, dict[str, Any]] = {}
     out: list[tuple[str, str, dict[str, Any]]] = []
     for edit in edits:
         if edit.kind == "tensor":
             out.append((f"{edit.module}.{edit.key}"[cut:], "local_heads", {"dim": edit.dim} if edit.dim else {}))
         elif edit.kind in ("given", "narrow"):
-            continue  # another block made it of its own part; the gather rule says it
+            continue  # an argument of another block needs no rule, and a narrow one is an option of the gather rule
         elif edit.kind == "arg":
             out.append((edit.module[cut:], "local_heads", {"args": [edit.key], "dim": edit.dim}))
         else:
@@ -352,139 +378,16 @@ def _edit_rules(model: nn.Module, edits: Sequence[Edit], tp: int, cut: int) -> l
     return [*((name[cut:], "set", options) for name, options in sets.items()), *out]
 
 
-# ---- what must change beside the linears -----------------------------------------------------------------------
-
-
-def _local_numbers(block: Block, groups: Sequence[GroupLayout], tp: int) -> dict[int, int]:
-    """Numbers that may count something which is dealt out now, and what they are on one rank."""
-    shares: dict[int, int] = {}
-    for group in groups:
-        kv = {count for layout in group.columns.values() for count in layout.units if count < tp}
-        kv |= {1} if len(group.columns) < len(block.flow.columns[group.row]) else set()
-        numbers = [group.features, *(block.width(column) for column in group.columns)]
-        numbers += [size for layout in group.columns.values() for size in layout.segments]
-        # Heads, kv heads, groups: whatever the features can be made of.
-        numbers += [n for n in range(2, group.features + 1) if group.features % n == 0]
-        for number in numbers:
-            if number % tp == 0:
-                shares.setdefault(number, number // tp)
-        for count in sorted(kv):
-            if count > 1:
-                shares[count] = 1
-            if group.units // count > 1:
-                shares.setdefault(group.units // count, group.units // tp)
-    return shares
-
-
-def _is_settings(value: Any) -> bool:
-    """Whether an attribute is an object of plain settings, such as a config that many modules share."""
-    simple = isinstance(value, nn.Module | torch.Tensor | type | Mapping) or callable(value)
-    return not simple and isinstance(getattr(value, "__dict__", None), dict)
-
-
-def _modules_around(block: Block, group: GroupLayout) -> list[str]:
-    """The modules that the group's linears stand in, the innermost first, and their parts; the block last."""
-    around: dict[str, None] = {}
-    for name in (group.row, *group.columns):
-        at = name.rpartition(".")[0]
-        while len(at) >= len(block.flow.name):
-            around[at] = None
-            at = at.rpartition(".")[0]
-    return sorted(around, key=len, reverse=True)
-
-
-def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Edit]:
-    """Attributes, tensors and arguments that may have to change, the likeliest first."""
-    shares = _local_numbers(block, groups, tp)
-    group = groups[-1]
-    around = _modules_around(block, group)
-    found: list[Edit] = []
-    for name in around:
-        module = block.modules[name]
-        if type(module).__module__.startswith("torch.nn"):
-            continue
-        for key, value in vars(module).items():
-            if type(value) is int and value in shares:
-                found.append(Edit("set", name, key, value=shares[value]))
-            elif _is_settings(value):
-                inner = vars(value)
-                found += [
-                    Edit("set", name, f"{key}.{leaf}", value=shares[number])
-                    for leaf, number in inner.items()
-                    if type(number) is int and number in shares and not leaf.startswith("_")
-                ]
-    heads = {group.units, group.features, *(block.width(column) for column in group.columns)}
-    linears = {group.row, *block.flow.columns[group.row]}
-    parts = [name for name in around if name != block.flow.name] or [block.flow.name]
-    for name, module in block.modules.items():
-        if not any(inside(name, one) for one in parts) or name in linears or name in group.full_width:
-            continue
-        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            dims = [dim for dim, size in enumerate(tensor.shape) if size in heads and size % tp == 0 and size > 1]
-            found += [Edit("tensor", name, key, dim=dim) for dim in dims]
-    for name in parts:
-        found += [
-            Edit("given" if _is_made_in_another_block(trace, block, name, key) else "arg", name, key, dim=dim)
-            for key, shape in block.argument_shapes(name).items()
-            for dim, size in enumerate(shape)
-            if size == group.units and len(shape) > 2 and dim < len(shape) - 1
-        ]
-    for (name, style), keys in block.flow.gathers.items():
-        if style == "gather" and len(keys) == 1 and inside(group.row, name) and name not in linears:
-            found.append(Edit("narrow", name, keys[0]))
-    return sorted(found, key=lambda edit: (edit.kind not in ("set", "narrow"), "head" not in str(edit.key)))
-
-
-def _is_made_in_another_block(trace: ForwardTrace, block: Block, name: str, key: int | str) -> bool:
-    """Whether a module's argument was made by another block: then it is this rank's part already."""
-    entered = next(call for call in trace.calls_of(name) if call.first_op >= block.flow.call.first_op)
-    value = entered.args.get(key)
-    if value is None:
-        return False
-    root = trace.values[value].root
-    maker = next((op for op in trace.ops if any(trace.values[n].root == root for n in op.outputs)), None)
-    return maker is not None and any(trace.calls[n].name in block.blocks for n in maker.stack)
-
-
-def _find_edits(
-    trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout], edits: Sequence[Edit], tp: int
-) -> list[Edit]:
-    """The fewest things that must change so that every rank computes its part; beside ``edits``.
-
-    Raises:
-        CantInferError: if no set of them will do.
-    """
-    first = block.rehearse(groups, tp, edits)
-    if first is None:
-        return []
-    candidates = [edit for edit in _candidates(trace, block, groups, tp) if edit not in edits]
-    for chosen in islice(_subsets(candidates), _TRIES):
-        if block.rehearse(groups, tp, [*edits, *chosen]) is None:
-            return list(chosen)
-    row = groups[-1].row
-    tried = ", ".join(edit.shown for edit in candidates[:5]) + (", ..." if len(candidates) > 5 else "") or "none"
-    raise CantInferError(
-        f"{row}: with its columns cut for one rank of tp={tp} the forward goes wrong ({first}), and no change of what could "
-        f"count heads or have a head dim mends it (found: {tried}). Are head counts written into the forward as numbers, or is "
-        "there a module for each head?"
-    )
-
-
-def _subsets(items: Sequence[Edit]) -> Iterator[tuple[Edit, ...]]:
-    for size in range(1, len(items) + 1):
-        yield from combinations(items, size)
-
-
 # ---- names -----------------------------------------------------------------------------------------------------
 
 
 def alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules are made of the same classes, settings and shapes."""
+    """Whether two modules have the same classes, settings and shapes."""
     return bool(kind_of(one) == kind_of(other))
 
 
 def pattern_of(names: Sequence[str]) -> str:
-    """One pattern for the blocks of a stack: ``layers.*``, or ``{first,second}``."""
+    """A pattern that matches all blocks of a stack: ``layers.*``, or ``{first,second}`` if their names are no numbers."""
     if len(names) == 1:
         return names[0]
     parent = names[0].rpartition(".")[0]

@@ -33,15 +33,15 @@ class NoExampleError(ValueError):
 
 @dataclass(frozen=True)
 class Example:
-    """An input of a model and what to do with it.
+    """An input of a model, and the method that takes it.
 
     Attributes:
-        source: where it is from, for messages.
-        method: the method that takes it: ``forward`` or a step.
+        source: where it comes from, for messages.
+        method: ``forward``, or the name of a step such as ``training_step``.
         args: positional arguments.
         kwargs: named arguments.
-        draws: it needs random numbers that are random.
-        path: the submodule that takes it; the model itself by default.
+        draws: whether the method needs random draws to be random.
+        path: name of the submodule that takes it; empty for the model itself.
     """
 
     source: str
@@ -52,21 +52,20 @@ class Example:
     path: str = ""
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> Example:
-        """The same on a device, floats in ``dtype``."""
+        """The same input on a device, floating-point tensors in ``dtype``; None keeps their types."""
 
         def move(tensor: Tensor) -> Tensor:
-            kind = dtype if tensor.is_floating_point() and dtype is not None else tensor.dtype
-            return tensor.detach().to(device=device, dtype=kind)
+            wanted = dtype if tensor.is_floating_point() and dtype is not None else tensor.dtype
+            return tensor.detach().to(device=device, dtype=wanted)
 
         args, kwargs = map_tensors(move, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
     def run(self, model: nn.Module) -> Tensor:
-        """One number with a gradient: the step's loss, or a fixed projection of the outputs.
+        """Run it on a model: a scalar with a gradient, which is the step's loss or a fixed projection of the outputs.
 
         Raises:
-            NoExampleError: if nothing that comes out has a gradient, or the step needs more of the trainer than a
-                copy has.
+            NoExampleError: if no output has a gradient, or the step reads more of the trainer than a copy has.
         """
         logged: list[Tensor] = []
         losses: list[Tensor] = []
@@ -87,7 +86,8 @@ class Example:
 
 
 def _project(tensor: Tensor) -> Tensor:
-    # Computed, not drawn: where draws are kept quiet they would all be zero, and with them every gradient.
+    """A scalar of a tensor's numbers with fixed weights, so that every number has a gradient of its own."""
+    # The weights are computed: under Quiet, random ones would all be zero, and with them every gradient.
     places = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device)
     weights = (places * 12.9898).sin().view(tensor.shape)
     return (tensor.double() * weights).sum() / math.sqrt(max(1, tensor.numel()))
@@ -97,7 +97,11 @@ _PLAIN = (bool, int, float, str, type(None), torch.device)
 
 
 class _TrainerView:
-    """What a step may read of the trainer while it runs on a copy."""
+    """Stands for the trainer while a step runs on a copy: plain facts can be read, loggers log nothing.
+
+    Args:
+        trainer: the real one.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._real = trainer
@@ -118,7 +122,11 @@ class _TrainerView:
 
 
 class _NoStep:
-    """An optimizer, or a scheduler, that is in the step's hands and does nothing."""
+    """Stands for an optimizer or a scheduler that a manual step calls; it does nothing.
+
+    Args:
+        real: the optimizer whose parameter groups and state can be read; None for a scheduler.
+    """
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -130,7 +138,13 @@ class _NoStep:
 
 
 def answer_harmlessly(model: LightningModule, logged: list[Tensor], losses: list[Tensor]) -> None:
-    """Let a step of a copy log, step and clip into the void; what it logs with a gradient is kept, and manual losses."""
+    """Replace what a step calls on its module, in place, so that running a step on a copy has no effects.
+
+    Args:
+        model: the copy.
+        logged: gets the tensors with a gradient that the step logs.
+        losses: gets the losses that it passes to ``manual_backward``.
+    """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, Tensor) and value.requires_grad:
@@ -166,7 +180,7 @@ def answer_harmlessly(model: LightningModule, logged: list[Tensor], losses: list
 
 
 def attach_view(model: nn.Module, trainer: Trainer | None) -> None:
-    """Let a copy's steps read plain facts of the trainer."""
+    """Let the steps of a copy read plain facts of the trainer (see :class:`_TrainerView`)."""
     if isinstance(model, LightningModule) and trainer is not None:
         model.__dict__["_trainer"] = _TrainerView(trainer)
 
@@ -186,11 +200,11 @@ _LOOPS = {
 def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example]:
     """Examples of the module's input, the best first.
 
-    Its ``example_input_array``; the first batch of the loop, which goes through the user's own step and loss; the
-    ``dummy_inputs`` that a model inside it offers, as Hugging Face's do.
+    They are its ``example_input_array``; the first batch of the running loop, for the user's own step and loss; and the
+    ``dummy_inputs`` of a model inside it, as Hugging Face's have them.
 
     Raises:
-        NoExampleError: if a loader can be read once only.
+        NoExampleError: after all other examples, if the loader can be read only once.
     """
     own = module.example_input_array
     if own is not None:
@@ -217,6 +231,7 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
 
 
 def _dummies(module: nn.Module) -> Iterator[Example]:
+    """The ``dummy_inputs`` of the first submodule that has some."""
     for path, part in module.named_modules():
         given = getattr(part, "dummy_inputs", None)
         if isinstance(given, Mapping) and any(isinstance(value, Tensor) for value in given.values()):
@@ -225,17 +240,21 @@ def _dummies(module: nn.Module) -> Iterator[Example]:
 
 
 def _step_args(method: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
-    """``(batch,)`` or ``(batch, 0)``, as the step takes it; further arguments have defaults."""
+    """The arguments of a step: ``(batch,)``, or ``(batch, 0)`` if it takes the batch's index; others have defaults."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     takes = [p for p in inspect.signature(method).parameters.values() if p.kind in kinds]
     return (batch, 0)[: max(1, len(takes))]
 
 
 def peek_batch(make_loaders: Callable[[], Any], what: str) -> Any:
-    """The first batch, read by a loader of its own in this process; random streams and the user's loader stay.
+    """The first batch, read in this process; random streams and generators are put back as they were.
+
+    Args:
+        make_loaders: gives the user's loader, or a container of loaders.
+        what: for messages: ``training``, ``validation``, ...
 
     Raises:
-        NoExampleError: for a stream that can be read once only.
+        NoExampleError: for an empty loader, or a stream that can be read only once.
     """
     with kept_streams(torch.device("cpu")):
         loaders = make_loaders()
@@ -250,12 +269,12 @@ def peek_batch(make_loaders: Callable[[], Any], what: str) -> Any:
 
 @contextmanager
 def _generators_kept(loader: DataLoader[Any]) -> Iterator[None]:
-    """Random generators of the loader's, its samplers' and its data set's own come back as they were."""
+    """While open, the random generators of a loader, its samplers and its data set may be used; they are put back after."""
     inner = getattr(loader.batch_sampler, "sampler", None)
     holders = [loader, loader.sampler, loader.batch_sampler, inner, loader.dataset]
-    held = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
+    values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
     states: list[tuple[Any, Any]] = []
-    for value in held:
+    for value in values:
         if isinstance(value, torch.Generator):
             states.append((value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
@@ -270,6 +289,7 @@ def _generators_kept(loader: DataLoader[Any]) -> Iterator[None]:
 
 
 def _first(loader: Any, what: str) -> Any:
+    """The first batch of one loader, whose random generators are put back."""
     if isinstance(loader, DataLoader):
         with _generators_kept(loader):
             return _first_of(loader, what)
@@ -277,6 +297,11 @@ def _first(loader: Any, what: str) -> Any:
 
 
 def _first_of(loader: Any, what: str) -> Any:
+    """The first batch of one loader, read without its workers.
+
+    Raises:
+        NoExampleError: if it is empty or can be read only once.
+    """
     advice = "set example_input_array on the module (a tensor, tuple or dict that its forward takes)"
     if isinstance(loader, DataLoader):
         data = loader.dataset
@@ -301,7 +326,10 @@ def _first_of(loader: Any, what: str) -> Any:
 
 
 def small(batch: Any, limit: int = 4096) -> Any:
-    """The first samples of a batch, if it is large and all its tensors share the first dim."""
+    """The first samples of a batch: about ``limit`` numbers of its largest tensor, but at least 4 samples.
+
+    The batch itself is returned if it is small or its tensors differ in their first dim.
+    """
     tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
     sizes = {tensor.shape[0] for tensor in tensors}
     largest = max((tensor.numel() for tensor in tensors), default=0)

@@ -1,15 +1,15 @@
-"""Finds a plan for a module that has never heard of one.
+"""Inference: a plan for a model that nobody wrote one for.
 
-Data flow says which linears are columns and rows and where to gather; Jacobian support says which features belong
-together; a rehearsal of each rank's part says which attributes must change. What this can't decide it refuses, and
-what it decides is still proved by the self-check.
+The data flow of a recorded forward shows which linears are columns and rows and where to gather; gradients show which
+features belong together; a rehearsal of each rank's part shows which attributes must change. What can't be decided is
+refused, and what is decided is still proved by the self-check.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +18,11 @@ import torch
 from torch import nn
 
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
-from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, mixes_positions, pattern_of
-from lightning_seqpar.inference.dataflow import (
-    BlockFlow,
-    CantInferError,
-    activation,
-    find_exit,
-    find_stacks,
-    read_blocks,
-)
+from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, pair_mixes_positions, pattern_of
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError
 from lightning_seqpar.inference.examples import Example
-from lightning_seqpar.inference.feature_dependence import Block
+from lightning_seqpar.inference.gather_points import read_blocks
+from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.model_copy import (
     Quiet,
     default_dtype,
@@ -37,6 +31,7 @@ from lightning_seqpar.inference.model_copy import (
     repeats_skipped,
     without_checkpoints,
 )
+from lightning_seqpar.inference.stacks import activation, find_exit, find_stacks
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.adapters import without_adapters
 from lightning_seqpar.layout.linear_kind import linear_kind
@@ -44,12 +39,15 @@ from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.styles.style import LINEAR
 
-_TRIES = 600  # sets of changes that are tried at most, the smallest first
-
 
 @dataclass
 class Inference:
-    """An inferred plan and the reasons for it, one line each."""
+    """An inferred plan.
+
+    Attributes:
+        plan: the plan.
+        reasons: why it is as it is, a sentence each.
+    """
 
     plan: ShardingPlan
     reasons: list[str]
@@ -65,17 +63,17 @@ def infer_plan(
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda copied: None,
 ) -> Inference:
-    """A plan for ``model``, whose copy is run on this process's CPU; the model itself is not touched.
+    """Infer a plan for ``model`` from a run of a copy on this process's CPU; the model itself is not touched.
 
     Args:
         model: any module, on any device; one on meta, or a large one, is never materialised whole.
         example: what ``forward`` takes (a tensor, a tuple or a dict), or an :class:`Example`.
-        tp: for how many ranks.
-        own: the user's own rules; what they decide is left to them.
-        sums: a module that deals its tokens out to experts may be reduced where it returns; else at each expert, which needs
-            whole sequences between the blocks.
-        dtype: of the copy; none keeps the model's.
-        prepare: makes the copy ready for its forward.
+        tp: number of tensor-parallel ranks.
+        own: the user's own rules, which inference leaves alone.
+        sums: whether a module that deals its tokens out to experts may be reduced where it returns; if not, each expert is
+            reduced by itself, which needs whole sequences between the blocks.
+        dtype: of the copy; None keeps the model's.
+        prepare: is called with the copy before its forward.
 
     Raises:
         CantInferError: naming the module, why, and the rule to write.
@@ -102,8 +100,9 @@ def infer_plan(
 
 
 def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None, *, sums: bool) -> Inference:
+    """:func:`infer_plan` on the copy itself."""
     trace = ForwardTrace(model)
-    decided = _Decided(model, own)
+    user_rules = _UserRules(model, own)
     with repeats_skipped(model) if is_large(model) else nullcontext(), trace.watch(), Quiet(draws=example.draws):
         seed_streams()
         example.run(model)
@@ -111,7 +110,7 @@ def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None
         raise CantInferError(
             f"{type(model).__name__}: a copy of it runs none of its own modules (its forward is a closure over the original?)"
         )
-    stacks = decided.stacks(trace) or find_stacks(trace, model)
+    stacks = user_rules.stacks(trace) or find_stacks(trace, model)
     if not stacks:
         raise CantInferError(
             f"{type(model).__name__}: no repeated blocks found, that is modules of one class that hold linears and map an "
@@ -121,14 +120,21 @@ def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None
     reasons: list[str] = []
     owners = [_owner(model, calls[0].name) for calls in stacks]
     for calls, owner in zip(stacks, owners, strict=True):
-        found, why = _plan_stack(trace, model, calls, tp, decided, alone=owners.count(owner) == 1, sums=sums)
-        rules += found
-        reasons += why
+        more_rules, more_reasons = _plan_stack(
+            trace, model, calls, tp, user_rules, alone=owners.count(owner) == 1, sums=sums
+        )
+        rules += more_rules
+        reasons += more_reasons
     return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons)
 
 
-class _Decided:
-    """What the user's own rules say already."""
+class _UserRules:
+    """What the user's own rules decide, so that inference leaves it alone.
+
+    Args:
+        model: the copy.
+        own: the rules, or None.
+    """
 
     def __init__(self, model: nn.Module, own: ShardingPlan | None) -> None:
         self._matches = own.match(model) if own is not None else []
@@ -138,20 +144,20 @@ class _Decided:
     def stacks(self, trace: ForwardTrace) -> list[list[Call]]:
         """The stacks of blocks that the user named, in order of execution."""
         named = {match.name for match in self._matches if match.rule.style == "blocks"}
-        found: dict[str, dict[str, Call]] = {}
+        by_parent: dict[str, dict[str, Call]] = {}
         for call in trace.calls:
             if call.name in named and activation(trace, call) is not None:
-                found.setdefault(call.name.rpartition(".")[0], {}).setdefault(call.name, call)
-        return [list(calls.values()) for calls in found.values()]
+                by_parent.setdefault(call.name.rpartition(".")[0], {}).setdefault(call.name, call)
+        return [list(calls.values()) for calls in by_parent.values()]
 
     def covers(self, *names: str) -> bool:
-        """Whether the modules of a group are decided: one is computed whole, or the user names them all."""
+        """Whether the rules decide these modules: one of them is computed whole, or all have a rule of their own."""
         whole = any(inside(name, one) for name in names for one in self._wholes)
         return whole or all(name in self._linears for name in names)
 
 
 def _owner(model: nn.Module, block: str) -> str:
-    """The module that runs the blocks, past lists."""
+    """Name of the module that runs a block: the first module around it that is no list."""
     owner = block.rpartition(".")[0]
     while owner and isinstance(model.get_submodule(owner), nn.ModuleList | nn.Sequential | nn.ModuleDict):
         owner = owner.rpartition(".")[0]
@@ -163,20 +169,34 @@ def _plan_stack(
     model: nn.Module,
     calls: Sequence[Call],
     tp: int,
-    decided: _Decided,
+    user_rules: _UserRules,
     *,
     alone: bool,
     sums: bool,
 ) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rules for one stack of blocks, and the reasons for them.
+
+    Args:
+        trace: the recorded forward.
+        model: the copy.
+        calls: the first call of each block.
+        tp: number of tensor-parallel ranks.
+        user_rules: what the user decides.
+        alone: whether no other stack has the same owner.
+        sums: as in :func:`infer_plan`.
+
+    Raises:
+        CantInferError: if a block can't be planned, none has a row, or their sequences are at different dims.
+    """
     mixing: dict[Any, bool] = {}
 
     def mixes(flow: BlockFlow, row: str) -> bool:
         key = (row[len(flow.name) :], _likeness(flow, model))
         if key not in mixing:
-            mixing[key] = mixes_positions(model, flow, row)
+            mixing[key] = pair_mixes_positions(model, flow, row)
         return mixing[key]
 
-    _refuse_unknown_linears(trace, calls, decided)
+    _refuse_unknown_linears(trace, calls, user_rules)
     flows = read_blocks(trace, calls, model, mixes, sums=sums)
     known: dict[Any, BlockPlan] = {}
     plans: dict[str, BlockPlan] = {}
@@ -185,16 +205,10 @@ def _plan_stack(
     for flow in flows:
         key = _likeness(flow, model)
         if key not in known:
-            known[key] = BlockPlanner(trace, model, flow, tp, decided.covers, names, sums=sums).make()
+            known[key] = BlockPlanner(trace, model, flow, tp, user_rules.covers, names, sums=sums).make()
             dims[flow.name] = Block(model, flow).sequence_dim()
         plans.update(dict.fromkeys(_all_names(model, [flow.name]), known[key]))
-    if len(set(dims.values())) > 1:
-        raise CantInferError(f"the blocks {', '.join(dims)} have their sequence at different dims: {dims}")
-    if not any(style in ("row", "replace") for plan in plans.values() for _, style, _ in plan.rules):
-        raise CantInferError(
-            f"{flows[0].name}: no pair of linears is found in it, of which the second one's output is added to the block's "
-            "input; name them: {pattern: ..., style: column} and {pattern: ..., style: row}"
-        )
+    _refuse_unfit_stack(flows[0].name, known.values(), dims)
     blocks = pattern_of(names)
     dim = next(iter(dims.values()))
     whole = any(plan.reads_length for plan in known.values())
@@ -203,11 +217,7 @@ def _plan_stack(
     for arg in dict.fromkeys(args.values()):
         out.append({"pattern": pattern_of([n for n in names if args.get(n) == arg]), "style": "scatter", "arg": arg})
     out += _compress(names, plans)
-    owner = _owner(model, names[0])
-    if type(model.get_submodule(owner)) is nn.TransformerEncoder:
-        out += [{"pattern": owner, "style": "replace"}, {"pattern": owner, "style": "exit"}]
-    elif (exit_at := find_exit(trace, flows)) is not None:
-        out.append({"pattern": exit_at, "style": "exit", **({} if alone else {"blocks": blocks})})
+    out += _exit_rules(trace, model, names, blocks, alone=alone)
     kinds = "" if len(known) == 1 else f" of {len(known)} kinds"
     reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, sequence at dim {dim}"]
     for plan in known.values():
@@ -215,15 +225,59 @@ def _plan_stack(
     return out, reasons
 
 
-def _refuse_unknown_linears(trace: ForwardTrace, blocks: Sequence[Call], decided: _Decided) -> None:
-    """A linear of a class that computes something else (quantised) is not left whole behind the user's back.
+def _refuse_unfit_stack(first: str, plans: Iterable[BlockPlan], dims: Mapping[str, int]) -> None:
+    """Refuse a stack without a row linear, or whose blocks have their sequences at different dims.
 
-    A subclass that returns more than its features (a router) is no such linear.
+    Args:
+        first: name of the first block.
+        plans: the plans of its blocks.
+        dims: the sequence's dim, by block.
+
+    Raises:
+        CantInferError: naming the blocks.
+    """
+    if len(set(dims.values())) > 1:
+        raise CantInferError(f"the blocks {', '.join(dims)} have their sequence at different dims: {dims}")
+    if not any(style in ("row", "replace") for plan in plans for _, style, _ in plan.rules):
+        raise CantInferError(
+            f"{first}: no pair of linears is found in it, of which the second one's output is added to the block's "
+            "input; name them: {pattern: ..., style: column} and {pattern: ..., style: row}"
+        )
+
+
+def _exit_rules(
+    trace: ForwardTrace, model: nn.Module, names: Sequence[str], blocks: str, *, alone: bool
+) -> list[dict[str, Any]]:
+    """The rules for the end of a stack's region, if it is not the last block.
+
+    Args:
+        trace: the recorded forward.
+        model: the copy.
+        names: all names of the stack's blocks.
+        blocks: the pattern of the blocks.
+        alone: whether no other stack has the same owner.
+    """
+    owner = _owner(model, names[0])
+    if type(model.get_submodule(owner)) is nn.TransformerEncoder:
+        return [{"pattern": owner, "style": "replace"}, {"pattern": owner, "style": "exit"}]
+    exit_at = find_exit(trace, names)
+    if exit_at is None:
+        return []
+    return [{"pattern": exit_at, "style": "exit", **({} if alone else {"blocks": blocks})}]
+
+
+def _refuse_unknown_linears(trace: ForwardTrace, blocks: Sequence[Call], user_rules: _UserRules) -> None:
+    """Refuse a subclass of ``nn.Linear`` that may compute something else (quantised?), unless the user's rules decide it.
+
+    One that returns more than one tensor (a router) is not taken for a linear.
+
+    Raises:
+        CantInferError: naming the module and the rule to write.
     """
     for call in trace.calls:
         module = call.module
         unknown = isinstance(module, nn.Linear) and linear_kind(module) is None and len(call.outputs) == 1
-        if unknown and any(inside(call.name, block.name) for block in blocks) and not decided.covers(call.name):
+        if unknown and any(inside(call.name, block.name) for block in blocks) and not user_rules.covers(call.name):
             around = re.sub(r"(?<=\.)\d+(?=\.)", "*", call.name.rpartition(".")[0])
             raise CantInferError(
                 f"{call.name}: a {type(module).__name__}, which is not known to compute what nn.Linear does (is it quantised?); "
@@ -232,13 +286,13 @@ def _refuse_unknown_linears(trace: ForwardTrace, blocks: Sequence[Call], decided
 
 
 def _all_names(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Every name under which the blocks stand, in the model's order: in a copy one may stand for many."""
+    """All names of the blocks, in the model's order; in the copy of a large model one module has the names of many blocks."""
     objects = {id(model.get_submodule(name)) for name in blocks}
     return [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in objects]
 
 
 def _likeness(flow: BlockFlow, model: nn.Module) -> Any:
-    """What two blocks must share to get the same plan."""
+    """A key that is equal for blocks that get the same plan: classes, shapes and data flow."""
     cut = len(flow.name) + 1
     block = model.get_submodule(flow.name)
     shapes = tuple((name, type(m)) for name, m in block.named_modules())
@@ -254,7 +308,7 @@ def _likeness(flow: BlockFlow, model: nn.Module) -> Any:
 
 
 def _compress(names: Sequence[str], plans: Mapping[str, BlockPlan]) -> list[dict[str, Any]]:
-    """Rules by pattern: one for all blocks that share it, in the order of their first mention."""
+    """Rules over patterns: each rule once for all blocks that have it, in the order in which they first appear."""
     holders: dict[str, list[str]] = defaultdict(list)
     rules: dict[str, tuple[str, str, dict[str, Any]]] = {}
     for name in names:
@@ -264,12 +318,12 @@ def _compress(names: Sequence[str], plans: Mapping[str, BlockPlan]) -> list[dict
             holders[key].append(name)
     out = []
     for key, (inner, style, options) in rules.items():
-        held = holders[key]
-        if len(held) == len(names):
+        named = holders[key]
+        if len(named) == len(names):
             block = pattern_of(names)
         else:
-            parent = held[0].rpartition(".")[0]
-            leaves = ",".join(name.rpartition(".")[2] for name in held)
-            block = (f"{parent}." if parent else "") + (f"{{{leaves}}}" if len(held) > 1 else leaves)
+            parent = named[0].rpartition(".")[0]
+            leaves = ",".join(name.rpartition(".")[2] for name in named)
+            block = (f"{parent}." if parent else "") + (f"{{{leaves}}}" if len(named) > 1 else leaves)
         out.append({"pattern": f"{block}.{inner}" if inner else block, "style": style, **options})
     return out

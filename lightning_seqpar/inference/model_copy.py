@@ -1,4 +1,4 @@
-"""Harmless runs of a model: a detached copy, an example of its input, and no luck involved."""
+"""Harmless runs of a model: a copy that no trainer knows, weights that hide no gradient, random draws made constant."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LARGE = 30_000_000
-"""Parameters above which equal blocks of a copy share one block's weights."""
+"""Number of parameters above which equal blocks of a copy share one block's weights."""
 
 
 class Quiet(TorchDispatchMode):
-    """Random draws become constants that keep everything: two runs of one model are alike, dropout or not.
+    """A mode in which random draws give constants, so that two runs of a model are alike; dropout drops nothing.
 
     Args:
-        draws: leave numbers that are not masks to chance: for a step that needs some (masked tokens).
+        draws: whether draws that make no dropout mask stay random, for a step that needs them (to choose masked tokens).
     """
 
     def __init__(self, *, draws: bool = False) -> None:
@@ -33,7 +33,7 @@ class Quiet(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.name().split("::")[-1].split(".")[0]
-        # Nothing is drawn for these, so that the streams stay alike where other things are drawn.
+        # These draw nothing at all: whole and sharded copies would advance the random streams by different amounts.
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if name == "bernoulli_":
@@ -61,7 +61,7 @@ class Quiet(TorchDispatchMode):
 
 
 def kind_of(module: nn.Module) -> Any:
-    """What makes two blocks of a stack alike: classes, shapes and plain settings, a block's own index aside."""
+    """A key that is equal for blocks of a stack that are alike: classes, shapes and settings, but not a block's own index."""
 
     def settings(part: nn.Module) -> tuple[Any, ...]:
         return tuple(
@@ -77,11 +77,16 @@ def kind_of(module: nn.Module) -> Any:
 
 
 _INDEX = re.compile(r"(idx|index|layer_id|layer_number|depth)$", re.IGNORECASE)
-"""Names of a block's own place in its stack."""
+"""Names of attributes that hold a block's own index in its stack."""
 
 
 def _share_equal_blocks(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Let equal blocks of the copy be one: the depth stays, the memory is that of one block of each kind."""
+    """Write into ``memo`` that equal blocks of a stack are copied as one module, so that they need the memory of one.
+
+    Args:
+        model: the model that will be copied.
+        memo: for ``copy.deepcopy``.
+    """
     for stack in model.modules():
         if not isinstance(stack, nn.ModuleList | nn.Sequential) or len(stack) < 3:
             continue
@@ -101,19 +106,24 @@ def is_large(model: nn.Module) -> bool:
 
 
 def detached_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | None = torch.float64) -> nn.Module:
-    """A copy of ``model`` that no trainer knows, in ``dtype``, with weights at which no gradient hides.
+    """A copy of ``model`` that no trainer knows, with weights at which no wrong gradient stays hidden.
 
-    Weights are those of the model moved by seeded noise (zeros, ones and tiny scales hide wrong gradients), or all
-    noise for a model on the meta device. Large models share the weights of equal blocks.
+    Weights are those of the model with seeded noise added (zeros, ones and tiny scales would hide wrong gradients), or
+    noise alone for a model on the meta device. Equal blocks of a large model share their weights.
+
+    Args:
+        model: the model, on any device.
+        device: of the copy.
+        dtype: of the copy; None keeps the model's own types.
     """
     memo: dict[int, Any] = {}
     for attribute in ("_trainer", "_fabric"):
         for module in model.modules():
-            held = module.__dict__.get(attribute)
-            if held is not None:
-                memo[id(held)] = None
-    for module in model.modules():  # metrics hold the group that they sync over, which nobody can copy
-        memo |= {id(held): held for held in module.__dict__.values() if isinstance(held, ProcessGroup)}
+            trainer = module.__dict__.get(attribute)
+            if trainer is not None:
+                memo[id(trainer)] = None
+    for module in model.modules():  # metrics hold the process group that they sync over, which can't be copied
+        memo |= {id(value): value for value in module.__dict__.values() if isinstance(value, ProcessGroup)}
     if is_large(model):
         _share_equal_blocks(model, memo)
     copied = copy.deepcopy(model, memo)
@@ -132,7 +142,7 @@ def detached_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | N
 
 
 def _without_caches(model: nn.Module) -> None:
-    """Blocks that are one would put their keys and values into one place of a cache, and read each other's."""
+    """Switch caches of keys and values off, in place: blocks that share one module would read each other's entries."""
     for module in model.modules():
         settings = getattr(module, "config", None)
         if getattr(settings, "use_cache", None) is True:
@@ -140,7 +150,7 @@ def _without_caches(model: nn.Module) -> None:
 
 
 def without_checkpoints(model: nn.Module) -> nn.Module:
-    """``model`` with transformers' activation checkpointing off, in place: the reentrant form runs blocks without a graph."""
+    """Switch transformers' activation checkpointing off, in place: its reentrant form runs blocks without a graph."""
     for module in model.modules():
         if module.__dict__.get("gradient_checkpointing") is True:
             module.__dict__["gradient_checkpointing"] = False
@@ -148,7 +158,7 @@ def without_checkpoints(model: nn.Module) -> nn.Module:
 
 
 def _without_meta(model: nn.Module, device: torch.device) -> None:
-    """Zeros for what lies on the meta device, ones for the weights of norms; tied parameters stay tied."""
+    """Give tensors on the meta device memory: ones for the weights of norms, else zeros; tied parameters stay tied."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             fill = 1.0 if parameter.ndim == 1 and name.endswith("weight") else 0.0
@@ -161,6 +171,7 @@ def _without_meta(model: nn.Module, device: torch.device) -> None:
 
 
 def _move_weights(model: nn.Module) -> None:
+    """Add seeded noise to every floating-point parameter, in place."""
     generator = torch.Generator().manual_seed(20220505)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -170,13 +181,16 @@ def _move_weights(model: nn.Module) -> None:
             scale = 0.5 / math.sqrt(fan_in) if parameter.ndim > 1 else 0.2
             noise = torch.empty(parameter.shape, dtype=torch.float32).uniform_(-2, 2, generator=generator).mul_(scale)
             if parameter.ndim == 1 and float(parameter.detach().abs().max()) < 0.05:
-                noise += 0.5  # a layer scale that starts near zero hides its branch
+                noise += 0.5  # a layer scale near zero would hide its branch
             parameter.add_(noise.to(device=parameter.device, dtype=parameter.dtype))
 
 
 @contextmanager
 def repeats_skipped(model: nn.Module) -> Iterator[None]:
-    """Blocks that stand for more than two are run twice; after that their last output is given again."""
+    """While open, a module of a large model's copy that stands for more than two blocks is computed at its first two calls.
+
+    Later calls return the second output again, which is all that a record of the data flow needs.
+    """
     names: dict[int, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         names[id(module)] = names.get(id(module), 0) + 1
@@ -193,7 +207,7 @@ def repeats_skipped(model: nn.Module) -> Iterator[None]:
 
 
 class _Repeat:
-    """A forward that stops to compute after two calls."""
+    """A forward that is computed at its first two calls, and returns the second output at later ones."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward, self._calls, self._last = forward, 0, None
@@ -207,7 +221,7 @@ class _Repeat:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Let the tensors that a forward makes have ``dtype``."""
+    """While open, new tensors have ``dtype`` by default; None changes nothing."""
     before = torch.get_default_dtype()
     if dtype is not None:
         torch.set_default_dtype(dtype)
@@ -215,6 +229,3 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-# ---- examples --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Modules that multiply parameters themselves, by einsum or expert by expert: which dims to deal out.
+"""Modules that multiply their parameters themselves, by einsum or expert by expert: along which dims to cut them.
 
-No linear's output can be watched here, so candidate cuts are tried: the parts that the ranks would return must sum up
-to what the whole module returns. Runs on one process, with the inputs of a recorded forward.
+There is no linear module whose output could be observed, so cuts are tried one after another: the parts that the ranks
+would return must sum up to what the whole module returns. It runs on one process, with the inputs of a recorded forward.
 """
 
 from __future__ import annotations
@@ -17,19 +17,26 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_seqpar.inference.dataflow import CantInferError
-from lightning_seqpar.inference.feature_dependence import EQUAL, Block, Edit, changed_attribute
+from lightning_seqpar.inference.isolated_block import Block
+from lightning_seqpar.inference.rehearsal import EQUAL, Edit, changed_attribute
 from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.layout.shard import Shard
 
-_TRIES = 2000
+_MAX_TRIES = 2000
+"""Cuts that are tried at most, the likeliest first."""
+
 _SEGMENTS = (1, 2, 3)
+"""Numbers of equal parts that a fused parameter is tried as: ``[f]``, ``[gate|up]``, ``[q|k|v]``."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter dealt out along ``dim``, in ``segments`` equal parts.
+    """How one parameter is cut.
 
-    ``size`` is that dim's length; ``dim`` is none for what the first rank alone adds.
+    Attributes:
+        dim: the tensor dim; None for a parameter that stays whole and that the first rank alone adds (a bias).
+        size: that dim's length.
+        segments: number of equal parts of a fused parameter, each of which is split over the ranks.
     """
 
     dim: int | None
@@ -39,11 +46,11 @@ class Cut:
 
 @dataclass
 class SumLayout:
-    """What becomes of a module whose output is a sum over its parameters' parts.
+    """How a module is split whose output is the sum of what the ranks make with their parts of its parameters.
 
     Attributes:
-        owner: the module.
-        cuts: by parameter; one that is missing stays whole.
+        owner: the module's name.
+        cuts: by the parameter's own name; one that is missing stays whole.
         edits: attributes that change.
     """
 
@@ -52,8 +59,18 @@ class SumLayout:
     edits: tuple[Edit, ...] = ()
 
 
-class Products:
-    """One such module, called as in a recorded forward."""
+class UnwrappedProducts:
+    """One module that multiplies its parameters itself, called as in a recorded forward.
+
+    Args:
+        block: the block that it is in.
+        owner: its name.
+        rows: full names of the parameters that act as rows.
+        columns: full names of those that act as columns.
+
+    Raises:
+        CantInferError: if a run of the block does not call it, or it returns no tensor.
+    """
 
     def __init__(self, block: Block, owner: str, rows: Sequence[str], columns: Sequence[str]) -> None:
         self.owner, self.module = owner, block.modules[owner]
@@ -65,6 +82,7 @@ class Products:
         self._block = block
 
     def _inputs_of(self, block: Block) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of its first call in a run of the block."""
         kept: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -100,10 +118,10 @@ class Products:
     # ---- the search ------------------------------------------------------------------------------------------
 
     def check_used(self) -> None:
-        """Every parameter must matter for the example.
+        """Refuse a module with parameters that its output does not depend on: the example shows nothing of them.
 
         Raises:
-            CantInferError: naming those that do not.
+            CantInferError: naming the parameters.
         """
         if idle := self._idle():
             raise CantInferError(
@@ -112,12 +130,12 @@ class Products:
             )
 
     def deal(self, tp: int) -> SumLayout:
-        """The cuts under which the ranks' parts sum up to the whole, the likeliest first.
+        """Find cuts under which the outputs of ``tp`` ranks sum up to the whole output.
 
         Raises:
-            CantInferError: if none of them do.
+            CantInferError: if none of those that are tried do.
         """
-        for edits, cuts in islice(self._candidates(tp), _TRIES):
+        for edits, cuts in islice(self._candidates(tp), _MAX_TRIES):
             if self._sums_up(cuts, edits, tp):
                 return SumLayout(self.owner, cuts, edits)
         names = ", ".join((*self.columns, *self.rows))
@@ -127,7 +145,7 @@ class Products:
         )
 
     def _idle(self) -> list[str]:
-        """Parameters that the output does not depend on for the example."""
+        """Parameters on which the output does not depend for the example's input."""
         own = {name: p for name, p in self.module.named_parameters(recurse=False) if p.is_floating_point()}
         before = {name: p.requires_grad for name, p in own.items()}
         try:
@@ -145,6 +163,7 @@ class Products:
         return [name for name in own if name not in used]
 
     def _candidates(self, tp: int) -> Iterator[tuple[tuple[Edit, ...], dict[str, Cut]]]:
+        """Edits and cuts to try, the likeliest first: cuts alone, then with one or two edits, then unlikely cuts."""
         plain = list(self._cuts(tp, likely=True))
         yield from (((), cuts) for cuts in plain)
         for cuts in plain:
@@ -154,12 +173,18 @@ class Products:
         yield from (((), cuts) for cuts in self._cuts(tp, likely=False))
 
     def _cuts(self, tp: int, *, likely: bool) -> Iterator[dict[str, Cut]]:
+        """Cuts by parameter; parameters of one shape are cut alike.
+
+        Args:
+            tp: number of ranks.
+            likely: whether to give the first choice for the remaining parameters (biases), or all others.
+        """
         own = dict(self.module.named_parameters(recurse=False))
         shapes = list(dict.fromkeys(tuple(own[name].shape) for name in self.columns))
         row_shapes = list(dict.fromkeys(tuple(own[name].shape) for name in self.rows))
         options = [[*_options(shape, tp, _SEGMENTS), None] for shape in shapes]
         row_options: list[list[Cut | None]] = [[*_options(shape, tp, (1,))] for shape in row_shapes]
-        found: list[tuple[int, int, int, dict[str, Cut]]] = []
+        ranked: list[tuple[int, int, int, dict[str, Cut]]] = []
         for picks in product(*row_options, *options):
             by_row = dict(zip(row_shapes, picks, strict=False))
             by_column = dict(zip(shapes, picks[len(row_shapes) :], strict=True))
@@ -169,10 +194,11 @@ class Products:
             cuts |= {name: cut for name in self.columns if (cut := by_column[tuple(own[name].shape)]) is not None}
             lengths = {cut.size for name, cut in cuts.items() if name in self.rows}
             odd = sum(cut.size // cut.segments not in lengths for cut in cuts.values())
-            shared = sum(cut is None for cut in by_column.values())  # kv that all query heads read
-            found.append((shared, odd, sum(cut.segments for cut in cuts.values()), cuts))
+            # Columns that stay whole, such as keys and values that all query heads read.
+            shared = sum(cut is None for cut in by_column.values())
+            ranked.append((shared, odd, sum(cut.segments for cut in cuts.values()), cuts))
         rest = [name for name in own if name not in self.columns and name not in self.rows]
-        for *_, cuts in sorted(found, key=lambda item: item[:3]):
+        for *_, cuts in sorted(ranked, key=lambda item: item[:3]):
             choices = [self._others(own[name], cuts, tp) for name in rest]
             for number, chosen in enumerate(product(*choices)):
                 if likely != (number == 0):
@@ -180,7 +206,7 @@ class Products:
                 yield cuts | {name: cut for name, cut in zip(rest, chosen, strict=True) if cut is not None}
 
     def _others(self, tensor: Tensor, cuts: dict[str, Cut], tp: int) -> list[Cut | None]:
-        """What may become of another parameter, such as a bias: cut like a column, added once, whole."""
+        """How another parameter, such as a bias, may be treated: cut like a column, added by one rank, or left whole (None)."""
         columns = {(cut.size, cut.segments) for name, cut in cuts.items() if name in self.columns}
         sliced: list[Cut | None] = [
             Cut(dim, size, segments)
@@ -192,24 +218,25 @@ class Products:
         return [*sliced, *once, None]
 
     def _edits(self, tp: int) -> list[Edit]:
-        """Attributes that may count what is dealt out: heads, or the length of a cut dim."""
-        found = [
+        """Attributes that may count what is split over the ranks: heads, or the length of a cut dim."""
+        edits = [
             Edit("set", self.owner, key, value=value // tp)
             for key, value in vars(self.module).items()
             if type(value) is int and not key.startswith("_") and value > 1 and value % tp == 0
         ]
-        return sorted(found, key=lambda edit: "head" not in str(edit.key))
+        return sorted(edits, key=lambda edit: "head" not in str(edit.key))
 
-    # ---- one try ---------------------------------------------------------------------------------------------
+    # ---- one cut ---------------------------------------------------------------------------------------------
 
     def _sums_up(self, cuts: dict[str, Cut], edits: Sequence[Edit], tp: int) -> bool:
+        """Whether the outputs of all ranks, each with its parts of the parameters, sum up to the whole output."""
         total: Tensor | None = None
         for rank in range(tp):
             try:
                 with self._cut(cuts, edits, tp, rank), torch.no_grad():
                     part = _first(self._block.quiet(self.module, self._args, self._kwargs))
             except (RuntimeError, ValueError, IndexError, AssertionError, TypeError):
-                return False  # the shapes do not fit: not this way
+                return False  # the shapes do not fit, so this cut is wrong
             if part.shape != self.whole.shape:
                 return False
             total = part if total is None else total + part
@@ -219,6 +246,7 @@ class Products:
 
     @contextmanager
     def _cut(self, cuts: dict[str, Cut], edits: Sequence[Edit], tp: int, rank: int) -> Iterator[None]:
+        """While open, the module has the parameters and attributes of one rank."""
         with ExitStack() as stack:
             for name, cut in cuts.items():
                 parameter = getattr(self.module, name)
@@ -235,10 +263,12 @@ class Products:
 
 
 def _options(shape: tuple[int, ...], tp: int, segments: Sequence[int]) -> list[Cut]:
+    """All cuts of a parameter of that shape whose dim divides by the segments and the ranks."""
     return [Cut(dim, size, count) for dim, size in enumerate(shape) for count in segments if size % (count * tp) == 0]
 
 
 def _first(out: Any) -> Tensor:
+    """The output, or the first of several."""
     first = out[0] if isinstance(out, list | tuple) and out else out
     if not isinstance(first, Tensor):
         raise CantInferError(f"a module that multiplies parameters itself returns a {type(first).__name__}, no tensor")

@@ -1,4 +1,8 @@
-"""A record of one forward: every operation with what it read and made, and the module calls around it."""
+"""A record of one forward: every operation with the values that it read and made, and the module calls around it.
+
+Operations are seen below autograd, as torch's dispatcher is given them, so a model's own code, functional calls and
+libraries all look alike. What the record means is read by the other modules of this package.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,7 @@ _EMPTY = (
     "new_empty_strided",
 )
 
-"""What takes a tensor's shape alone."""
+"""Operations that read a tensor's shape alone, so that nothing flows from its content."""
 
 _RESHAPES = (
     "t",
@@ -66,7 +70,7 @@ _RESHAPES = (
     "unbind",
     "unfold",
 )
-"""What passes its one input's content on."""
+"""Operations whose result has the content of their one input: views, copies and casts."""
 
 
 _ORDERED = (
@@ -84,7 +88,7 @@ _ORDERED = (
     "flip",
     "roll",
 )
-"""What puts the elements of a dim in an order, or goes through them in one; no gradient need show it."""
+"""Operations that put the elements of a dim in an order, or go through them in one; gradients need not show it."""
 
 
 _REDUCING = (
@@ -106,16 +110,17 @@ _REDUCING = (
     "argmax",
     "argmin",
 )
-"""What makes one number of a dim, or of all where none is named; where it is clamped or compared, no gradient need show it."""
+"""Operations that make one number of a dim (of all dims, if none is named); gradients need not show it if it is compared."""
 
 
 def _ordered_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """The dims of its first argument along which an operation orders or reduces elements; none for other operations."""
     name = name.removesuffix("_")
     if name not in (*_ORDERED, *_REDUCING) or not args or not isinstance(args[0], Tensor):
         return ()
     schema = [argument.name for argument in func._schema.arguments]
     if "other" in schema or (name in _REDUCING and not args[0].is_floating_point()):
-        return ()  # the larger of two tensors; a count of classes, as one_hot looks at
+        return ()  # the larger of two tensors, or a reduction of integers, such as one_hot's look at the largest class
     given = {**dict(zip(schema, args, strict=False)), **kwargs}
     count = max(1, args[0].ndim)
     dims = given.get("dim", given.get("dims"))
@@ -126,14 +131,14 @@ def _ordered_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor at one moment: written again in place, it is another value.
+    """A tensor between two writes: a tensor that is written in place has another value from then on.
 
     Attributes:
-        id: its number.
+        id: its index in :attr:`ForwardTrace.values`.
         shape: its shape.
         floating: whether gradients can flow through it.
-        root: number of the content; views and copies share it.
-        parameter: the parameter that it is, or is a view or cast of.
+        root: id of the value whose content it has; views and copies have the same root.
+        parameter: name of the parameter that it is, or is a view or a cast of; None for an activation.
     """
 
     id: int
@@ -145,9 +150,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation; ``stack`` holds the numbers of the module calls that were open, outermost first.
+    """One operation.
 
-    ``dims`` are the dims of its input along which it puts elements in an order, goes through them in one or reduces them.
+    Attributes:
+        index: its index in :attr:`ForwardTrace.ops`.
+        name: as torch's dispatcher calls it; ``rewrite`` for a view of memory that an operation wrote to.
+        inputs: ids of the values that it read.
+        outputs: ids of the values that it made.
+        stack: ids of the module calls that were open, outermost first.
+        dims: the dims of its first input along which it orders or reduces elements.
     """
 
     index: int
@@ -164,7 +175,7 @@ class Op:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it takes a tensor's shape alone."""
+        """Whether it reads a tensor's shape alone."""
         return self.name in _EMPTY
 
 
@@ -173,9 +184,15 @@ class Call:
     """One call of a module.
 
     Attributes:
-        args: the value of each tensor argument by position, name, or (argument, index) inside a nested one.
-        outputs: the values that it returned.
-        first_op: index of the first operation inside it; ``last_op`` is one past the last.
+        id: its index in :attr:`ForwardTrace.calls`.
+        name: the module's name in the model.
+        module: the module.
+        parent: id of the call around it; None for the outermost.
+        first_op: index of the first operation inside it.
+        args: id of the value of each tensor argument, by position or name.
+        outputs: ids of the values that it returned.
+        last_op: one past the index of the last operation inside it.
+        given: the arguments themselves, positional and named.
     """
 
     id: int
@@ -192,7 +209,15 @@ class Call:
 class ForwardTrace(TorchDispatchMode):
     """Records the forward that runs under it.
 
-    All tensors are kept alive until :meth:`forget`, so that a storage's address means one thing.
+    All tensors are kept alive until :meth:`forget`, so that no address of memory is used twice.
+
+    Args:
+        model: whose module calls are recorded, and whose parameters are recognised.
+
+    Attributes:
+        values: every tensor that was read or made.
+        ops: every operation, in order.
+        calls: every call of a module, in the order in which they began.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -214,6 +239,7 @@ class ForwardTrace(TorchDispatchMode):
 
     @staticmethod
     def _key(tensor: Tensor) -> tuple[Any, ...]:
+        """What tells one view of memory from another."""
         return (
             storage_id(tensor),
             tensor.storage_offset(),
@@ -223,6 +249,7 @@ class ForwardTrace(TorchDispatchMode):
         )
 
     def _make(self, tensor: Tensor, parameter: str | None = None, copied: int | None = None) -> int:
+        """Record a tensor as a new value; ``copied`` is the value whose content it has, if it is a copy."""
         key = self._key(tensor)
         storage = key[0]
         if storage not in self._roots:
@@ -238,13 +265,14 @@ class ForwardTrace(TorchDispatchMode):
         return value.id
 
     def value_of(self, tensor: Tensor) -> int:
-        """The value that a tensor has now."""
-        found = self._current.get(self._key(tensor))
-        if found is None:
-            found = self._make(tensor, self._parameters.get(storage_id(tensor)))
-        return found
+        """Id of the value that a tensor has now; it is recorded if it was not seen yet."""
+        value = self._current.get(self._key(tensor))
+        if value is None:
+            value = self._make(tensor, self._parameters.get(storage_id(tensor)))
+        return value
 
     def _strided(self, value: Any) -> list[Tensor]:
+        """The ordinary tensors in any nest of containers; sparse and nested ones are left out."""
         return [
             leaf
             for leaf in tree_leaves(value)
@@ -267,7 +295,8 @@ class ForwardTrace(TorchDispatchMode):
         if name in _RESHAPES and len(inputs) == 1:
             copied, tag = inputs[0], self.values[inputs[0]].parameter
         elif name in ("index", "index_select") and len(self.values[inputs[0]].shape) > 2:
-            tag = self.values[inputs[0]].parameter  # some of the matrices that a parameter stacks
+            # A choice among the matrices that a parameter stacks, such as experts' weights, is still that parameter.
+            tag = self.values[inputs[0]].parameter
         outputs: list[int] = []
         if func._schema.is_mutable:
             stripped = name.removesuffix("_")
@@ -281,7 +310,7 @@ class ForwardTrace(TorchDispatchMode):
         return out
 
     def _rewrite(self, storage: int) -> list[int]:
-        """Every view of a storage that was written to is another value now."""
+        """Record a new value for every view of a storage that was written to."""
         self._roots[storage] = len(self.values)
         made = []
         for key in self._keys.get(storage, []):
@@ -290,7 +319,7 @@ class ForwardTrace(TorchDispatchMode):
             self.values.append(value)
             self._current[key] = value.id
             made.append(value.id)
-            # What the other views held is still in it.
+            # An operation of its own says that the old content may still be in the new value.
             self._add("rewrite", [old.id], [value.id])
         return made
 
@@ -300,6 +329,8 @@ class ForwardTrace(TorchDispatchMode):
     # ---- calls -------------------------------------------------------------------------------------------------
 
     def _enter(self, name: str) -> Any:
+        """A forward pre-hook that records the beginning of a call of the module ``name``."""
+
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call = Call(len(self.calls), name, module, self._open[-1] if self._open else None, len(self.ops))
             call.given = (args, kwargs)
@@ -313,13 +344,14 @@ class ForwardTrace(TorchDispatchMode):
         return hook
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        """A forward hook that records the end of the call that began last."""
         call = self.calls[self._open.pop()]
         call.last_op = len(self.ops)
         call.outputs = [self.value_of(tensor) for tensor in self._strided(out)]
 
     @contextmanager
     def watch(self) -> Iterator[ForwardTrace]:
-        """Record what runs inside, with the calls of the model's modules."""
+        """While open, record all operations and the calls of the model's modules."""
         hooks = []
         for name, module in self._model.named_modules():
             hooks.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True, prepend=True))
@@ -332,7 +364,7 @@ class ForwardTrace(TorchDispatchMode):
                 hook.remove()
 
     def forget(self) -> None:
-        """Let go of the tensors; the record stays."""
+        """Free the tensors; the record stays."""
         self._alive, self._current, self._keys = [], {}, {}
 
     # ---- questions ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Low-rank adapters around linears, as PEFT makes them (arXiv 2106.09685): what they are, and the model without them."""
+"""Low-rank adapters around linears, as PEFT makes them (arXiv 2106.09685), recognised by the names of their parts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from torch import nn
 
 BASE = "base_layer"
+"""Name of the adapted linear inside an adapter."""
+
 DOWN = "lora_A"
+"""Name of the linears ``A``, ``[h → r]``, by adapter name."""
+
 UP = "lora_B"
+"""Name of the linears ``B``, ``[r → f]``, by adapter name."""
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether ``module`` adds ``B(A(x))`` to a linear and does nothing else: LoRA without variants."""
+    """Whether ``module`` adds ``B(A(x))`` to a linear and has no other parameters: LoRA without its variants."""
     children = dict(module.named_children())
     if not {BASE, DOWN, UP} <= children.keys():
         return False
@@ -23,25 +28,25 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def known_limits(root: nn.Module) -> list[str]:
-    """What is known not to fit shards among the adapters that PEFT configured in ``root``: a sentence for each."""
-    found: dict[str, None] = {}
+    """A sentence for each kind of adapter in ``root``, by PEFT's configuration, that is known not to work on shards."""
+    limits: dict[str, None] = {}
     for module in root.modules():
         configs = getattr(module, "peft_config", None)
         for config in configs.values() if isinstance(configs, dict) else ():
             if getattr(getattr(config, "peft_type", None), "name", "") == "PREFIX_TUNING":
-                found["prefix tuning gives every block keys and values of all heads; use LoRA or prompt tuning"] = None
+                limits["prefix tuning gives every block keys and values of all heads; use LoRA or prompt tuning"] = None
             if getattr(config, "target_parameters", None):
-                found[
+                limits[
                     "LoRA on target_parameters (experts) replaces parameters that are dealt out; use target_modules, or leave "
                     "the module that holds them whole: {pattern: ..., style: whole}"
                 ] = None
             if getattr(config, "alora_invocation_tokens", None):
-                found["activated LoRA picks tokens by their place in the whole sequence; set sp=False"] = None
-    return list(found)
+                limits["activated LoRA picks tokens by their place in the whole sequence; set sp=False"] = None
+    return list(limits)
 
 
 def plain_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``root.named_modules()`` as if there were no adapters: each stands for the linear in it."""
+    """``root.named_modules()`` as if there were no adapters: an adapter's name comes with the linear inside it."""
     hidden: tuple[str, ...] = ()
     for name, module in root.named_modules():
         if name.startswith(hidden):
@@ -53,9 +58,9 @@ def plain_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def without_adapters(root: nn.Module) -> nn.Module:
-    """``root`` with each adapter replaced by the linear in it, in place: for a copy that is only looked at.
+    """Replace each adapter by the linear inside it, in place, for a copy from which a plan is inferred.
 
-    What is frozen under an adapter has gradients without it.
+    The linear's parameters, which are frozen under the adapter, require gradients again.
     """
     for module in list(root.modules()):
         for name, child in list(module.named_children()):

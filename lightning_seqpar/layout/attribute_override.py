@@ -1,4 +1,4 @@
-"""Another value for some attributes of an object that others share."""
+"""Other values for some attributes of an object that several modules share, such as a configuration."""
 
 from __future__ import annotations
 
@@ -7,30 +7,34 @@ from typing import Any
 
 
 class AttributeOverride:
-    """Answers like ``held``, except for a few attributes; ``held`` itself, shared by many modules, stays as it is.
+    """Stands for an object and gives other values for a few of its attributes; the object itself stays as it is.
 
-    Never a copy: libraries write to a shared config after the model is made, and a copy would not hear of it.
+    It is no copy, since libraries write to a shared configuration after the model is made, and a copy would not change.
+
+    Args:
+        original: the object. Attributes that are set are set on it.
+        values: the attributes that have other values here.
     """
 
-    def __init__(self, held: Any, values: Mapping[str, Any]) -> None:
-        object.__setattr__(self, "_held", held)
+    def __init__(self, original: Any, values: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "_original", original)
         object.__setattr__(self, "_values", dict(values))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copying and pickling ask before anything is there
             raise AttributeError(name)
         values = object.__getattribute__(self, "_values")
-        return values[name] if name in values else getattr(object.__getattribute__(self, "_held"), name)
+        return values[name] if name in values else getattr(object.__getattribute__(self, "_original"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(object.__getattribute__(self, "_held"), name, value)
+        setattr(object.__getattribute__(self, "_original"), name, value)
 
     def __reduce__(self) -> Any:
-        return AttributeOverride, (object.__getattribute__(self, "_held"), object.__getattribute__(self, "_values"))
+        return AttributeOverride, (object.__getattribute__(self, "_original"), object.__getattribute__(self, "_values"))
 
 
 def read_attribute(module: Any, path: str) -> Any:
-    """An attribute, or one of an object that the module holds (``config.num_heads``).
+    """An attribute by its path, such as ``num_heads`` or ``config.num_heads``.
 
     Raises:
         AttributeError: if there is none.
@@ -41,12 +45,12 @@ def read_attribute(module: Any, path: str) -> Any:
 
 
 def write_attribute(module: Any, path: str, value: Any) -> None:
-    """Set an attribute of the module's own; a dotted one through a view of the object that holds it."""
+    """Set an attribute by its path; for ``config.num_heads`` the module gets an :class:`AttributeOverride` of its config."""
     holder, _, leaf = path.rpartition(".")
     if not holder:
         setattr(module, leaf, value)
         return
-    held = read_attribute(module, holder)
-    values = {**(held.__reduce__()[1][1] if isinstance(held, AttributeOverride) else {}), leaf: value}
-    base = held.__reduce__()[1][0] if isinstance(held, AttributeOverride) else held
-    write_attribute(module, holder, AttributeOverride(base, values))
+    original, values = read_attribute(module, holder), {}
+    if isinstance(original, AttributeOverride):
+        _, (original, values) = original.__reduce__()
+    write_attribute(module, holder, AttributeOverride(original, {**values, leaf: value}))

@@ -1,4 +1,4 @@
-"""Which modules are linears, whatever their class is called."""
+"""Which modules are linears, whatever their class is, and how they keep their weight."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LinearKind = Literal["out_in", "in_out"]
 
 
 def linear_kind(module: nn.Module) -> LinearKind | None:
-    """How ``module`` keeps its weight if it computes ``x Wᵀ + b`` and nothing else; none for any other module.
+    """How ``module`` keeps its weight if it computes ``x Wᵀ + b`` and nothing else; None for any other module.
 
-    Subclasses of ``nn.Linear`` that are not torch's are none: quantised linears are such. A class of another line
-    (Conv1D) is tried on random numbers.
+    Subclasses of ``nn.Linear`` that are not torch's own count as none, since quantised linears are such. A module of another
+    class with a matrix ``weight`` (Conv1D) is run on random numbers and compared with ``F.linear``.
     """
     if isinstance(module, nn.Linear):
         if not type(module).__module__.startswith("torch.nn.modules.linear"):
@@ -33,7 +33,7 @@ def linear_kind(module: nn.Module) -> LinearKind | None:
         return None
     if isinstance(module, nn.Embedding):
         return None
-    if weight.is_meta or isinstance(weight, FakeTensor):  # its numbers are not there yet: take others
+    if weight.is_meta or isinstance(weight, FakeTensor):  # it has no values, so a copy with random ones is tried
         with unset_fake_temporarily():
             numbers = {name: torch.randn(parameter.shape) for name, parameter in own.items()}
             module = copy.deepcopy(
@@ -44,6 +44,7 @@ def linear_kind(module: nn.Module) -> LinearKind | None:
 
 
 def _try(module: nn.Module, weight: Tensor, bias: Tensor | None) -> LinearKind | None:
+    """Run a module on random numbers ``[2, 3, in]`` and compare it with ``F.linear`` for either form of its weight."""
     generator = torch.Generator().manual_seed(5)
     kinds: tuple[tuple[LinearKind, Tensor], ...] = (("in_out", weight.t()), ("out_in", weight))
     with torch.no_grad():
@@ -66,7 +67,7 @@ def _try(module: nn.Module, weight: Tensor, bias: Tensor | None) -> LinearKind |
 
 
 def features(module: nn.Module, kind: LinearKind) -> tuple[int, int]:
-    """Out- and in-features of a linear."""
+    """Numbers of out- and in-features of a linear."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     return (weight.shape[0], weight.shape[1]) if kind == "out_in" else (weight.shape[1], weight.shape[0])

@@ -1,4 +1,4 @@
-"""Names of modules: patterns that match them, and which lies in which."""
+"""Names of modules: patterns that match them, and which module is inside which."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ Argument = int | str
 
 
 def inside(name: str, parent: str) -> bool:
-    """Whether a module is another or a part of it, by name."""
+    """Whether a module is the module ``parent`` or inside it; the empty name is the model's."""
     return parent == "" or name == parent or name.startswith(parent + ".")
 
 
 def match_pattern(pattern: str, name: str) -> bool:
-    """Whether a module's full name fits a pattern."""
+    """Whether a pattern matches a module's full name."""
     return compile_pattern(pattern).fullmatch(name) is not None
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """A pattern over full names as a regular expression."""
+    """A pattern over full names as a regular expression: ``*`` is one name or index, ``{a,b}`` alternatives."""
     out, depth = "", 0
     for char in pattern:
         if char == "{":

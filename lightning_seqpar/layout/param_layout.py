@@ -1,4 +1,7 @@
-"""Where every parameter's data and gradient live: the one truth that sync, norm, checkpoints and parity read."""
+"""The layout of every parameter: how it is split, and over which axes its gradient must be summed.
+
+Gradient sync, the gradient norm, checkpoints, descriptions and the parity engine read it, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from lightning_seqpar.layout.shard import Shard
 
 
 class Reason(Enum):
-    """Why a parameter has its layout, as messages and the plan's table say it."""
+    """Why a parameter has its layout; the value is the text of messages and of the plan's table."""
 
     IDENTICAL = "whole activations: identical gradients"
     COMPUTED_WHOLE = "computed whole on every rank: identical gradients"
@@ -40,12 +43,12 @@ class ParamLayout:
     """The layout of one parameter.
 
     Attributes:
-        name: its name in the model, as before parallelisation.
-        global_shape: its whole shape.
-        shard: how it is dealt out over the axis ``tp``; none if every rank holds it whole.
-        sum_over: the *set* of axes over which its gradient comes in parts that must be summed.
-        reason: why.
-        free: the model's own code reads the shard, not a layer of ours.
+        name: its name in the model; parallelisation does not change it.
+        global_shape: the shape of the whole parameter.
+        shard: how it is split over the axis ``tp``; None if every rank has all of it.
+        sum_over: the *set* of axes over whose ranks its gradient is a sum: each rank has one term.
+        reason: why it is so.
+        free: whether the model's own code reads this rank's part, rather than a parallel layer.
     """
 
     name: str
@@ -57,20 +60,20 @@ class ParamLayout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks hold different parts."""
+        """Whether ranks have different parts of it."""
         return self.shard is not None
 
     @property
     def is_partial(self) -> bool:
-        """Whether its gradient must be summed over some axes."""
+        """Whether its gradient is a term of a sum over some axes."""
         return bool(self.sum_over)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` has the whole shape: the parameter's own value, or a state of an optimizer."""
+        """Whether ``tensor`` has the whole parameter's shape, as its value and an optimizer's states for it have."""
         return tuple(tensor.shape) == self.global_shape
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """What tensor-parallel ``rank`` holds of a whole tensor.
+        """The part of a whole tensor that tensor-parallel ``rank`` has.
 
         Raises:
             ValueError: if the tensor has another shape than the parameter.
@@ -84,7 +87,12 @@ class ParamLayout:
 
 
 class ModelLayout(Mapping[str, ParamLayout]):
-    """The layouts of a model's parameters, by name or by parameter."""
+    """The layouts of a model's parameters, by name (as a mapping) or by parameter (:meth:`of`).
+
+    Args:
+        model: the model that was parallelised.
+        layouts: by parameter name.
+    """
 
     def __init__(self, model: nn.Module, layouts: Mapping[str, ParamLayout]) -> None:
         self._layouts = dict(layouts)
@@ -101,7 +109,7 @@ class ModelLayout(Mapping[str, ParamLayout]):
         return len(self._layouts)
 
     def of(self, tensor: Tensor) -> ParamLayout | None:
-        """The layout of a parameter of the model; none for any other tensor."""
+        """The layout of a parameter of the model; None for any other tensor."""
         name = self._names.get(id(tensor))
         return None if name is None else self._layouts[name]
 
@@ -110,21 +118,21 @@ class ModelLayout(Mapping[str, ParamLayout]):
         return self._parameters[name]
 
     def replaced(self, model: nn.Module) -> list[str]:
-        """Names under which the model now holds another tensor than the one that was laid out."""
+        """Names under which the model now has another parameter object than when it was parallelised."""
         current = dict(model.named_parameters(remove_duplicate=False))
         return [name for name, parameter in self._parameters.items() if current.get(name) is not parameter]
 
     def added(self, model: nn.Module) -> list[str]:
-        """Names of parameters that the model did not have when it was laid out."""
+        """Names of parameters that the model did not have when it was parallelised."""
         known = self._layouts.keys()
         return [
             name for name, parameter in model.named_parameters() if self.of(parameter) is None and name not in known
         ]
 
     def local_numel(self) -> int:
-        """Parameters that this rank holds."""
+        """Number of parameters on this rank."""
         return sum(parameter.numel() for parameter in self._parameters.values())
 
     def global_numel(self) -> int:
-        """Parameters of the whole model."""
+        """Number of parameters of the whole model."""
         return sum(torch.Size(layout.global_shape).numel() for layout in self._layouts.values())

@@ -1,4 +1,4 @@
-"""Which indices of a dim each tensor-parallel rank holds."""
+"""Shards: which indices of one dim of a tensor each tensor-parallel rank has."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shard:
-    """A dim dealt out over the tensor-parallel ranks.
+    """How one dim of a tensor is split over the tensor-parallel ranks.
+
+    A rank may have several ranges (its heads of ``[q|k|v]``), and several ranks may have the same indices (a kv head that
+    their query heads share).
 
     Attributes:
         dim: the tensor dim.
         length: its global length.
-        ranges: for each rank, the ``(start, stop)`` ranges that it holds, in the order in which it holds them.
-        padded: length on every rank, with zeros behind what it holds; none for no padding.
+        ranges: for each rank, the ``(start, stop)`` ranges of indices that it has, in the order in which it stores them.
+        padded: the length on every rank, where shorter parts end in zeros; None for no padding.
     """
 
     dim: int
@@ -28,21 +31,29 @@ class Shard:
 
     @classmethod
     def by_vocabulary(cls, length: int, size: int) -> Shard:
-        """Dim 0 in equal parts, padded where it does not divide."""
+        """Split dim 0 into ``size`` parts of ``ceil(length / size)`` rows; the last ones are padded if it does not divide."""
         part = -(-length // size)
         ranges = tuple(((min(rank * part, length), min((rank + 1) * part, length)),) for rank in range(size))
         return cls(0, length, ranges, part)
 
     @classmethod
     def by_segments(cls, dim: int, segments: Sequence[int], units: Sequence[int], size: int, name: str) -> Shard:
-        """Each segment of a fused dim in ``units`` equal parts, dealt out in order: ``[q|k|v]`` by heads.
+        """Split every segment of a fused dim by its units, in order; for example ``[q|k|v]`` by heads.
 
-        Fewer units than ranks are shared: each of ``size / units`` ranks side by side holds the same one, as the query
-        heads of a group use one kv head.
+        Of fewer units than ranks, ``size / units`` neighbouring ranks have the same one, as the query heads of a group use
+        one kv head. With 4 query heads, 2 kv heads, 2 features a head and ``size=4``, segments ``[8, 4, 4]`` and units
+        ``[4, 2, 2]`` give rank 1 the ranges ``(2, 4)``, ``(8, 10)`` and ``(12, 14)``, of which rank 0 has the last two too.
+
+        Args:
+            dim: the tensor dim.
+            segments: lengths of the segments.
+            units: number of units of each segment.
+            size: number of ranks.
+            name: of the module, for messages.
 
         Raises:
-            ValueError: if units do not divide by ``size``, or a segment not by its units; the message names the
-                module and the tp values that work.
+            ValueError: if units do not divide by ``size``, a segment does not divide by its units, or every rank would have
+                all of it; the message names the module and the sizes that work.
         """
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         start = 0
@@ -62,36 +73,37 @@ class Shard:
                 at = start + rank * parts // size * part
                 ranges[rank].append((at, at + part))
             start += length
-        if all(held == ranges[0] for held in ranges):
+        if all(own == ranges[0] for own in ranges):
             raise ValueError(
                 f"{name}: with {max(units)} unit(s) every one of tp={size} ranks would hold all of it; leave it whole"
             )
-        return cls(dim, start, tuple(tuple(held) for held in ranges))
+        return cls(dim, start, tuple(tuple(own) for own in ranges))
 
     @cached_property
     def holders(self) -> Tensor:
-        """How many ranks hold each index: ``[length]``."""
+        """How many ranks have each index: int64 ``[length]``."""
         count = torch.zeros(self.length, dtype=torch.int64)
-        for held in self.ranges:
-            for start, stop in held:
+        for own in self.ranges:
+            for start, stop in own:
                 count[start:stop] += 1
         return count
 
     @property
     def has_shared(self) -> bool:
-        """Whether some indices are held by several ranks."""
-        return sum(stop - start for held in self.ranges for start, stop in held) > self.length
+        """Whether several ranks have the same indices."""
+        return sum(stop - start for own in self.ranges for start, stop in own) > self.length
 
     @staticmethod
-    def _indices(held: Sequence[tuple[int, int]]) -> Tensor:
-        return torch.cat([torch.arange(start, stop) for start, stop in held])
+    def _indices(own: Sequence[tuple[int, int]]) -> Tensor:
+        """The indices of some ranges, in order."""
+        return torch.cat([torch.arange(start, stop) for start, stop in own])
 
     def indices(self, rank: int) -> Tensor:
-        """The global indices that ``rank`` holds, in its order."""
+        """The global indices that ``rank`` has, in the order in which it stores them: ``[local length]``, without padding."""
         return self._indices(self.ranges[rank])
 
     def is_first_holder(self, rank: int) -> Tensor:
-        """For each index that ``rank`` holds, whether no rank before it does: bool ``[local length]``."""
+        """For each index that ``rank`` has, whether no rank before it has it too: bool ``[local length]``, without padding."""
         mine = self.indices(rank)
         before = torch.zeros(self.length, dtype=torch.bool)
         for other in range(rank):
@@ -99,33 +111,37 @@ class Shard:
         return ~before[mine]
 
     def local_length(self, rank: int) -> int:
-        """Length of the dim on ``rank``."""
+        """Length of the dim on ``rank``, with padding."""
         if self.padded is not None:
             return self.padded
         return sum(stop - start for start, stop in self.ranges[rank])
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """What ``rank`` holds of a whole tensor, in memory of its own."""
+        """The part of a whole tensor that ``rank`` has, padded, in memory of its own.
+
+        Raises:
+            ValueError: if the tensor has another length at the dim.
+        """
         if whole.shape[self.dim] != self.length:
             raise ValueError(f"expected {self.length} at dim {self.dim}, got a tensor of shape {list(whole.shape)}")
         pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
         return self.join(pieces).clone(memory_format=torch.contiguous_format)
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """What a rank holds, from its ranges in order; padded with zeros where every rank's length is the same."""
+        """A rank's part from the pieces of its ranges, in order; padded with zeros to :attr:`padded`, if that is set."""
         missing = 0 if self.padded is None else self.padded - sum(piece.shape[self.dim] for piece in pieces)
         shape = list(pieces[0].shape)
         shape[self.dim] = missing
         return torch.cat([*pieces, pieces[0].new_zeros(shape)] if missing else list(pieces), self.dim)
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from every rank's part."""
+        """The whole tensor from the parts of all ranks, in order; padding is left out."""
         shape = list(parts[0].shape)
         shape[self.dim] = self.length
         whole = parts[0].new_empty(shape)
-        for part, held in zip(parts, self.ranges, strict=True):
+        for part, own in zip(parts, self.ranges, strict=True):
             at = 0
-            for start, stop in held:
+            for start, stop in own:
                 whole.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, at, stop - start))
                 at += stop - start
         return whole

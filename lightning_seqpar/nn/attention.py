@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` over local heads, with its own parameter names."""
+"""``nn.MultiheadAttention`` over this rank's heads, and ``nn.TransformerEncoder`` on shards; parameter names stay."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
 
     The original calls its projections through raw weights, past every hook; this forward gathers its input itself.
 
-    ==================  =====================  =========================
-    tensor              global                 local
-    ==================  =====================  =========================
-    query               ``[b, s, h]``          ``[b, s/tp, h]``
-    in_proj_weight      ``[3h, h]``            ``[3h/tp, h]``, heads whole, ``[q|k|v]``
-    out_proj.weight     ``[h, h]``             ``[h, h/tp]``
-    output              ``[b, s, h]``          ``[b, s/tp, h]``
-    ==================  =====================  =========================
+    ==================  =====================  ===========================  =============================
+    tensor              global                 local                        saved for backward
+    ==================  =====================  ===========================  =============================
+    query               ``[b, s, h]``          ``[b, s/tp, h]``             itself (:class:`ShardedLinear`)
+    key, value          ``[b, t, h]``          the query, or ``[b, t, h]``  itself
+    in_proj_weight      ``[3h, h]``            ``[3h/tp, h]``, ``[q|k|v]``  itself
+    q, k, v             ``[b, n, s, d]``       ``[b, n/tp, s, d]``          by the attention's kernel
+    out_proj.weight     ``[h, h]``             ``[h, h/tp]``                itself
+    output              ``[b, s, h]``          ``[b, s/tp, h]``             —
+    ==================  =====================  ===========================  =============================
 
-    (``[s, b, h]`` where ``batch_first`` is false.) Masks keep their global shapes. In self-attention, key and value are
-    the query; in cross-attention they are encoder states, whole on every rank.
+    Here ``n`` is the number of heads, which stay whole, and ``d`` their size; sequences are at dim 0 where ``batch_first`` is
+    false. Forward: the query is gathered, q, k and v are a column linear, ``out_proj`` is a row linear, whose partial sums are
+    reduce-scattered. Backward: the conjugates, in reverse order. Masks keep their global shapes. In self-attention, key and
+    value are the query; in cross-attention they are encoder states, whole on every rank.
     """
 
     region: SequenceRegion
@@ -100,7 +104,11 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention.forward``, on batched input."""
+        """As ``nn.MultiheadAttention.forward``, on batched input.
+
+        Raises:
+            ValueError: for input without a batch, key and value of which one is the query, or attention maps by head.
+        """
         if (key is query) != (value is query):
             raise ValueError(
                 f"{self.full_name}: key and value must both be the query (self-attention) or both be other, whole activations"
@@ -138,6 +146,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         ]
 
     def _split(self, x: Tensor) -> Tensor:
+        """``[b, s, h/tp]`` → ``[b, heads/tp, s, d]``."""
         x = x if self.batch_first else x.transpose(0, 1)
         return x.reshape(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
 
@@ -150,6 +159,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         average: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        """Attention over this rank's heads and the output projection; the averaged maps ``[b, s, t]`` if they are wanted."""
         q, k, v = projected
         b, s = q.shape[0], q.shape[2]
         if is_causal and attn_mask is None:
@@ -168,6 +178,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
     def _attend_with_weights(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, average: bool
     ) -> tuple[Tensor, Tensor]:
+        """Attention written out: the output of this rank's heads, ``[b, heads/tp, s, d]``, and the maps averaged over all heads."""
         scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
         weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
         weights = F.dropout(weights, self.dropout, self.training)
@@ -208,7 +219,7 @@ class ParallelTransformerEncoder(nn.TransformerEncoder):
 
     @classmethod
     def adopt(cls, encoder: nn.TransformerEncoder, region: SequenceRegion) -> ParallelTransformerEncoder:
-        """Turn ``encoder`` into this class in place."""
+        """Turn ``encoder`` into this class in place; its layers are parallelised by rules of their own."""
         layer: Any = encoder
         layer.packs, layer.use_nested_tensor, layer.region = bool(encoder.use_nested_tensor), False, region
         encoder.__class__ = cls
@@ -221,7 +232,7 @@ class ParallelTransformerEncoder(nn.TransformerEncoder):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """As ``nn.TransformerEncoder.forward``."""
+        """As ``nn.TransformerEncoder.forward``; ``src`` is ``[b, s, h]``, or ``[s, b, h]`` without ``batch_first``."""
         if src_key_padding_mask is None or not self._would_pack(src, mask, src_key_padding_mask):
             return super().forward(src, mask, src_key_padding_mask, is_causal)
         norm, self.norm = self.norm, None
@@ -234,7 +245,7 @@ class ParallelTransformerEncoder(nn.TransformerEncoder):
         return out if norm is None else norm(out)
 
     def _would_pack(self, src: Tensor, mask: Tensor | None, padding: Tensor) -> bool:
-        """The original's conditions, past the ones that it checks when it is made."""
+        """Whether the original would pack this batch: what it checks in its forward, beside what it checked when it was made."""
         return (
             self.packs
             and mask is None
@@ -251,10 +262,12 @@ class ParallelTransformerEncoder(nn.TransformerEncoder):
 
 
 def _boolean(mask: Tensor) -> Tensor:
+    """A padding mask as bool: true where a position is padding."""
     return mask if mask.dtype == torch.bool else mask != 0
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers to add to scores: minus infinity where a bool mask is true."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
     return mask.to(dtype)

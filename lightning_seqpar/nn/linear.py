@@ -34,12 +34,13 @@ from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    """The type in which autocast would compute a product on the device of ``x``; None if it is off."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """``F.linear``, in the type that autocast asks for."""
+    """``F.linear`` in ``dtype``, the type that autocast asks for; None for the inputs' own type."""
     if dtype is None:
         return F.linear(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):
@@ -47,23 +48,37 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype 
 
 
 def _itself(x: Tensor) -> Tensor:
+    """The input, which was saved whole."""
     return x
 
 
 class ShardedLinear(torch.autograd.Function):
-    """``y = x Wᵀ + b`` that keeps the *shard* of a gathered input and gathers it again in the backward.
+    """The product of a column or row linear; keeps the *shard* of a gathered input and gathers it again (arXiv 2205.05198).
 
-    ============  ======================  =========================
-    tensor        given                   saved for backward
-    ============  ======================  =========================
-    x             ``[b, s, h]``           its shard ``[b, s/tp, h]`` (or that of its norm's input); or itself
-    weight        ``[f/tp, h]``           itself
-    y             ``[b, s, f/tp]``        —
-    ============  ======================  =========================
+    As a column, where ``x`` was gathered and ``W`` is this rank's part of the out-features:
 
-    ``dx = dy W`` (a partial sum over tp), ``dW = dyᵀ x``, ``db = Σ dy``. Frozen parameters cost no work. With ``late``,
-    ``dW`` is made where a collective further down the backward is under way; ``transposed`` if ``weight`` is a parameter's
-    transpose.
+    ============  ======================  ======================  =============================================
+    tensor        global                  local                   saved for backward
+    ============  ======================  ======================  =============================================
+    x             ``[b, s, h]``           ``[b, s, h]``           its shard ``[b, s/tp, h]``, or that of the
+                                                                  input of the norm that made it; or itself
+    weight        ``[f, h]``              ``[f/tp, h]``           itself
+    bias          ``[f]``                 ``[f/tp]``              —
+    y             ``[b, s, f]``           ``[b, s, f/tp]``        —
+    ============  ======================  ======================  =============================================
+
+    As a row, ``x`` is ``[b, s, f/tp]`` and saved, ``W`` is ``[h, f/tp]``, and ``y``, ``[b, s, h]``, is a term of a sum over tp.
+
+    - Forward: ``y = x Wᵀ + b``.
+    - Input gradient: ``dx = dy W``; of a column it is a term of a sum over tp, which the gather's backward reduces.
+    - Weight gradient: ``dW = dyᵀ x``, with ``x`` gathered again while ``dx`` is computed; ``db = Σ dy``.
+
+    What is frozen costs no work. The arguments of ``forward`` beyond ``x``, ``weight`` and ``bias``:
+
+    - gathered: the handle by which ``x`` is gathered again; None if ``x`` itself is saved.
+    - late: where ``dW`` is left as a product still to run, under a collective that comes later in the backward; or None.
+    - transposed: whether ``weight`` is the transpose of a parameter ``[h, f/tp]``.
+    - slot: where the columns that read one ``x`` sum their ``dx`` in one tensor; or None.
     """
 
     @staticmethod
@@ -125,7 +140,10 @@ class ShardedLinear(torch.autograd.Function):
 
     @staticmethod
     def _skip(ctx: Any) -> tuple[Tensor | None, ...]:
-        """No gradient came. Others that read the same input do not wait for this one, which may be their last."""
+        """The backward without a gradient for ``y``: no product, but other columns that read ``x`` must not wait for this one.
+
+        It may be the last of them, and then returns the sum of their input gradients.
+        """
         if ctx.gathered is not None:
             ctx.gathered.skip()
         total = None
@@ -135,17 +153,22 @@ class ShardedLinear(torch.autograd.Function):
 
 
 class GatherLinear(torch.autograd.Function):
-    """``y = gather(x) Wᵀ + b``: a column linear that is its own gather point.
+    """A column linear that is its own gather point: it gathers its input along the sequence (arXiv 2205.05198).
 
-    ============  ======================  =========================
-    tensor        given                   saved for backward
-    ============  ======================  =========================
-    x             ``[b, s/tp, h]``        itself, or its norm's input
-    weight        ``[f/tp, h]``           itself
-    y             ``[b, s, f/tp]``        —
-    ============  ======================  =========================
+    ============  ======================  ======================  =========================
+    tensor        global                  local                   saved for backward
+    ============  ======================  ======================  =========================
+    x             ``[b, s, h]``           ``[b, s/tp, h]``        itself, or the input of the norm that made it
+    weight        ``[f, h]``              ``[f/tp, h]``           itself
+    bias          ``[f]``                 ``[f/tp]``              —
+    y             ``[b, s, f]``           ``[b, s, f/tp]``        —
+    ============  ======================  ======================  =========================
 
-    Backward: the re-gather runs under the input-grad product, the reduce-scatter under the weight-grad product.
+    - Forward: ``y = gather(x) Wᵀ + b``.
+    - Input gradient: ``dx = reduce_scatter(dy W)``, which runs while ``dW`` is computed.
+    - Weight gradient: ``dW = dyᵀ gather(x)``, whose gather runs while ``dy W`` is computed; ``db = Σ dy``.
+
+    ``kept`` of ``forward`` is the tensor to save, and the norm's call if it is the norm's input.
     """
 
     @staticmethod
@@ -191,9 +214,13 @@ class GatherLinear(torch.autograd.Function):
 def sharded_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, region: SequenceRegion, *, transposed: bool = False
 ) -> Tensor:
-    """``F.linear`` with a sharded weight on a whole input; saves the input's shard if it was gathered.
+    """``F.linear`` with this rank's part of a weight; saves the input's shard if the region gathered the input.
 
     Args:
+        x: a whole activation, ``[b, s, h]``.
+        weight: ``[f/tp, h]``.
+        bias: ``[f/tp]``, or None.
+        region: where ``x`` was gathered.
         transposed: whether the weight is ``[h, f/tp]``.
     """
     handle, late, slot = None, None, None
@@ -205,7 +232,7 @@ def sharded_linear(
 
 
 def shrink(parameter: Tensor, shard: Shard, rank: int) -> None:
-    """Cut a parameter down to this rank's part, in place: the object stays the same."""
+    """Cut a parameter down to the part of ``rank``, in place: the object stays the same, and has no gradient."""
     set_data(parameter, shard.take(parameter.data, rank))
 
 
@@ -220,6 +247,15 @@ def set_data(parameter: Tensor, data: Tensor) -> None:
 
 
 class _ParallelLinear(nn.Linear):
+    """What column and row linears share: how they are made from the user's module.
+
+    Attributes:
+        region: the sequence region that the layer is in.
+        shard: how its weight is split over the ranks.
+        full_name: its name in the model.
+        transposed: whether its weight is ``[in, out]``, as Conv1D keeps it.
+    """
+
     region: SequenceRegion
     shard: Shard
     full_name: str
@@ -229,7 +265,15 @@ class _ParallelLinear(nn.Linear):
     def adopt(
         cls, linear: nn.Module, shard: Shard, region: SequenceRegion, name: str = "linear", kind: LinearKind = "out_in"
     ) -> Any:
-        """Turn ``linear`` into this class in place and cut its parameters; ``shard`` is of its weight."""
+        """Turn ``linear`` into this class in place and cut its parameters.
+
+        Args:
+            linear: the user's module.
+            shard: how its weight is split.
+            region: the sequence region that it is in.
+            name: its name in the model.
+            kind: whether its weight is ``[out, in]`` or ``[in, out]``.
+        """
         out_features, in_features = features(linear, kind)
         linear.__class__ = cls
         layer: Any = linear
@@ -241,7 +285,7 @@ class _ParallelLinear(nn.Linear):
 
     @property
     def matrix(self) -> Tensor:
-        """The weight as ``[out, in]``."""
+        """This rank's part of the weight as ``[out, in]``."""
         return self.weight.t() if self.transposed else self.weight
 
     @classmethod
@@ -250,6 +294,7 @@ class _ParallelLinear(nn.Linear):
         return cls.adopt(copy.deepcopy(linear), shard, region, name)
 
     def _cut(self, rank: int) -> None:
+        """Cut the parameters down to the part of ``rank``, and set the local number of features."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -289,7 +334,7 @@ class ColumnParallelLinear(_ParallelLinear):
             x = region.columns.resolve_stand_in(x)
             region.rng.begin_columns(self.full_name, tuple(x.shape[:-1]))
             region.observers.column_begins(x, self.full_name)
-            return self._tell(sharded_linear(x, self.weight, self.bias, region, transposed=self.transposed))
+            return self._note_output(sharded_linear(x, self.weight, self.bias, region, transposed=self.transposed))
         tokens: tuple[int, ...] = ()
         region.open_gather(x, self.full_name)
         try:
@@ -304,9 +349,10 @@ class ColumnParallelLinear(_ParallelLinear):
             region.close_gather()
             region.frames.finish(self.full_name)
             region.rng.begin_columns(self.full_name, tokens)
-        return self._tell(out)
+        return self._note_output(out)
 
-    def _tell(self, out: Tensor) -> Tensor:
+    def _note_output(self, out: Tensor) -> Tensor:
+        """Let the element-wise functions on this output be recorded, so that they can be recomputed."""
         self.region.elementwise_spans.after_column(out, self)
         return out
 
@@ -339,12 +385,12 @@ class RowParallelLinear(_ParallelLinear):
         try:
             with self.region.elementwise_spans.row():
                 partial = self._product(x)
-        except BaseException:  # a recompute ends here, when the last tensor that it is for is kept
+        except BaseException:  # also what stops an activation checkpoint's recomputation, once it has all tensors
             self.region.rng.abort_columns()
             raise
         if self.leaves_partial:
             if self.bias is not None:
-                # Times zero on the others, which makes a gradient there too: DDP waits for one.
+                # On the other ranks it is added times zero, so that they have a gradient too: DDP waits for one.
                 partial = partial + (self.bias * float(self.region.rank == 0)).to(partial.dtype)
             self.region.leave_partial(partial)
             return partial

@@ -20,27 +20,27 @@ from lightning_seqpar.distributed.collectives import (
     passes_none,
 )
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.logits_storage import Held, Product, are_known
-from lightning_seqpar.nn.vocab_loss import VocabParallelCrossEntropy, taken
+from lightning_seqpar.nn.logits_storage import DeferredLogits, StoredLogits, can_read_values
+from lightning_seqpar.nn.vocab_loss import VocabParallelCrossEntropy, target_weights
 
 
 class ShardedLogits(Tensor):
-    """A tensor ``[..., v]`` of which every rank holds ``[..., ceil(v/tp)]``.
+    """Logits of the global shape ``[..., v]``, of which every rank holds ``[..., ceil(v/tp)]``.
 
-    Casts, scalings, reshapes and slices that leave the last dim alone keep it sharded, and ``F.cross_entropy`` on ``[n, v]``
-    runs on the shards; every other operation gathers first, on all ranks of the group: what only some ranks ask of it waits
-    for the others. A cast to a wider type costs nothing until somebody reads it: the loss widens a few tokens at a time.
+    Casts, scalings, reshapes and slices that leave the last dim alone keep them sharded, and ``F.cross_entropy`` on
+    ``[n, v]`` runs on the shards. Every other operation gathers them first, which is a collective over tp: an operation
+    that only some ranks run waits for the others. Changes in place are refused, since they would change a gathered copy.
     """
 
-    _part: Held
+    _part: StoredLogits
     _shard: Shard
     _group: ProcessGroup
     _rank: int
 
     @staticmethod
     def wrap(local: Tensor, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
-        """The whole logits that ``local`` is this rank's part of."""
-        return ShardedLogits._wrap(Held(local, local.dtype), shard, group, rank)
+        """The logits of which ``local``, ``[..., ceil(v/tp)]``, is this rank's part."""
+        return ShardedLogits._wrap(StoredLogits(local, local.dtype), shard, group, rank)
 
     @staticmethod
     def product(
@@ -52,21 +52,31 @@ class ShardedLogits(Tensor):
         group: ProcessGroup,
         rank: int,
     ) -> ShardedLogits:
-        """The logits ``x Wᵀ + b``, which ``F.cross_entropy`` makes ``chunk`` tokens at a time, and nobody else keeps."""
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return ShardedLogits._wrap(Product(x, weight, bias, dtype, dtype, chunk), shard, group, rank)
+        """The logits ``x Wᵀ + b``, not computed yet: ``F.cross_entropy`` computes them ``chunk`` tokens at a time.
+
+        Args:
+            x: the head's input ``[..., h]``.
+            weight: this rank's part, ``[ceil(v/tp), h]``.
+            bias: this rank's part, ``[ceil(v/tp)]``, or None.
+            chunk: how many tokens at a time.
+            shard: how the vocabulary is split.
+            group: the tensor-parallel group.
+            rank: this rank in it.
+        """
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return ShardedLogits._wrap(DeferredLogits(x, weight, bias, dtype, dtype, chunk), shard, group, rank)
 
     @staticmethod
-    def _wrap(part: Held, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
-        if not torch.is_grad_enabled():  # whoever reads it where gradients are made must not teach the head
+    def _wrap(part: StoredLogits, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
+        if not torch.is_grad_enabled():  # made without gradients, they must not train the head when they are read later
             part = part.detached()
         out: ShardedLogits = _Wrap.apply(*part.tensors, part, shard, group, rank)  # type: ignore[no-untyped-call]
         out._part = part
         return out
 
     @staticmethod
-    def _make(part: Held, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
+    def _make(part: StoredLogits, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
         out: ShardedLogits = Tensor._make_wrapper_subclass(
             ShardedLogits, (*part.shape[:-1], shard.length), dtype=part.dtype, device=part.tensors[0].device
         )
@@ -75,46 +85,50 @@ class ShardedLogits(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's part, with a gradient; columns behind the vocabulary's end are padding."""
+        """This rank's part, ``[..., ceil(v/tp)]``, with its graph; columns past the vocabulary's end are padding."""
         part = self._part
-        if isinstance(part, Product):
+        if isinstance(part, DeferredLogits):
             made = part.read()
             with without_subclasses():
                 graph = self.requires_grad
-            # A metric may read under no_grad what the loss will read with a graph.
+            # Not if a metric reads them under no_grad: the loss would then read them without a graph.
             if made.requires_grad or not (graph or made.is_inference()):
-                self._part = Held(made, made.dtype)  # the next reader has it
+                self._part = StoredLogits(made, made.dtype)  # computed once for all readers
             return made
         return part.read()
 
     def whole(self) -> Tensor:
-        """The whole logits as a plain tensor; collective over tp."""
+        """The whole logits ``[..., v]`` as a plain tensor; collective over tp."""
         local = self.local
         return gather_replicated_from_sequence_parallel_region(local, local.ndim - 1, self._group, self._shard.length)
 
     def with_local(self, local: Tensor) -> ShardedLogits:
-        """Logits of the same vocabulary with another local part."""
+        """Logits over the same vocabulary with another local part ``[..., ceil(v/tp)]``."""
         return ShardedLogits.wrap(local, self._shard, self._group, self._rank)
 
-    def with_part(self, part: Held) -> ShardedLogits:
-        """The same for a part that is not read yet."""
+    def with_part(self, part: StoredLogits) -> ShardedLogits:
+        """The same for a part whose storage has not been read."""
         return ShardedLogits._wrap(part, self._shard, self._group, self._rank)
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Where this rank's part of the vocabulary begins and ends."""
+        """Start and stop of this rank's part of the vocabulary, without padding."""
         ((start, stop),) = self._shard.ranges[self._rank]
         return start, stop
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """What it is, without a collective."""
+        """The global shape and the rank; no numbers, which would take a collective."""
         return f"ShardedLogits(shape={list(self.shape)}, rank {self._rank} of tp={self._group.size()})"
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Keep the shards, use them, or gather: above autograd."""
+        """Run an operation above autograd: on the shards if it can, else on gathered logits.
+
+        Raises:
+            RuntimeError: for a change in place, or logits out of a reentrant activation checkpoint.
+        """
         kwargs = dict(kwargs or {})
         if func in _FACTS:
             with without_subclasses():
@@ -138,7 +152,7 @@ class ShardedLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What reaches it below autograd (an ``autograd.Function`` of someone's) reads it whole."""
+        """Run an operation below autograd, from the forward of somebody's ``autograd.Function``, on gathered logits."""
 
         def read(logits: ShardedLogits) -> Tensor:
             return all_gather(logits.local.detach(), logits.local.ndim - 1, logits._group, logits._shard.length)
@@ -148,11 +162,16 @@ class ShardedLogits(Tensor):
 
 
 def whole_logits(x: Tensor) -> Tensor:
-    """Logits that are sharded, whole as a plain tensor (collective over tp); any other tensor as it is."""
+    """Sharded logits as a whole plain tensor (collective over tp); any other tensor unchanged."""
     return x.whole() if isinstance(x, ShardedLogits) else x
 
 
 def _check_graph(logits: ShardedLogits) -> None:
+    """Refuse logits that came out of a reentrant activation checkpoint, whose local parts have no graph.
+
+    Raises:
+        RuntimeError: naming the remedies.
+    """
     with without_subclasses():
         node = logits.grad_fn
     if node is not None and is_node_of(node, CheckpointFunction):
@@ -163,7 +182,24 @@ def _check_graph(logits: ShardedLogits) -> None:
 
 
 class _Wrap(torch.autograd.Function):
-    """Stands for a gather in the graph; its gradient is the same on all ranks, of which each takes its part."""
+    """From a rank's part of the logits, or the head's inputs, to :class:`ShardedLogits`: a gather that is not carried out.
+
+    Its backward runs only if someone reads the logits themselves, rather than ``local`` or a loss on the shards.
+
+    ============  ==============  =========================  ==================
+    tensor        global          local                      saved for backward
+    ============  ==============  =========================  ==================
+    x             ``[..., v]``    ``[..., ceil(v/tp)]``      —
+    or x          ``[..., h]``    ``[..., h]``               itself
+    weight        ``[v, h]``      ``[ceil(v/tp), h]``        itself
+    bias          ``[v]``         ``[ceil(v/tp)]``           —
+    logits        ``[..., v]``    as their storage           —
+    ============  ==============  =========================  ==================
+
+    The gradient ``g`` of the logits is the same on all ranks, and ``g_r`` are this rank's columns of it. With logits in
+    memory ``dx = g_r``. With the head's inputs ``dx = g_r W`` (a term of a sum over tp, which ``copy_to_`` in front of the
+    head sums), ``dW = g_rᵀ x`` and ``db = Σ g_r``.
+    """
 
     @staticmethod
     def forward(
@@ -171,7 +207,7 @@ class _Wrap(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        part: Held,
+        part: StoredLogits,
         shard: Shard,
         group: ProcessGroup,
         rank: int,
@@ -201,7 +237,7 @@ class _Wrap(torch.autograd.Function):
 
 
 def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call changes logits in place."""
+    """Whether a call would write into sharded logits: an in-place method, ``inplace=True`` or ``out=``."""
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or kwargs.get("inplace") is True
     return (in_place and bool(args) and isinstance(args[0], ShardedLogits)) or isinstance(
@@ -214,16 +250,19 @@ _IN_PLACE = ("__setitem__", "__set__", "__delete__", *(f"__i{name}__" for name i
 )))  # fmt: skip
 
 
-# ---- what keeps the shards -------------------------------------------------------------------------------------
+# ---- operations that keep logits sharded -----------------------------------------------------------------------
+#
+# Each is called with the operation, the logits and the other arguments, and returns the result, or None to have the logits
+# gathered.
 
 
 def _same(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copies."""
+    """A copy, such as ``clone``: the same of the shard."""
     return logits.with_local(func(logits.local, *args, **kwargs))
 
 
 def _cast(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Casts; those that lose nothing wait until the numbers are read, those to another device, where no group is, gather."""
+    """A cast: to a wider type it waits until the logits are read; to another device, where the group is not, they are gathered."""
     if not any(isinstance(value, ShardedLogits) for value in (*args, *kwargs.values())):
         like = func(torch.empty((), dtype=logits.dtype, device=logits.device), *args, **kwargs)
         if like.device != logits.device:
@@ -235,14 +274,14 @@ def _cast(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[
 
 
 def _scaled(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is done to each number by itself: a temperature, a soft cap."""
+    """An operation on each number by itself with plain numbers: a temperature, a soft cap."""
     if any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
         return None
     return logits.with_local(func(logits.local, *args, **kwargs))
 
 
 def _reshape(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A reshape whose last dim stays the vocabulary."""
+    """A reshape, if its last dim stays the vocabulary."""
     shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != logits.shape[-1]:
         return None
@@ -250,13 +289,14 @@ def _reshape(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: di
 
 
 def _view(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view of another shape; a view as another type is gathered."""
     if args and isinstance(args[0], torch.dtype):
         return None
     return _reshape(func, logits, args, kwargs)
 
 
 def _index(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Some of the tokens."""
+    """An index that chooses among the tokens, if it takes all of the last dim."""
     (index,) = args
     items = list(index) if isinstance(index, tuple) else [index]
     used = sum(_dims(item) for item in items)
@@ -270,27 +310,28 @@ def _index(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict
 
 
 def _dims(item: Any) -> int:
-    """How many dims one part of an index uses."""
+    """How many dims of the tensor one item of an index uses up."""
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1
 
 
 def _loss(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.cross_entropy`` of ``[n, v]`` for class targets; other shapes and soft targets are gathered."""
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    target = given["target"]
-    if given.get("size_average") is not None or given.get("reduce") is not None:
-        return None  # the old way to write a reduction
+    options = {**dict(zip(names, args, strict=False)), **kwargs}
+    target = options["target"]
+    if options.get("size_average") is not None or options.get("reduce") is not None:
+        return None  # deprecated ways to write a reduction
     if logits.ndim != 2 or isinstance(target, ShardedLogits) or target.is_floating_point():
         return None  # classes in another dim, or soft targets
     return cross_entropy(
         logits,
         target,
-        weight=given.get("weight"),
-        ignore_index=given.get("ignore_index", -100),
-        reduction=given.get("reduction", "mean"),
-        label_smoothing=given.get("label_smoothing", 0.0),
+        weight=options.get("weight"),
+        ignore_index=options.get("ignore_index", -100),
+        reduction=options.get("reduction", "mean"),
+        label_smoothing=options.get("label_smoothing", 0.0),
     )
 
 
@@ -340,8 +381,16 @@ def cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy`` of logits ``[n, v]`` that are sharded by vocabulary, for class targets ``[n]``.
 
-    One gather over tp, of ``[3, n]`` numbers a rank (4 with smoothing); none in the backward. Kept are the logits as the
-    head made them, or, where it has not made them (``loss_chunk``), what it would make them of.
+    The forward makes one all-gather over tp, of ``[3, n]`` numbers a rank (``[4, n]`` with smoothing); the backward makes
+    none. Kept for the backward are the logits as the head made them, or the head's inputs if ``loss_chunk`` is set.
+
+    Args:
+        logits: the logits.
+        target: class indices ``[n]``.
+        weight: a weight for each class, ``[v]``.
+        ignore_index: the target that counts nothing.
+        reduction: ``mean`` (weighted by class), ``sum`` or ``none``.
+        label_smoothing: the share of the target that is spread over all classes.
 
     Raises:
         ValueError: for an unknown reduction, or targets of another length.
@@ -358,7 +407,7 @@ def cross_entropy(
         part = part.cast(torch.promote_types(part.dtype, torch.float32))
     valid = target != ignore_index
     inside = ~valid | ((target >= 0) & (target < logits.shape[-1]))
-    if are_known(inside):
+    if can_read_values(inside):
         if not bool(inside.all()):
             raise IndexError(f"Target {int(target[~inside][0])} is out of bounds.")
     else:
@@ -370,5 +419,5 @@ def cross_entropy(
         return losses
     if reduction == "sum":
         return losses.sum()
-    counts = valid.to(losses.dtype) if weight is None else taken(weight.to(losses.dtype), target, valid)
+    counts = valid.to(losses.dtype) if weight is None else target_weights(weight.to(losses.dtype), target, valid)
     return losses.sum() / counts.sum()

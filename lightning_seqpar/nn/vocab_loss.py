@@ -12,21 +12,42 @@ from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.collectives import all_gather, passes_none
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.logits_storage import Held, Product
+from lightning_seqpar.nn.logits_storage import DeferredLogits, StoredLogits
 
 AT_ONCE = 2**22
-"""Logits of which a loss makes the softmax at once: 16 MiB in float32."""
+"""How many logits of a rank are widened and exponentiated at a time: 16 MiB in float32."""
 
 
-def taken(weight: Tensor, target: Tensor, valid: Tensor) -> Tensor:
+def target_weights(weight: Tensor, target: Tensor, valid: Tensor) -> Tensor:
     """The class weight of each target, ``[n]``; zero where it is ignored."""
     return weight[target.masked_fill(~valid, 0)] * valid
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Losses ``[n]`` from this rank's logits ``[n, v/tp]``, or from ``x [n, h]`` and the head's ``weight [v/tp, h]``.
+    """Cross entropy of logits that are sharded by vocabulary, from the logits or from the head's inputs.
 
-    Saved is what is given; softmax and gradient are made a few tokens at a time, in float32 at least.
+    =================  ==========================  ====================================  ==================
+    tensor             global                      local                                 saved for backward
+    =================  ==========================  ====================================  ==================
+    x                  logits ``[n, v]``           ``[n, ceil(v/tp)]``                   itself
+    or x               the head's input ``[n, h]``  ``[n, h]``                           itself
+    head               its weight ``[v, h]``       ``[ceil(v/tp), h]``                   itself
+    bias               ``[v]``                     ``[ceil(v/tp)]``                      itself
+    target, valid      ``[n]``                     ``[n]``                               itself
+    ``m``, ``Z``       ``[n]``                     ``[n]``, the same on every rank       itself
+    losses             ``[n]``                     ``[n]``, the same on every rank       —
+    =================  ==========================  ====================================  ==================
+
+    Forward, for a token with logits ``z``, target ``t``, class weights ``w`` (1 by default) and smoothing ``ε``:
+    ``m = max z`` and ``Z = Σ_c exp(z_c - m)`` over the whole vocabulary, ``p_c = exp(z_c - m) / Z`` and
+    ``loss = (1 - ε) w_t (-log p_t) + ε/v Σ_c w_c (-log p_c)``. Each rank makes its maximum, sum and target logit; one
+    all-gather of these gives every rank all of them.
+
+    Backward, for the losses' gradient ``g``: ``dz_c = g [(1 - ε) w_t (p_c - [c = t]) + ε/v (p_c Σ_k w_k - w_c)]``, made from
+    this rank's logits alone. From the head's inputs, ``dx = dz W`` (a term of a sum over tp, which ``copy_to_`` in front of the
+    head sums), ``dW = dzᵀ x`` and ``db = Σ dz``.
+
+    Neither the softmax nor ``dz`` is kept: both are made some tokens at a time, in float32 at least.
     """
 
     @staticmethod
@@ -35,7 +56,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         x: Tensor,
         head: Tensor | None,
         bias: Tensor | None,
-        part: Held,
+        part: StoredLogits,
         target: Tensor,
         valid: Tensor,
         weight: Tensor | None,
@@ -45,30 +66,18 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         group: ProcessGroup,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        if isinstance(part, Product):
+        if isinstance(part, DeferredLogits):
             part.check()
-        how = (part.dtype, part.compute if isinstance(part, Product) else x.dtype, part.chunk)
-        rows = _Rows(x, head, bias, how, shard, rank)
+        how = (part.dtype, part.compute if isinstance(part, DeferredLogits) else x.dtype, part.chunk)
+        rows = _LogitChunks(x, head, bias, how, shard, rank)
         ((start, stop),) = shard.ranges[rank]
         wide, classes = rows.wide, shard.length
         weights = None if weight is None else weight.to(wide)
         mine = valid & (target >= start) & (target < stop)
         at = (target - start).masked_fill(~mine, 0)
-        told = x.new_zeros(4 if smoothing else 3, len(target), dtype=wide)
-        told[0].fill_(float("-inf"))
-        for some in rows.chunks if stop > start else ():
-            z = rows.logits(some)
-            largest = z.amax(-1)
-            shift = largest.masked_fill(largest == float("-inf"), 0.0)  # all of this rank's are masked out
-            z = z.sub_(shift.unsqueeze(-1))
-            told[0, some] = largest
-            told[2, some] = z.gather(-1, at[some].unsqueeze(-1)).squeeze(-1).masked_fill(~mine[some], 0.0)
-            if smoothing:
-                told[3, some] = z.sum(-1) if weights is None else z @ weights[start:stop]
-            told[1, some] = z.exp_().sum(-1)
-        own = valid.to(wide) if weights is None else taken(weights, target, valid)
-        # [tp, 3 or 4, n]: every rank puts them together alike.
-        parts = all_gather(told.unsqueeze(0), 0, group)
+        stats = rows.statistics(at, mine, None if weights is None else weights[start:stop], smoothing)
+        own = valid.to(wide) if weights is None else target_weights(weights, target, valid)
+        parts = all_gather(stats.unsqueeze(0), 0, group)  # [tp, 3 or 4, n]: every rank combines them alike
         top = parts[:, 0].amax(0)
         below = (parts[:, 0] - top).masked_fill(parts[:, 0] == float("-inf"), 0.0)
         total = (parts[:, 1] * below.exp()).sum(0)
@@ -90,11 +99,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, head, bias, target, valid, own, weights, top, total = ctx.saved_tensors
         how, shard, rank = ctx.rows
-        rows = _Rows(x, head, bias, how, shard, rank)
+        rows = _LogitChunks(x, head, bias, how, shard, rank)
         ((start, stop),), smoothing = shard.ranges[rank], ctx.smoothing
         mine = valid & (target >= start) & (target < stop)
         at = (target - start).masked_fill(~mine, 0)
-        scale = grad.to(rows.wide).masked_fill(~valid, 0)  # infinite where all targets are ignored
+        scale = grad.to(rows.wide).masked_fill(~valid, 0)  # a mean over no targets has an infinite gradient
         hard = (1 - smoothing) * own * scale
         soft = smoothing / ctx.classes * scale
         level = (hard + soft * ctx.heavy if smoothing else hard) / total
@@ -108,8 +117,22 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return *out.grads, *([None] * 8)
 
 
-class _Rows:
-    """A rank's logits, some tokens at a time, widened."""
+class _LogitChunks:
+    """One rank's logits, some tokens at a time, in a wider type.
+
+    Args:
+        x: logits ``[n, ceil(v/tp)]``, or the head's input ``[n, h]``.
+        head: the head's weight ``[ceil(v/tp), h]``; None if ``x`` are logits.
+        bias: the head's bias ``[ceil(v/tp)]``, or None.
+        how: the logits' type, the type in which the head's product is computed, and the tokens of a chunk (0 for the default).
+        shard: how the vocabulary is split.
+        rank: this rank.
+
+    Attributes:
+        wide: the type of the arithmetic, float32 at least.
+        count: this rank's columns without padding.
+        chunks: slices of tokens.
+    """
 
     def __init__(
         self,
@@ -132,35 +155,61 @@ class _Rows:
         return tensor.to(self._compute)
 
     def logits(self, some: slice) -> Tensor:
-        """``[c, v/tp]`` without padding, in memory of its own."""
+        """The logits of a chunk without padding, ``[c, count]``, in memory of their own."""
         if self._head is None:
-            given = self._x[some, : self.count]
-            return given.to(self.wide, copy=True)
+            own = self._x[some, : self.count]
+            return own.to(self.wide, copy=True)
         with torch.autocast(self._x.device.type, enabled=False):
             bias = None if self._bias is None else self._cast(self._bias[: self.count])
             made = F.linear(self._cast(self._x[some]), self._cast(self._head[: self.count]), bias)
             return made.to(self.wide)
 
-    def collect(self, needs: tuple[bool, ...]) -> _Grads:
-        """Where the gradients are put together."""
-        return _Grads(self, needs)
+    def statistics(self, at: Tensor, mine: Tensor, weights: Tensor | None, smoothing: float) -> Tensor:
+        """What the loss must know of this rank's logits ``z``, ``[3, n]``, or ``[4, n]`` with smoothing.
+
+        With ``m`` the largest one of a token: ``m`` itself, ``Σ exp(z - m)``, ``z - m`` of the target (0 if another rank has
+        it), and with smoothing ``Σ w (z - m)``.
+
+        Args:
+            at: the column of each target, ``[n]``; any if another rank has it.
+            mine: whether this rank has the target, bool ``[n]``.
+            weights: of this rank's classes, ``[count]``; None for 1.
+            smoothing: whether it is more than zero.
+        """
+        out = self._x.new_zeros(4 if smoothing else 3, len(at), dtype=self.wide)
+        out[0].fill_(float("-inf"))
+        for some in self.chunks if self.count else ():
+            z = self.logits(some)
+            largest = z.amax(-1)
+            shift = largest.masked_fill(largest == float("-inf"), 0.0)  # where all of this rank's logits are masked out
+            z = z.sub_(shift.unsqueeze(-1))
+            out[0, some] = largest
+            out[2, some] = z.gather(-1, at[some].unsqueeze(-1)).squeeze(-1).masked_fill(~mine[some], 0.0)
+            if smoothing:
+                out[3, some] = z.sum(-1) if weights is None else z @ weights
+            out[1, some] = z.exp_().sum(-1)
+        return out
+
+    def collect(self, needs: tuple[bool, ...]) -> _ChunkGrads:
+        """Where the gradients of all chunks are collected; ``needs`` says which of x, head and bias have one."""
+        return _ChunkGrads(self, needs)
 
 
-class _Grads:
-    """The gradients of what a loss was given: of logits, or of the head's input, weight and bias."""
+class _ChunkGrads:
+    """The gradients of the logits, or of the head's input, weight and bias, filled in chunk by chunk."""
 
-    def __init__(self, rows: _Rows, needs: tuple[bool, ...]) -> None:
+    def __init__(self, rows: _LogitChunks, needs: tuple[bool, ...]) -> None:
         self._rows = rows
         x, head, bias = rows._x, rows._head, rows._bias
         self.grads: list[Tensor | None] = [torch.zeros_like(x) if needs[0] else None, None, None]
-        # Sums over chunks: in float32 at least, whatever the weight is.
+        # They are sums over chunks, so they are kept in float32 at least.
         if head is not None and needs[1]:
             self.grads[1] = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32))
         if bias is not None and needs[2]:
             self.grads[2] = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
 
     def add(self, some: slice, z: Tensor) -> None:
-        """The gradient ``[c, v/tp]`` of some tokens' logits."""
+        """Take the gradient ``dz`` of a chunk's logits, ``[c, count]``, into account."""
         rows, (of_x, of_head, of_bias) = self._rows, self.grads
         if rows._head is None:
             if of_x is not None:
@@ -177,13 +226,13 @@ class _Grads:
 
 
 def _owners(shard: Shard, target: Tensor) -> Tensor:
-    """The rank that holds each target's column, ``[n]``."""
+    """The rank that has each target's column, ``[n]``."""
     stops = torch.tensor([stop for ((_, stop),) in shard.ranges], device=target.device)
     return torch.searchsorted(stops, target, right=True)
 
 
 def _sums(shard: Shard, weights: Tensor | None, like: Tensor) -> Tensor:
-    """The sum of the class weights in each rank's columns, ``[tp]``."""
+    """The sum of the class weights of each rank's columns, ``[tp]``."""
     columns = [slice(start, stop) for ((start, stop),) in shard.ranges]
     if weights is None:
         return like.new_tensor([float(one.stop - one.start) for one in columns])

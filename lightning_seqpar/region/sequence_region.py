@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_seqpar.activations.elementwise_recompute import ElementwiseSpans
+from lightning_seqpar.activations.elementwise_spans import ElementwiseSpans
 from lightning_seqpar.activations.policy import SavePolicy
 from lightning_seqpar.distributed.rng import Drawn, RankStreams
 from lightning_seqpar.region.column_inputs import ColumnInputs

@@ -32,7 +32,7 @@ from lightning_seqpar.distributed.rank_consistency import check_agreement, descr
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.guards import check_backend, refuse_notebook, refuse_sweep
+from lightning_seqpar.verify.guards.config import check_backend, refuse_notebook, refuse_sweep
 
 
 class TopologyStrategy(ParallelStrategy):

@@ -38,16 +38,10 @@ from lightning_seqpar.strategy.environment import TopologyStrategy
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.metrics import share_metrics
 from lightning_seqpar.strategy.precision import with_global_clipping
-from lightning_seqpar.verify.guards import (
-    OutputWatch,
-    check_batch,
-    check_buffers,
-    check_parameters,
-    check_readers,
-    refuse_added,
-    refuse_optimizers,
-    warn_of_equal_replicas,
-)
+from lightning_seqpar.verify.guards.batch import OutputWatch, check_batch, warn_of_equal_replicas
+from lightning_seqpar.verify.guards.graph import check_readers
+from lightning_seqpar.verify.guards.model import check_buffers, check_parameters, refuse_added
+from lightning_seqpar.verify.guards.optimizer import refuse_optimizers
 
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 """Hooks between the backward and the update, in which a user's code may change gradients."""

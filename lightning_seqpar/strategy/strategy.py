@@ -36,7 +36,8 @@ from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.saving import SavingStrategy
 from lightning_seqpar.strategy.summary import summarize
-from lightning_seqpar.verify.guards import check_ddp_options, refuse_callbacks, refuse_unsupported
+from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
+from lightning_seqpar.verify.guards.config import check_ddp_options, refuse_unsupported
 from lightning_seqpar.verify.prover import Prover
 
 P = ParamSpec("P")

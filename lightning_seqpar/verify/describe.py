@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +21,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from lightning_seqpar.config import ParallelConfig, PlanSpec
-from lightning_seqpar.data.batch import map_tensors, tensors_in
+from lightning_seqpar.data.batch import map_tensors
 from lightning_seqpar.distributed.counters import SavedBytes, Traffic
 from lightning_seqpar.distributed.rng import OneStream, kept_streams
-from lightning_seqpar.inference.examples import answer_harmlessly
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
 from lightning_seqpar.layout.module_names import inside
@@ -35,23 +33,24 @@ from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.traced_step import TracedStep
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
-"""Numbers that an optimizer keeps for each parameter."""
+"""How many numbers an optimizer keeps as state for each parameter."""
 
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """A line of the table: modules that share all of this.
+    """A line of the table: modules whose styles and shapes are all alike.
 
     Attributes:
-        module: pattern of their names, as a plan writes it.
-        count: how many they are.
-        style: styles of the rules for them; ``on shards`` for what no rule names inside the blocks, else ``whole``.
-        tensors: of each parameter its name, whole shape and local shape.
-        sync: over which axis the gradients are summed after the backward, and why; empty if they need no sum.
-        tied: names of parameters that stand under another name too, above.
-        decided: who decided: a family, the user's plan, inference; empty where no rule was needed.
+        module: a pattern that matches exactly their names, as a plan writes it.
+        count: how many modules they are.
+        style: the styles of the rules that match them; without a rule, ``on shards`` inside the blocks and ``whole`` outside.
+        tensors: name, whole shape and local shape of each parameter.
+        sync: over which axes the gradients are summed after the backward, and why; empty if they need no sum.
+        tied: names of parameters that an earlier row shows under another name.
+        decided: where the rule came from: a family, the user's plan, inference; empty if there is none.
     """
 
     module: str
@@ -68,20 +67,25 @@ class Description:
     """What a configuration makes of a model, per rank.
 
     Attributes:
-        world_size: ranks.
-        axes: sizes of the axes larger than 1.
-        rows: the table.
+        world_size: number of ranks.
+        axes: sizes of the axes that are larger than 1.
+        sp: whether activations between the blocks are sharded along the sequence.
+        optimizer: for which the bytes of the state are counted.
+        rows: the table, a row for modules that are alike.
         plan: the plan as YAML, to be edited and fed back.
-        parameters: numbers of parameters on a rank, and ``global_parameters`` of the whole model.
-        parameter_bytes: bytes of them on a rank, likewise of gradients and of the optimizer's state.
-        activation_bytes: kept for the backward of one micro-batch, counted on a traced step; none if no step could be
+        parameters: number of parameters on a rank.
+        global_parameters: number of parameters of the whole model.
+        parameter_bytes: bytes of the parameters on a rank.
+        gradient_bytes: bytes of their gradients.
+        optimizer_bytes: bytes of the optimizer's state for them.
+        activation_bytes: bytes kept for the backward of one micro-batch, counted on a traced step; None if no step could be
             traced (``notes`` says why).
         activation_bytes_by_formula: a lower bound from shapes alone, ``Σ b·s·width``: what column linears write, norms
             read, and the linears outside the blocks read and write, with ``s/tp`` where the plan has shards.
-        sent_bytes: bytes that a rank gives to each collective in one step (what :class:`Traffic`
-            counts), likewise ``sent_calls``.
-        input: shape of the traced input, ``[b, s]`` for tokens.
-        notes: what could not be said, and why.
+        sent_bytes: bytes that a rank gives to each kind of collective in one step, as :class:`Traffic` counts them.
+        sent_calls: how often it calls each kind of collective in one step.
+        input: batch and length of the traced input, ``[b, s]``.
+        notes: what could not be found out, and why.
     """
 
     world_size: int
@@ -104,7 +108,7 @@ class Description:
 
     @property
     def total_bytes(self) -> int:
-        """All that is known of a rank's memory."""
+        """Bytes of parameters, gradients, optimizer state and activations on a rank, as far as they are known."""
         activations = self.activation_bytes if self.activation_bytes is not None else self.activation_bytes_by_formula
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + (activations or 0)
 
@@ -135,13 +139,13 @@ def describe(
     length: int | None = None,
     optimizer: str = "adamw",
 ) -> Description:
-    """What ``config`` makes of ``model``, without GPUs, processes or process groups; the model is not touched.
+    """Describe what ``config`` makes of ``model``, without GPUs, processes or process groups; the model is not touched.
 
     Args:
         model: any module, real or on the meta device; a ``LightningModule`` that makes its model in ``configure_model``
             makes it here, without memory.
         config: the configuration; the default is ``ParallelConfig()``.
-        world_size: ranks; the default is the smallest world of that configuration.
+        world_size: number of ranks; the default is the smallest world that the configuration fits.
         example: what ``forward`` takes (a tensor, a tuple of arguments, or a dict of named ones), for the traced step. The
             default is tokens ``[batch_size, length]`` for a Hugging Face model (with labels, if it takes them), else the
             module's ``example_input_array``.
@@ -151,7 +155,7 @@ def describe(
         optimizer: which one, for the bytes of its state: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``.
 
     Raises:
-        ValueError: for a plan or a topology that the strategy would refuse too; the sentence is the same.
+        ValueError: for a plan or a topology that the strategy would refuse too, with the same message.
     """
     config = config or ParallelConfig()
     if optimizer not in OPTIMIZERS:
@@ -167,7 +171,7 @@ def describe(
     with kept_streams(torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
         planned = without_numbers(model)
         with unset_fake_temporarily():
-            step = _Step.find(planned, example, batch, batch_size, length)
+            step = TracedStep.find(planned, example, batch, batch_size, length)
         record, plans = None, []
         if config.tp > 1:
             plans = resolve_plans(config.plan, planned, lambda: _infer(model, step, config))
@@ -188,12 +192,12 @@ def describe(
 
 
 def without_numbers(model: nn.Module) -> nn.Module:
-    """A copy whose tensors have shapes and no memory: the same modules and ties, every tensor a fake one on the CPU."""
+    """A copy whose tensors have shapes but no memory (fake tensors on the CPU); modules and ties are those of ``model``."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for attribute in ("_trainer", "_fabric"):
-            if (held := module.__dict__.get(attribute)) is not None:
-                memo[id(held)] = None
+            if (trainer := module.__dict__.get(attribute)) is not None:
+                memo[id(trainer)] = None  # the copy knows no trainer
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         empty: Tensor = torch.empty_like(tensor, device="cpu")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -201,7 +205,7 @@ def without_numbers(model: nn.Module) -> nn.Module:
 
 
 def _configured(model: nn.Module) -> nn.Module:
-    """A module that makes its model in ``configure_model``, as it is after that."""
+    """A copy of a module that makes its model in ``configure_model``, with the model made on meta; any other module itself."""
     if not isinstance(model, LightningModule) or any(True for _ in model.parameters()):
         return model
     copied = copy.deepcopy(model)
@@ -210,89 +214,17 @@ def _configured(model: nn.Module) -> nn.Module:
     return copied
 
 
-@dataclass
-class _Step:
-    """How one training step is run on a copy."""
+def _infer(model: nn.Module, step: TracedStep, config: ParallelConfig) -> ShardingPlan:
+    """Infer a plan from a small input with real numbers, outside the mode that makes tensors without memory.
 
-    method: str = "forward"
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    sizes: tuple[int, int] | None = None
-    path: str = ""
-    missing: str = ""
-
-    @classmethod
-    def find(cls, model: nn.Module, example: Any, batch: Any, batch_size: int, length: int | None) -> _Step:
-        if batch is not None:
-            return cls("training_step", (batch, 0), sizes=_sizes(batch))
-        if example is None:
-            if (found := _tokens_for(model, batch_size, length)) is not None:
-                return found
-            example = getattr(model, "example_input_array", None)
-        if example is None:
-            return cls(
-                missing="no input to trace a step with: pass example= or batch=, or set example_input_array on the module"
-            )
-        kwargs = dict(example) if isinstance(example, Mapping) else {}
-        args = () if kwargs else example if isinstance(example, tuple) else (example,)
-        return cls("forward", args, kwargs, sizes=_sizes(example))
-
-    def run(self, model: nn.Module) -> Tensor:
-        """The loss, or the sum of the outputs."""
-        args, kwargs = map_tensors(torch.empty_like, (self.args, self.kwargs))
-        losses: list[Tensor] = []
-        if isinstance(model, LightningModule):
-            answer_harmlessly(model, [], losses)
-        target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
-        takes = len(inspect.signature(target).parameters) if self.method != "forward" else len(args)
-        out = target(*args[:takes], **kwargs)
-        if losses:
-            return torch.stack(losses).sum()
-        loss = out.get("loss") if isinstance(out, Mapping) else out
-        if isinstance(loss, Tensor) and loss.numel() == 1:
-            return loss.sum()
-        return torch.stack([x.sum() for x in tensors_in(out) if x.requires_grad]).sum()
-
-
-def _sizes(given: Any) -> tuple[int, int] | None:
-    """Batch and length, as the first tensor of two dims or more tells."""
-    for tensor in tensors_in(given):
-        if tensor.ndim >= 2:
-            return tensor.shape[0], tensor.shape[1]
-    return None
-
-
-def _tokens_for(model: nn.Module, batch_size: int, length: int | None) -> _Step | None:
-    """Tokens for a Hugging Face model: itself, or the one that a module holds."""
-    for path, part in model.named_modules():
-        settings = getattr(part, "config", None)
-        takes = inspect.signature(part.forward).parameters
-        if not isinstance(getattr(settings, "vocab_size", None), int) or "input_ids" not in takes:
-            continue
-        limit = next(
-            (
-                n
-                for key in ("max_position_embeddings", "n_positions")
-                if isinstance(n := getattr(settings, key, None), int)
-            ),
-            2048,
-        )
-        ids = torch.zeros(batch_size, length or min(limit, 2048), dtype=torch.long)
-        kwargs = {"input_ids": ids}
-        if "labels" in takes:
-            kwargs["labels"] = ids
-        elif "decoder_input_ids" in takes:
-            kwargs["decoder_input_ids"] = ids
-        return _Step("forward", (), kwargs, (batch_size, ids.shape[1]), path)
-    return None
-
-
-def _infer(model: nn.Module, step: _Step, config: ParallelConfig) -> ShardingPlan:
+    Raises:
+        ValueError: if there is no input for ``forward``.
+    """
     with unset_fake_temporarily():
-        return _infer_really(model, step, config)
+        return _infer_with_numbers(model, step, config)
 
 
-def _infer_really(model: nn.Module, step: _Step, config: ParallelConfig) -> ShardingPlan:
+def _infer_with_numbers(model: nn.Module, step: TracedStep, config: ParallelConfig) -> ShardingPlan:
     if step.missing or step.method != "forward":
         raise ValueError(
             f"plan={config.plan if isinstance(config.plan, str) else config.plan.base!r}: no shipped plan fits "
@@ -310,8 +242,8 @@ def _infer_really(model: nn.Module, step: _Step, config: ParallelConfig) -> Shar
     args, kwargs = map_tensors(drawn, small)
     part = model.get_submodule(step.path)
     own = ShardingPlan.from_rules(config.plan.rules) if isinstance(config.plan, PlanSpec) else None
-    found = infer_plan(part, kwargs or args, config.tp, own).plan
-    return dataclasses.replace(found, prefix=step.path)
+    plan = infer_plan(part, kwargs or args, config.tp, own).plan
+    return dataclasses.replace(plan, prefix=step.path)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------
@@ -325,6 +257,7 @@ def _totals(
     config: ParallelConfig,
     optimizer: str,
 ) -> Description:
+    """The description without activations and traffic: shapes, bytes, the table and the plan."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     gradients = sum(p.nbytes for p in trained)
@@ -344,6 +277,7 @@ def _totals(
 
 
 def _rows(model: nn.Module, record: ShardedModel | None) -> list[ModuleRow]:
+    """The table: a row for all modules that have the same styles and shapes and whose names differ in numbers alone."""
     styles: dict[str, list[str]] = defaultdict(list)
     sources: dict[str, list[str]] = defaultdict(list)
     for name, style, source in record.choices if record is not None else ():
@@ -367,10 +301,10 @@ def _rows(model: nn.Module, record: ShardedModel | None) -> list[ModuleRow]:
         if not tensors and not styles.get(name):
             continue
         shards = record is not None and record.on_shard(name)
-        told = ", ".join(dict.fromkeys(styles.get(name, []))) or ("on shards" if shards else "whole")
+        style = ", ".join(dict.fromkeys(styles.get(name, []))) or ("on shards" if shards else "whole")
         key = (
             re.sub(r"(?<![^.])\d+(?![^.])", "*", name),
-            told,
+            style,
             tuple(tensors),
             tuple(tied),
             "; ".join(dict.fromkeys(sums)),
@@ -387,16 +321,16 @@ def _rows(model: nn.Module, record: ShardedModel | None) -> list[ModuleRow]:
 
 
 def _braced(names: Sequence[str]) -> str:
-    """A pattern for exactly these names, which differ in numbers alone."""
+    """A pattern that matches exactly these names, which differ in numbers alone."""
     split = [name.split(".") for name in names]
     parts = [list(dict.fromkeys(column)) for column in zip(*split, strict=True)]
     return ".".join(part[0] if len(part) == 1 else "{" + ",".join(part) + "}" for part in parts)
 
 
 def _trace(
-    out: Description, model: nn.Module, record: ShardedModel | None, step: _Step, topology: ProcessTopology
+    out: Description, model: nn.Module, record: ShardedModel | None, step: TracedStep, topology: ProcessTopology
 ) -> None:
-    """Run a step without numbers; count what it keeps and sends."""
+    """Run a step on tensors without memory, and write into ``out`` what it keeps for the backward and what it sends."""
     if step.missing:
         out.notes.append(f"activations and traffic: {step.missing}")
         return
@@ -408,7 +342,7 @@ def _trace(
             with saved:
                 loss = step.run(model)
             loss.backward()
-    except Exception as error:  # any code of the user's and its libraries; told, not hidden
+    except Exception as error:  # the user's code may raise anything; the notes say what
         first = str(error).splitlines()[0] if str(error) else ""
         out.notes.append(
             f"activations and traffic: a step does not run without numbers: {type(error).__name__}: {first}"
@@ -427,9 +361,9 @@ def _trace(
 
 
 def _formula(record: ShardedModel, model: nn.Module, batch: int, length: int) -> int:
-    """The sum that :attr:`Description.activation_bytes_by_formula` is."""
+    """:attr:`Description.activation_bytes_by_formula` for an input of ``batch`` samples of ``length`` positions."""
     tp = record.groups.size("tp")
-    length -= length > 1  # the step may shift one position away
+    length -= length > 1  # a language model's step may shift labels, which takes one position
     tokens = batch * length
     shards = batch * math.ceil(length / tp)
     styles = {name: style for name, style, _ in record.choices if style in ("column", "row")}
@@ -448,7 +382,7 @@ def _formula(record: ShardedModel, model: nn.Module, batch: int, length: int) ->
             assert kind is not None
             out, into = features(module, kind)
             inside_blocks = any(inside(name, block) for block in blocks)
-            # What a row reads may be made again from what its columns wrote.
+            # The input of a row counts nothing: it may be made again from the outputs of its columns.
             width = {"column": out, "row": 0}.get(styles.get(name, ""), 0 if inside_blocks else out + into)
             positions = tokens
         total += positions * width * weight.element_size()

@@ -18,7 +18,10 @@ from lightning_seqpar.parallel.apply import record_of, whole_tensor
 from lightning_seqpar.parallel.grad_norm import global_grad_norm
 
 FLOAT64_TOLERANCE = 1e-9
+"""Largest difference of two runs in float64 that counts as equal: a parallel run sums in another order."""
+
 FLOAT32_LOSS_TOLERANCE = 1e-5
+"""The same for the losses of runs in float32."""
 
 
 @dataclass
@@ -26,10 +29,10 @@ class Trace:
     """What one run did, in whole tensors.
 
     Attributes:
-        losses: the loss of every training batch.
-        grads: gradients by parameter name at the first optimizer step, as the optimizer read them.
-        grad_norm: their global norm.
-        weights: the weights at the end, by name.
+        losses: the loss of every training batch, averaged over the replicas.
+        grads: whole gradients by parameter name at the first optimizer step, as the optimizer read them.
+        grad_norm: the global norm of these gradients.
+        weights: the whole weights at the end of the run, by parameter name.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -48,11 +51,11 @@ class Trace:
 
 
 def gather_grads(model: nn.Module, only: Collection[int] | None = None) -> dict[str, Tensor | None]:
-    """Whole gradients by parameter name, of a parallelised model (collective over tp) or a plain one.
+    """Whole gradients by parameter name, on the CPU, of a parallelised model (collective over tp) or a plain one.
 
     Args:
         model: the model.
-        only: ids of the parameters to gather; all by default. Gradients of others may not be synced yet.
+        only: ids of the parameters to gather; None for all. Gradients of the others may not be summed over tp yet.
     """
     record = record_of(model)
     grads: dict[str, Tensor | None] = {}
@@ -69,7 +72,7 @@ def gather_grads(model: nn.Module, only: Collection[int] | None = None) -> dict[
 
 
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Whole weights by parameter name, of a parallelised model (collective over tp) or a plain one."""
+    """Whole weights by parameter name, on the CPU, of a parallelised model (collective over tp) or a plain one."""
     record = record_of(model)
     return {
         name: (
@@ -82,14 +85,21 @@ def gather_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def norm_of(grads: Mapping[str, Tensor | None]) -> float:
-    """Global norm of whole gradients."""
+    """The global 2-norm of whole gradients; a parameter without a gradient counts as zero."""
     total = sum(float(grad.double().pow(2).sum()) for grad in grads.values() if grad is not None)
     return math.sqrt(total)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: the largest error of a quantity, where it is, and the limit."""
+    """One line of a report.
+
+    Attributes:
+        quantity: what is compared.
+        error: its largest error.
+        limit: the largest error that counts as equal.
+        where: the step or the parameter with the largest error.
+    """
 
     quantity: str
     error: float
@@ -133,6 +143,7 @@ class ParityReport:
 
 
 def _losses(reference: Sequence[float], candidate: Sequence[float], limit: float) -> Row:
+    """The row of the losses; each error is relative to the loss, or absolute where that is below 1."""
     if len(reference) != len(candidate):
         return Row("losses", float("inf"), limit, f"{len(candidate)} steps against {len(reference)}")
     errors = [abs(a - b) / max(1.0, abs(a)) for a, b in zip(reference, candidate, strict=True)]
@@ -147,6 +158,7 @@ def _tensors(
     limit: float,
     scale: float,
 ) -> Row:
+    """The row of named tensors: the largest absolute error divided by ``scale``; infinite where shapes or names differ."""
     worst, where = 0.0, "-"
     for name in sorted(set(reference) | set(candidate)):
         a, b = reference.get(name), candidate.get(name)

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.metadata
-import json
-import os
-import sys
-import sysconfig
 import time
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_seqpar.config import VERSION, ParallelConfig, PlanSpec
+from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.examples import Example, NoExampleError, attach_view, find_examples
@@ -31,6 +23,7 @@ from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.proof_cache import fingerprint, read_proof, write_proof
 from lightning_seqpar.verify.self_check import SelfCheckError, self_check
 
 _WAYS_OUT = (
@@ -39,24 +32,42 @@ _WAYS_OUT = (
 )
 
 
-_DEEP = 6
-"""Levels of nested settings that are told; deeper ones can't be remembered by."""
+class _ExampleSearch(NamedTuple):
+    """The outcome of looking for an input that the model runs on.
+
+    Attributes:
+        example: the first input that works, on the CPU; None if none does.
+        dtype: in which the model's copy runs it; None keeps the model's own types.
+        failures: for each input that was tried before, why it does not work.
+    """
+
+    example: Example | None
+    dtype: torch.dtype | None
+    failures: list[str]
 
 
 @dataclass
 class Proved:
-    """The plans, and a line on each step for the start-up summary."""
+    """What :meth:`Prover.prove` returns.
+
+    Attributes:
+        plans: the plans to apply, in order.
+        lines: for the start-up summary, what was decided and proved, a sentence each.
+    """
 
     plans: list[ShardingPlan] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
 
 class Prover:
-    """Finds and proves the plans of one model; every method is collective over the world.
+    """Finds and proves the plans of one model; collective over the world.
+
+    A proof is a run of the self-check: a copy of the model, whole against sharded, on an example input. What needs one
+    process only (the search for an example, inference, the memory of proofs) is done by the world's first rank for all.
 
     Args:
         module: the whole model, equal on every rank.
-        trainer: where batches are found.
+        trainer: whose loaders give a batch for the example.
         config: what the user asked for.
         groups: the process groups.
         device: this rank's device.
@@ -73,16 +84,17 @@ class Prover:
         self._module, self._trainer, self._config, self._groups, self._device = module, trainer, config, groups, device
         self._world = groups[tuple(sorted(groups.topology.axes))]
         self._tp = groups.size("tp")
-        self._found: tuple[Example | None, torch.dtype | None, list[str]] | None = None
-        self._shared = False
-        self._digest = ""
+        self._search: _ExampleSearch | None = None
+        self._is_shared = False  # whether every rank has the first rank's search
+        self._digest = ""  # of the numbers that the model computes from the example
         self._reasons: list[str] = []
 
     def prove(self) -> Proved:
-        """The plans for the model.
+        """Find the plans for the model and prove them.
 
         Raises:
-            ValueError: if no plan is found, or none that is right; the message says what to write.
+            ValueError: if no plan is found; the message says what to write.
+            SelfCheckError: if the plan that was found is wrong.
         """
         try:
             return self._proved()
@@ -92,17 +104,20 @@ class Prover:
             raise
 
     def _proved(self) -> Proved:
+        """:meth:`prove` without the hint on adapters."""
         out = Proved()
         key = self._from_first_rank(self._key) if self._config.self_check else None
-        known = self._from_first_rank(lambda: None if key is None else _read(key))
-        cached = None if known is None or not known["plan"] else ShardingPlan.from_yaml_text(known["plan"])
+        remembered = self._from_first_rank(lambda: None if key is None else read_proof(key))
+        cached = None
+        if remembered is not None and remembered["plan"]:
+            cached = ShardingPlan.from_yaml_text(remembered["plan"])
         started = time.monotonic()
         if isinstance(self._config.plan, PlanSpec):
             ShardingPlan.from_rules(self._config.plan.rules, source="your plan").match(self._module)
         out.plans = resolve_plans(self._config.plan, self._module, lambda: cached or self._infer())
         for plan in out.plans:
             plan.match(self._module)
-        self._prove(out, key, known, started)
+        self._prove(out, key, remembered is not None, started)
         if inferred := [plan for plan in out.plans if plan.source == "inferred"]:
             rules = inferred[0].to_yaml().splitlines()[1:]
             out.lines[:0] = [f"why: {reason}" for reason in self._reasons] + [
@@ -110,35 +125,48 @@ class Prover:
             ]
         return out
 
-    def _prove(self, out: Proved, key: str | None, known: Any, started: float) -> None:
+    def _prove(self, out: Proved, key: str | None, is_remembered: bool, started: float) -> None:
+        """Run the self-check on the plans of ``out``, unless it is off or passed before.
+
+        Args:
+            out: whose plans are proved, and may be replaced by others; it gets a line on the outcome.
+            key: under which a proof is remembered; None for not at all.
+            is_remembered: whether a proof under that key exists.
+            started: when the search for the plans began, by ``time.monotonic()``.
+        """
         if not self._config.self_check:
             rank_zero_warn(
                 "lightning_seqpar: self_check=False: nothing proves the plan, and a wrong rule (a head count not divided, "
                 "segments left out, a block that mixes positions) can train without an error"
             )
             return
-        if known is not None:
+        if is_remembered:
             out.lines.append("self-check: passed before, for the same source, plan, versions and numbers")
             return
         passed = self._check_or_widen(out, [plan for plan in out.plans if plan.source == "inferred"])
         inferred = [plan for plan in out.plans if plan.source == "inferred"]
         if passed:
             if key is not None and dist.get_rank(self._world) == 0:
-                _write(key, inferred[0].to_yaml() if inferred else "")
-            _, _, source = self._example_source()
-            out.lines.append(f"self-check: passed, with {source}, in {time.monotonic() - started:.1f} s")
+                write_proof(key, inferred[0].to_yaml() if inferred else "")
+            example = self._example().example
+            assert example is not None
+            out.lines.append(f"self-check: passed, with {example.source}, in {time.monotonic() - started:.1f} s")
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def _from_first_rank(self, work: Callable[[], Any]) -> Any:
-        """What the world's first rank makes of ``work``; an error there is one everywhere."""
-        box: list[Any] = [None, None]
+        """Run ``work`` on the world's first rank and return its result on every rank; collective over the world.
+
+        Raises:
+            CantInferError: on every rank, if ``work`` raised there.
+        """
+        box: list[Any] = [None, None]  # the result, and the error's text
         if dist.get_rank(self._world) == 0:
             try:
                 box[0] = work()
             except (CantInferError, NoExampleError) as error:
                 box[1] = str(error)
-            except Exception as error:  # anything else is told too: the others wait for an answer
+            except Exception as error:  # whatever it is: the other ranks wait for an answer
                 box[1] = f"{type(error).__name__}: {error}"
         dist.broadcast_object_list(box, src=dist.get_process_group_ranks(self._world)[0], group=self._world)
         if box[1] is not None:
@@ -146,50 +174,48 @@ class Prover:
         return box[0]
 
     def _key(self) -> str | None:
-        """What a proof is remembered by: all that can be told of the model, and the numbers that it computes.
+        """The key under which a proof is remembered: the fingerprint, and the numbers that the model computes.
 
-        Attributes, sources and versions can't tell everything (a global, a hook, the content of a buffer); the loss and
-        the gradients of the example do.
+        Attributes, sources and versions don't show everything (a global, a hook, the content of a buffer); the loss and
+        the gradients of the example do. None if there is no fingerprint or no example.
         """
-        told = _fingerprint(self._module, self._config, self._tp)
-        if self._found is None:
-            self._found = self._seek_example()
-        if told is None or self._found[0] is None or not self._digest:
+        facts = fingerprint(self._module, self._config, self._tp)
+        if self._search is None:
+            self._search = self._seek_example()
+        if facts is None or self._search.example is None or not self._digest:
             return None
-        return hashlib.sha256((told + self._digest).encode()).hexdigest()
+        return hashlib.sha256((facts + self._digest).encode()).hexdigest()
 
-    def _example(self) -> tuple[Example | None, torch.dtype | None, list[str]]:
-        if not self._shared:
-            own = self._found
-            self._found = self._from_first_rank(lambda: own if own is not None else self._seek_example())
-            self._shared = True
-        return self._found  # type: ignore[return-value]
+    def _example(self) -> _ExampleSearch:
+        """The first rank's search for an example, on every rank; collective over the world at its first call."""
+        if not self._is_shared:
+            own = self._search
+            self._search = self._from_first_rank(lambda: own if own is not None else self._seek_example())
+            self._is_shared = True
+        assert self._search is not None
+        return self._search
 
-    def _example_source(self) -> tuple[Example, torch.dtype | None, str]:
-        example, dtype, _ = self._example()
-        assert example is not None
-        return example, dtype, example.source
-
-    def _seek_example(self) -> tuple[Example | None, torch.dtype | None, list[str]]:
-        why: list[str] = []
+    def _seek_example(self) -> _ExampleSearch:
+        """Try the inputs that the module and the trainer offer, with and without random draws, until one works."""
+        failures: list[str] = []
         try:
-            for found in find_examples(self._module, self._trainer):
-                # Who makes his model without memory has little: numbers of half the size.
+            for candidate in find_examples(self._module, self._trainer):
+                # A large model that is on the meta device may not fit into memory in float64.
                 late = any(parameter.is_meta for parameter in self._module.parameters())
                 precise = torch.float32 if late and is_large(self._module) else torch.float64
                 for dtype, draws in ((precise, False), (precise, True), (None, False)):
-                    example = replace(found, draws=draws)
+                    example = replace(candidate, draws=draws)
                     if (wrong := self._try(example, dtype)) is None:
-                        return example.to(torch.device("cpu"), None), dtype, why
-                    why.append(f"{example.method} with {example.source}: {wrong}")
+                        return _ExampleSearch(example.to(torch.device("cpu"), None), dtype, failures)
+                    failures.append(f"{example.method} with {example.source}: {wrong}")
         except NoExampleError as error:
-            why.append(str(error))
-        except Exception as error:  # the user's loader: training would meet it too, and tell it in its own way
-            why.append(f"the loader raised {type(error).__name__}: {error}")
-        return None, None, why
+            failures.append(str(error))
+        except Exception as error:  # of the user's loader: training would meet it too, and raise it as it is
+            failures.append(f"the loader raised {type(error).__name__}: {error}")
+        return _ExampleSearch(None, None, failures)
 
     def _try(self, example: Example, dtype: torch.dtype | None) -> str | None:
-        """Run the example on a whole copy; what is wrong, or none: then its numbers are kept."""
+        """Run the example on a whole copy; what is wrong, or None. Then a digest of its loss and gradients is kept."""
         with kept_streams(self._device), default_dtype(dtype):
             try:
                 copied = detached_copy(self._module, self._device, dtype)
@@ -200,7 +226,7 @@ class Prover:
                     if not bool(torch.isfinite(loss.detach())):
                         return f"the loss is {float(loss.detach())}"
                     loss.backward()
-            except Exception as error:  # told to the user if no other example does
+            except Exception as error:  # shown to the user if no other example works
                 return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             digest = hashlib.sha256(repr(float(loss.detach())).encode())
             for name, parameter in copied.named_parameters():
@@ -210,12 +236,20 @@ class Prover:
         return None
 
     def _infer(self, *, sums: bool = True) -> ShardingPlan:
+        """Infer a plan on the first rank; collective over the world.
+
+        Args:
+            sums: whether a module that deals its tokens out to experts may be reduced where it returns.
+
+        Raises:
+            ValueError: if there is no example, or inference stops; the message says what to write.
+        """
         name = type(self._module).__name__
-        example, dtype, why = self._example()
+        example, dtype, failures = self._example()
         if example is None:
             raise ValueError(
                 f"plan='auto': no shipped plan fits {name}, and to infer one an example input is needed: "
-                f"{'; '.join(dict.fromkeys(why))}. Set example_input_array on the module (a tensor, tuple or dict that its "
+                f"{'; '.join(dict.fromkeys(failures))}. Set example_input_array on the module (a tensor, tuple or dict that its "
                 f"forward takes), or write a plan:\n{EXAMPLE}"
             )
 
@@ -234,18 +268,29 @@ class Prover:
             )
 
         try:
-            found: Inference = self._from_first_rank(work)
+            inferred: Inference = self._from_first_rank(work)
         except CantInferError as error:
             raise ValueError(
                 f"plan='auto': no shipped plan fits {name}, and inference stops at\n  {error}\nWrite the rules for it (the "
                 "others are found as before: plan={'rules': [...]}), a whole plan (plan='my_plan.yaml' or plan={'base': "
                 f"'none', 'rules': [...]}}), with the module names of your model:\n{EXAMPLE}"
             ) from None
-        self._reasons = found.reasons
-        return found.plan
+        self._reasons = inferred.reasons
+        return inferred.plan
 
     def _check_or_widen(self, out: Proved, inferred: list[ShardingPlan]) -> bool:
-        """Check; an inferred plan that is wrong on shards of the sequence is tried on whole sequences too."""
+        """Run the self-check; if an inferred plan fails it on shards of the sequence, try it on whole sequences too.
+
+        Args:
+            out: whose plans are checked; they are replaced if others pass.
+            inferred: those of them that were inferred.
+
+        Returns:
+            Whether the plans are proved; False where there is no example and shipped plans are trusted without.
+
+        Raises:
+            SelfCheckError: the first failure, if no variant passes.
+        """
         try:
             return self._check(out)
         except ValueError as error:
@@ -267,7 +312,7 @@ class Prover:
             return True
 
     def _check_wider(self, out: Proved, inferred: Sequence[ShardingPlan]) -> bool:
-        """Try whole sequences; where experts are summed, also with each expert reduced by itself."""
+        """Check variants of the inferred plans: whole sequences between the blocks, then each expert reduced by itself."""
         narrow = out.plans
         for again in [False] * self._config.sp + [True] * _has_sums(inferred):
             try:
@@ -276,28 +321,37 @@ class Prover:
                 out.plans[:0] = [plan.without_sp() for plan in wide]
                 return self._check(out)
             except ValueError:
-                continue  # the error of the plan on shards is the one to tell
+                continue  # the error of the plan on shards is the one that is raised
         return False
 
     def _check(self, out: Proved) -> bool:
-        example, dtype, why = self._example()
+        """Run the self-check on the plans of ``out``; collective over the world.
+
+        Returns:
+            Whether they are proved; False where there is no example and all plans are shipped ones.
+
+        Raises:
+            ValueError: if there is no example, or a plan can't be carried out.
+            SelfCheckError: if the sharded copy does not compute what the whole one does.
+        """
+        example, dtype, failures = self._example()
         sources = ", ".join(dict.fromkeys(plan.source for plan in out.plans))
         if example is None:
-            told = f"the plan ({sources}) can't be proved: no example input: {'; '.join(dict.fromkeys(why))}"
+            problem = f"the plan ({sources}) can't be proved: no example input: {'; '.join(dict.fromkeys(failures))}"
             if all(plan.source.startswith("family") for plan in out.plans):
                 rank_zero_warn(
-                    f"lightning_seqpar: {told}. It was proved on this source when it was shipped; {_WAYS_OUT}"
+                    f"lightning_seqpar: {problem}. It was proved on this source when it was shipped; {_WAYS_OUT}"
                 )
                 out.lines.append("self-check: not run, there is no example input")
                 return False
-            raise ValueError(f"self_check: {told}; {_WAYS_OUT}")
+            raise ValueError(f"self_check: {problem}; {_WAYS_OUT}")
         verdict = self_check(
             self._module,
             out.plans,
             self._groups,
             example,
             sp=self._config.sp,
-            # An example may be so small that "auto" would not do what a real batch will.
+            # With a small example "auto" would keep what a real batch gathers again.
             regather=True if self._config.regather == "auto" else self._config.regather,
             loss_chunk=self._config.loss_chunk,
             device=self._device,
@@ -323,116 +377,5 @@ class Prover:
 
 
 def _has_sums(plans: Sequence[ShardingPlan]) -> bool:
+    """Whether a plan reduces a module's partial sums where the module returns."""
     return any(rule.style == "reduce" for plan in plans for rule in plan.rules)
-
-
-# ---- what is remembered ----------------------------------------------------------------------------------------
-
-
-def _fingerprint(module: LightningModule, config: ParallelConfig, tp: int) -> str | None:
-    """Digest of all that a proof depends on: the model, every source file that is the user's, the plan, versions.
-
-    None if some attribute of the model is of a kind whose content can't be told: then nothing is remembered.
-    """
-    told: dict[str, Any] = {
-        "versions": [VERSION, torch.__version__, sys.version],
-        "plan": config.model_dump(mode="json", include={"plan", "sp", "regather", "loss_chunk"}),
-        "tp": tp,
-    }
-    internal = set(vars(LightningModule())) | set(vars(torch.nn.Module()))
-    try:
-        for name, part in module.named_modules():
-            own = {key: _tell(value, 0) for key, value in sorted(vars(part).items()) if key not in internal}
-            tensors = [
-                (key, tuple(t.shape), str(t.dtype), t.requires_grad)
-                for key, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-            ]
-            told[f"module {name}"] = [_name(type(part)), part.training, own, tensors]
-        told["hyperparameters"] = _tell(dict(module.hparams), 0)
-    except _UnknownError:
-        return None
-    for package in sorted({type(m).__module__.split(".")[0] for m in module.modules()}):
-        try:
-            told[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            told[package] = "source"
-    base = config.plan if isinstance(config.plan, str) else config.plan.base
-    if base.endswith((".yaml", ".yml")):
-        told["file"] = Path(base).read_text()
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
-    for file in _own_files():
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-class _UnknownError(Exception):
-    """An attribute whose content can't be told."""
-
-
-def _name(kind: Any) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _tell(value: Any, depth: int) -> Any:
-    """A value as text that is equal in two processes if and only if the values are."""
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
-        return repr(value)
-    if depth > _DEEP:
-        raise _UnknownError
-    if isinstance(value, torch.nn.Module):
-        return _name(type(value))  # its own entry tells the rest
-    if isinstance(value, torch.Tensor):
-        content = (
-            value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-        )
-        return [str(value.dtype), tuple(value.shape), hashlib.sha256(content).hexdigest()]
-    if isinstance(value, Mapping):
-        return [_name(type(value)), [(_tell(k, depth + 1), _tell(v, depth + 1)) for k, v in value.items()]]
-    if isinstance(value, list | tuple):
-        return [_name(type(value)), [_tell(item, depth + 1) for item in value]]
-    if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_tell(item, depth + 1)) for item in value)
-    if isinstance(value, functools.partial):
-        return [_tell(part, depth + 1) for part in (value.func, value.args, value.keywords)]
-    if isinstance(value, types.BuiltinFunctionType | type):
-        return _name(value)
-    if isinstance(value, types.FunctionType):
-        if value.__closure__:
-            raise _UnknownError
-        return [_name(value), value.__code__.co_code.hex(), repr(value.__code__.co_names), repr(value.__defaults__)]
-    if isinstance(getattr(value, "__dict__", None), dict) and not hasattr(type(value), "__slots__"):
-        return [_name(type(value)), _tell(vars(value), depth + 1)]
-    raise _UnknownError
-
-
-def _own_files() -> list[Path]:
-    """Source files of loaded modules that no installed package owns; they may change between two runs."""
-    paths = sysconfig.get_paths()
-    installed = tuple(os.path.join(paths[name], "") for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    files = [getattr(loaded, "__file__", None) for loaded in list(sys.modules.values())]
-    own = {name for name in files if isinstance(name, str) and name.endswith(".py") and not name.startswith(installed)}
-    return sorted(file for file in map(Path, own) if file.is_file())
-
-
-def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lightning_seqpar" / "proofs"
-
-
-def _read(key: str) -> dict[str, str] | None:
-    file = _folder() / f"{key}.json"
-    if not file.is_file():
-        return None
-    found = json.loads(file.read_text())
-    return {"plan": str(found["plan"])}
-
-
-def _write(key: str, plan: str) -> None:
-    folder = _folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f"{key}.{os.getpid()}.part"
-        part.write_text(json.dumps({"plan": plan}))
-        part.replace(folder / f"{key}.json")
-    except OSError as error:
-        rank_zero_info(f"lightning_seqpar: the proof is not remembered, {folder} can't be written ({error})")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_seqpar.testing import RankFailedError, run_distributed
-from lightning_seqpar.verify.guards import OutputWatch, warn_of_equal_replicas
+from lightning_seqpar.verify.guards.batch import OutputWatch, warn_of_equal_replicas
 
 CPU = torch.device("cpu")
 

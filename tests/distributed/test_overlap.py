@@ -489,7 +489,7 @@ class Late:
             return self._plain[0](slot, *args)
 
         def end(slot: BackwardExchange, *args: Any) -> Any:
-            self._under_way -= bool(slot._pending._held)
+            self._under_way -= bool(slot._pending._values)
             return self._plain[1](slot, *args)
 
         def take(late: DeferredWgrad) -> Any:
@@ -592,7 +592,9 @@ def left_over() -> int:
     }
     held = [*found[WgradProduct]]
     held += [x for one in found[RegatheredInput] for x in (one._whole, one._pending) if x is not None]
-    held += [x for one in found[BackwardExchange] for x in (*one._sums._held.values(), *one._pending._held.values())]
+    held += [
+        x for one in found[BackwardExchange] for x in (*one._sums._values.values(), *one._pending._values.values())
+    ]
     assert found[RegatheredInput]
     assert found[BackwardExchange]
     return len(held)

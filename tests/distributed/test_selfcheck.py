@@ -20,7 +20,8 @@ from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify import self_check as selfcheck
-from lightning_seqpar.verify.self_check import self_check, worst_gradient
+from lightning_seqpar.verify.run_comparison import worst_gradient
+from lightning_seqpar.verify.self_check import self_check
 from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
 

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.parallel.apply import record_of
 from lightning_seqpar.testing import RankFailedError, run_distributed
-from lightning_seqpar.verify.guards import ELEMENTWISE_OPTIMIZERS, refuse_callbacks
+from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
+from lightning_seqpar.verify.guards.optimizer import ELEMENTWISE_OPTIMIZERS
 from lightning_seqpar.verify.parity import ParityRecorder
 from tests.helpers import models, zoo
 from tests.helpers.fit import quiet_trainer

@@ -1,0 +1,206 @@
+"""Gather points: the modules at whose entry the input of columns, a shard of the sequence, becomes whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from lightning_seqpar.inference.dataflow import (
+    OTHER_INPUT,
+    RESIDUAL,
+    BlockFlow,
+    CantInferError,
+    made_of_activation,
+    read_block,
+)
+from lightning_seqpar.inference.trace import Call, ForwardTrace, Value
+
+
+def read_blocks(
+    trace: ForwardTrace,
+    calls: Iterable[Call],
+    model: nn.Module,
+    mixes: Callable[[BlockFlow, str], bool],
+    *,
+    sums: bool = True,
+) -> list[BlockFlow]:
+    """The data flow of every block, with the modules at whose entry the input of its columns is gathered.
+
+    Args:
+        trace: the recorded forward.
+        calls: the first call of each block.
+        model: the copy that was recorded.
+        mixes: whether positions mix between the columns of a row and the row, as attention does.
+        sums: whether a module that deals its tokens out to experts is given all tokens and returns a partial sum; if not,
+            each expert gathers for itself.
+
+    Raises:
+        CantInferError: if the input of a column is an argument of no module.
+    """
+    flows = [read_block(trace, call, model) for call in calls]
+    reduced = {number for flow in flows for row in flow.rows for number in flow.linears[row].makes}
+    for flow in flows:
+        gathering = GatherPoints(trace, flow, reduced, [other.call for other in flows], sums=sums)
+        for row in flow.rows:
+            if flow.linears[row].is_unwrapped:
+                gathering.find_sum(row)
+                continue
+            for column in flow.columns[row]:
+                gathering.find(column)
+            if mixes(flow, row):
+                gathering.merge(row)
+    return flows
+
+
+class GatherPoints:
+    """Finds the gather points of one block, and writes them into its data flow.
+
+    Args:
+        trace: the recorded forward.
+        flow: the block's data flow.
+        reduced: ids of all values that rows make, in any block: they are reduced, so they are shards again.
+        blocks: the first call of each block.
+        sums: as in :func:`read_blocks`.
+    """
+
+    def __init__(
+        self, trace: ForwardTrace, flow: BlockFlow, reduced: set[int], blocks: list[Call], *, sums: bool
+    ) -> None:
+        self.trace, self.flow, self.reduced, self.sums = trace, flow, reduced, sums
+        self.blocks = {call.name for call in blocks}
+
+    def _leaks(self, call: Call, root: int) -> bool:
+        """Whether something whole that the call makes of the value ``root`` leaves the block other than through its rows.
+
+        If so, the input can't be gathered at this call: what follows the block expects shards.
+        """
+        trace, block = self.trace, self.flow.call
+        whole: set[int] = set()
+        # Attention maps may leave: the ranks' maps are put together where the model returns them.
+        maps = {n for n in call.outputs[1:] if len(trace.values[n].shape) == 4}
+        for op in trace.ops[call.first_op :]:
+            inside = op.index < call.last_op
+            read = op.inputs if inside else [n for n in op.inputs if n not in maps]
+            reads = any(n in whole or (inside and trace.values[n].root == root) for n in read)
+            if op.is_empty or not reads:
+                continue
+            if op.index >= block.last_op and not any(trace.calls[n].name in self.blocks for n in op.stack):
+                return True
+            moved = not inside or any(n in whole for n in op.inputs)
+            for number in op.outputs:
+                value = trace.values[number]
+                if value.floating and number not in self.reduced and (moved or value.root != root):
+                    whole.add(number)
+        return any(number in whole for number in block.outputs[:1])
+
+    def find(self, column: str) -> None:
+        """Find the gather point of one column: the outermost call that takes its input and lets it out through rows only.
+
+        For an encoder's states it is the innermost call around the linear, since a larger module sees the decoder's too.
+
+        Raises:
+            CantInferError: if no call takes the column's input as an argument.
+        """
+        trace, flow = self.trace, self.flow
+        linear = flow.linears[column]
+        if column in flow.rows:
+            return
+        style = "gather" if RESIDUAL in linear.upstream else "copy" if linear.upstream == {OTHER_INPUT} else ""
+        if not style:
+            return  # its input is made by another linear, whose own input is gathered
+        root = trace.values[linear.reads].root
+        stack = trace.ops[linear.op].stack
+        calls = [trace.calls[number] for number in stack[stack.index(flow.call.id) + 1 :]]
+        if style == "copy":
+            calls = [c for c in reversed(calls) if c.name != column] + [c for c in calls if c.name == column]
+        for call in calls:
+            takes = [key for key, value in call.args.items() if trace.values[value].root == root]
+            if takes and not self._leaks(call, root):
+                some = style == "gather" and not self._holds_tokens(trace.values[call.args[takes[0]]])
+                if self.sums and some and self._find_dealer(column):
+                    return
+                args = flow.gathers.setdefault((call.name, style), [])
+                args += [key for key in takes if key not in args]
+                return
+        raise CantInferError(f"{column}: its input is given to no module that could gather it")
+
+    def _find_dealer(self, column: str) -> bool:
+        """Find the module that takes all tokens and hands some of them on to this column, an expert; whether there is one."""
+        trace, flow = self.trace, self.flow
+        made = self._made_of_activation()
+        stack = trace.ops[flow.linears[column].op].stack
+        for number in reversed(stack[stack.index(flow.call.id) + 1 :]):
+            call = trace.calls[number]
+            takes = [key for key, value in call.args.items() if value in made or trace.values[value].root in made]
+            if takes and all(self._holds_tokens(trace.values[call.args[key]]) for key in takes):
+                if self._escapes(call):
+                    return False
+                flow.sums[call.name] = takes
+                return True
+        return False
+
+    def _escapes(self, call: Call) -> bool:
+        """Whether anything that a call makes, other than its first output, is read after it: by a router's balancing loss.
+
+        Such a value would be whole on every rank, and its gradient would be counted tp times.
+        """
+        trace = self.trace
+        roots = {trace.values[number].root for number in call.outputs[:1]}
+        made = {n for op in trace.ops_in(call) for n in op.outputs if trace.values[n].floating}
+        # Views of parameters are left out: they have the same root wherever they are taken.
+        made = {n for n in made if trace.values[n].root not in roots and trace.values[n].parameter is None}
+        return any(n in made for op in trace.ops[call.last_op :] for n in op.inputs)
+
+    def find_sum(self, row: str) -> None:
+        """The gather point of a row that its module multiplies itself: that module, which then returns a partial sum.
+
+        Nothing is written if the row and its columns are not all parameters of one module inside the block.
+        """
+        trace, flow = self.trace, self.flow
+        names = [row, *flow.columns[row]]
+        owner = row.rpartition(".")[0]
+        mixed = [name for name in names if name.rpartition(".")[0] != owner or not flow.linears[name].is_unwrapped]
+        open_calls = [trace.calls[number] for number in trace.ops[flow.linears[row].op].stack]
+        call = next((call for call in open_calls if call.name == owner), None)
+        if mixed or owner == flow.name or call is None:
+            return  # no one module makes it of its own parameters; planning the row raises
+        made = self._made_of_activation()
+        takes = [key for key, value in call.args.items() if value in made or trace.values[value].root in made]
+        if takes and all(self._holds_tokens(trace.values[call.args[key]]) for key in takes) and not self._escapes(call):
+            flow.sums[owner] = takes
+
+    def _made_of_activation(self) -> set[int]:
+        """Ids and roots of the values that depend on the block's activation."""
+        made = made_of_activation(self.trace, self.flow)
+        return made | {self.trace.values[number].root for number in made}
+
+    def _holds_tokens(self, value: Value) -> bool:
+        """Whether a value has an entry for every token: ``[b, s, ...]`` or ``[b·s, ...]``."""
+        tokens = self.flow.tokens(self.trace)
+        return value.shape[: len(tokens)] == tokens or value.shape[:1] == (math.prod(tokens),)
+
+    def merge(self, row: str) -> None:
+        """Move the gather of an attention's columns from the columns themselves to the module around the attention.
+
+        Around a column that gathers for itself the code sees shards, and attention code reads the sequence's length there.
+        """
+        trace, flow = self.trace, self.flow
+        alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
+        if not alone:
+            return
+        stacks = [trace.ops[flow.linears[name].op].stack for name in (*alone, row)]
+        common = [number for number in stacks[0] if all(number in stack for stack in stacks)]
+        for number in common[common.index(flow.call.id) + 1 :]:
+            call = trace.calls[number]
+            takes = [key for key, value in call.args.items() if self._is_activation(trace.values[value])]
+            if len(takes) == 1 and not self._leaks(call, trace.values[call.args[takes[0]]].root):
+                for column in alone:
+                    del flow.gathers[column, "gather"]
+                flow.gathers[call.name, "gather"] = takes
+                return
+
+    def _is_activation(self, value: Value) -> bool:
+        """Whether a value has the shape of the block's activation."""
+        return value.floating and value.shape == self.trace.values[self.flow.call.args[self.flow.arg]].shape

@@ -1,0 +1,125 @@
+"""One block of a model's copy, run by itself on one process with the inputs of a recorded forward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError
+from lightning_seqpar.inference.model_copy import Quiet
+from lightning_seqpar.layout.linear_kind import features, linear_kind
+
+
+class Block:
+    """One block of a copy, which is run with the input that it had in a recorded forward.
+
+    Args:
+        model: the copy.
+        flow: the block's data flow.
+        blocks: names of the other blocks of the stack.
+
+    Attributes:
+        module: the block.
+        modules: every module of the copy, by name.
+    """
+
+    def __init__(self, model: nn.Module, flow: BlockFlow, blocks: Collection[str] = ()) -> None:
+        self.model, self.flow, self.blocks = model, flow, blocks
+        self.module = flow.call.module
+        self.modules = {name: model.get_submodule(name) for name, _ in model.named_modules()}
+
+    def width(self, column: str) -> int:
+        """Number of a column's out-features."""
+        kind = linear_kind(self.modules[column])
+        assert kind is not None
+        return features(self.modules[column], kind)[0]
+
+    def inputs(self, seed: int = 0, grad: bool = False) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+        """Positional and named arguments for a run, and the activation among them, as leaves of a new graph.
+
+        Args:
+            seed: above 0, the activation is noise drawn from it; else it is the recorded one.
+            grad: whether the activation requires a gradient.
+        """
+
+        def leaf(tensor: Tensor) -> Tensor:
+            return tensor.detach().clone()
+
+        args, kwargs = tree_map_only(Tensor, leaf, self.flow.call.given)
+        # The recorded forward filled a cache of keys and values, which the block would read instead of computing them.
+        args = [None if _is_cache(arg) else arg for arg in args]
+        kwargs = {key: None if _is_cache(arg) else arg for key, arg in kwargs.items()}
+        holder: Any = args if isinstance(self.flow.arg, int) else kwargs
+        x = holder[self.flow.arg]
+        if seed:
+            generator = torch.Generator().manual_seed(seed)
+            x = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+        x.requires_grad_(grad)
+        holder[self.flow.arg] = x
+        return tuple(args), kwargs, x
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's forward, with random draws made constant."""
+        return self.quiet(self.module, args, kwargs)
+
+    @staticmethod
+    def quiet(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A module's forward, with random draws made constant; buffers that it updates are put back."""
+        kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        try:
+            with Quiet():
+                return module(*args, **kwargs)
+        finally:
+            for buffer, before in kept:
+                if not torch.equal(buffer, before):
+                    buffer.detach().copy_(before)
+
+    def argument_shapes(self, name: str) -> dict[int | str, tuple[int, ...]]:
+        """Shapes of the tensor arguments of a module inside the block, by position or name."""
+        shapes: dict[int | str, tuple[int, ...]] = {}
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+            shapes.update({key: tuple(value.shape) for key, value in given if isinstance(value, Tensor)})
+
+        handle = self.modules[name].register_forward_pre_hook(note, with_kwargs=True)
+        with torch.no_grad():
+            args, kwargs, _ = self.inputs()
+            self.run(args, kwargs)
+        handle.remove()
+        return shapes
+
+    def sequence_dim(self) -> int:
+        """The tensor dim along which the block mixes positions: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or ``[tokens, h]``.
+
+        Raises:
+            CantInferError: if it mixes along both dims.
+        """
+        args, kwargs, x = self.inputs(grad=True)
+        out = self.run(args, kwargs)
+        first = out[0] if isinstance(out, list | tuple) else out
+        if x.ndim == 2:
+            return 0
+        mixed = [False, False]
+        for at in ((-1, -1), (0, 0)):
+            cotangent = torch.zeros_like(first)
+            cotangent[at[0], at[1]] = torch.randn(first.shape[-1], dtype=first.dtype)
+            (grad,) = torch.autograd.grad(first, x, cotangent, retain_graph=True)
+            touched = grad.abs().amax(-1) > 0
+            mixed[0] |= bool(touched.any(1).sum() > 1)
+            mixed[1] |= bool(touched.any(0).sum() > 1)
+        if all(mixed):
+            raise CantInferError(
+                f"{self.flow.name}: it mixes both the first and the second dim of its input {list(x.shape)}, so neither is "
+                "a batch; name the sequence's dim by {pattern: ..., style: blocks, dim: 1}"
+            )
+        return 0 if mixed[0] else 1
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether an argument is a cache of keys and values, recognised by transformers' methods."""
+    return all(callable(getattr(value, name, None)) for name in ("update", "get_seq_length"))

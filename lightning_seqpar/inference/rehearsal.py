@@ -1,0 +1,258 @@
+"""Rehearsal: one block run as a rank would run it, with its linears cut down, on one process.
+
+If the forward goes wrong or a row reads anything but this rank's part of its input, more than the linears must change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_seqpar.inference.feature_dependence import GroupLayout, Ranges
+from lightning_seqpar.inference.isolated_block import Block
+from lightning_seqpar.layout.attribute_override import write_attribute
+
+EQUAL = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""Largest difference, relative to the largest value, up to which two tensors count as equal; 5e-2 in other types."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One more thing that must change on a rank beside the linears.
+
+    Attributes:
+        kind: ``set``: an attribute gets another value. ``tensor``: a parameter or buffer is cut along ``dim``. ``arg``: an
+            argument is cut along ``dim``. ``given``: an argument comes from another block, so it is this rank's part already
+            (the rehearsal cuts it). ``narrow``: the module sees an argument of this rank's width, which only columns resolve.
+        module: name of the module; for a tensor, of the one that owns it.
+        key: the attribute, the tensor's own name, or the argument.
+        value: the attribute's new value.
+        dim: the tensor dim of the heads.
+    """
+
+    kind: str
+    module: str
+    key: int | str
+    value: int = 0
+    dim: int = 0
+
+    @property
+    def shown(self) -> str:
+        """The name that messages give it."""
+        argument = self.kind in ("arg", "given")
+        if self.kind == "narrow":
+            return f"the width of argument {self.key!r} of {self.module}"
+        return f"argument {self.key!r} of {self.module}" if argument else f"{self.module}.{self.key}"
+
+
+def rehearse(block: Block, groups: Sequence[GroupLayout], tp: int, edits: Sequence[Edit]) -> str | None:
+    """Run the block as each of ``tp`` ranks would.
+
+    Each row's input must be exactly the rank's part of what it is in the whole block.
+
+    Args:
+        block: the block.
+        groups: rows with their columns, and how they are split.
+        tp: number of ranks.
+        edits: what changes beside the linears.
+
+    Returns:
+        What goes wrong, or None.
+    """
+    wanted = _inputs_of(block, [g.row for g in groups] + [n for g in groups for n in g.full_width])
+    for rank in range(tp):
+        try:
+            with _Rehearsal(block, groups, tp, rank, wanted).cut(edits), torch.no_grad():
+                args, kwargs, _ = block.inputs()
+                block.run(args, kwargs)
+        except _MismatchError as error:
+            return str(error)
+        except (RuntimeError, ValueError, IndexError, AssertionError, TypeError) as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return None
+
+
+def _inputs_of(block: Block, names: Sequence[str]) -> dict[str, list[Tensor]]:
+    """The inputs of some modules in a run of the whole block, one for each call."""
+    kept: dict[str, list[Tensor]] = {name: [] for name in names}
+    with ExitStack() as stack, torch.no_grad():
+        for name in kept:
+
+            def keep(module: nn.Module, args: Any, name: str = name) -> None:
+                kept[name].append(args[0])
+
+            stack.callback(block.modules[name].register_forward_pre_hook(keep).remove)
+        args, kwargs, _ = block.inputs()
+        block.run(args, kwargs)
+    return kept
+
+
+class _Rehearsal:
+    """The block cut down to what one rank would hold, with hooks that compare the rows' inputs with the whole block's.
+
+    Args:
+        block: the block.
+        groups: rows with their columns, and how their features are split.
+        tp: number of tensor-parallel ranks.
+        rank: the one that is rehearsed.
+        wanted: by module, the inputs ``[..., f]`` that it gets in the whole block, one for each call.
+    """
+
+    def __init__(
+        self, block: Block, groups: Sequence[GroupLayout], tp: int, rank: int, wanted: Mapping[str, list[Tensor]]
+    ) -> None:
+        self._block, self._groups, self._tp, self._rank, self._wanted = block, groups, tp, rank, wanted
+        self._counts = dict.fromkeys(wanted, 0)
+        # Tensors of NaN that have a rank's width, each with the whole argument that it stands for.
+        self._stand_ins: list[tuple[Tensor, Tensor]] = []
+
+    @contextmanager
+    def cut(self, edits: Sequence[Edit]) -> Iterator[None]:
+        """While open, columns make this rank's features, rows check what they read, and ``edits`` hold.
+
+        Raises:
+            _MismatchError: from the block's forward, where a row's input is not this rank's part, and at the end, if a
+                module ran less often than in the whole block.
+        """
+        with ExitStack() as stack:
+            for group in self._groups:
+                self._cut_columns(group, stack)
+                self._check_readers(group, stack)
+                self._slice_norms(group, stack)
+                row = self._block.modules[group.row]
+                stack.enter_context(changed_attribute(row, "in_features", group.features // self._tp))
+            for edit in edits:
+                module = self._block.modules[edit.module]
+                stack.enter_context(_edited(module, edit, self._tp, self._rank, self._stand_ins))
+            yield
+            for name, count in self._counts.items():
+                if count != len(self._wanted[name]):
+                    times = len(self._wanted[name])
+                    raise _MismatchError(f"{name} runs {count} times, in the whole model {times} times")
+
+    def _cut_columns(self, group: GroupLayout, stack: ExitStack) -> None:
+        """Let columns read the whole input and return this rank's features."""
+
+        def real(module: nn.Module, args: Any) -> Any:
+            return (next((x for stand_in, x in self._stand_ins if stand_in is args[0]), args[0]), *args[1:])
+
+        for column, layout in group.columns.items():
+            module = self._block.modules[column]
+            mine = _indices(layout.ranges[self._rank])
+
+            def cut(module: nn.Module, args: Any, out: Tensor, mine: Tensor = mine) -> Tensor:
+                return out.index_select(-1, mine.to(out.device))
+
+            stack.callback(module.register_forward_pre_hook(real).remove)
+            stack.callback(module.register_forward_hook(cut).remove)
+            stack.enter_context(changed_attribute(module, "out_features", len(mine)))
+
+    def _check_readers(self, group: GroupLayout, stack: ExitStack) -> None:
+        """Let the row, and norms over the whole width, check their input and go on with the whole block's."""
+        for name in (group.row, *group.full_width):
+
+            def swap(module: nn.Module, args: Any, name: str = name) -> Any:
+                width = group.features if name == group.row else self._wanted[name][0].shape[-1]
+                size = width // self._tp
+                mine = torch.arange(self._rank * size, (self._rank + 1) * size)
+                return (self._compare(name, args[0], mine.to(args[0].device)), *args[1:])
+
+            stack.callback(self._block.modules[name].register_forward_pre_hook(swap).remove)
+
+    def _slice_norms(self, group: GroupLayout, stack: ExitStack) -> None:
+        """Let norms over the whole width return this rank's features."""
+
+        def narrow(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+            width = out.shape[-1] // self._tp
+            return out.narrow(-1, self._rank * width, width)
+
+        for name in group.full_width:
+            stack.callback(self._block.modules[name].register_forward_hook(narrow).remove)
+
+    def _compare(self, name: str, x: Tensor, mine: Tensor) -> Tensor:
+        """The whole block's input of this call, if ``x`` is its features ``mine``.
+
+        Raises:
+            _MismatchError: if it is not.
+        """
+        at = self._counts[name]
+        self._counts[name] += 1
+        if at >= len(self._wanted[name]):
+            raise _MismatchError(f"{name} runs more often than in the whole model")
+        whole = self._wanted[name][at]
+        part = whole.index_select(-1, mine)
+        if x.shape != part.shape:
+            raise _MismatchError(f"{name}: its input is {list(x.shape)}, expected {list(part.shape)}")
+        if not part.numel():
+            return whole
+        scale = float(part.abs().max())
+        if not float((x - part).abs().max()) <= EQUAL.get(part.dtype, 5e-2) * max(scale, 1e-30):
+            raise _MismatchError(f"{name}: its input is not this rank's part of the whole one's")
+        return whole
+
+
+class _MismatchError(Exception):
+    """A module read something else than this rank's part, or ran more or less often than in the whole block."""
+
+
+@contextmanager
+def changed_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
+    """While open, an attribute (a dotted path, too) has another value."""
+    first = name.partition(".")[0]
+    missing = not hasattr(module, first)
+    before = None if missing else getattr(module, first)
+    write_attribute(module, name, value)
+    try:
+        yield
+    finally:
+        delattr(module, first) if missing else setattr(module, first, before)
+
+
+@contextmanager
+def _edited(
+    module: nn.Module, edit: Edit, tp: int, rank: int, stand_ins: list[tuple[Tensor, Tensor]]
+) -> Iterator[None]:
+    """While open, an edit holds on one rank; ``stand_ins`` collects tensors of a rank\'s width and what they stand for."""
+
+    def narrow(x: Tensor) -> Tensor:
+        stand_in = x.new_full((), float("nan")).expand(*x.shape[:-1], x.shape[-1] // tp)
+        stand_ins.append((stand_in, x))
+        return stand_in
+
+    def part(tensor: Tensor) -> Tensor:
+        size = tensor.shape[edit.dim] // tp
+        return tensor.narrow(edit.dim, rank * size, size)
+
+    if edit.kind == "set":
+        with changed_attribute(module, str(edit.key), edit.value):
+            yield
+    elif edit.kind == "tensor":
+        tensor = getattr(module, str(edit.key))
+        before = tensor.data
+        tensor.data = part(before).clone()
+        try:
+            yield
+        finally:
+            tensor.data = before
+    else:
+        changed = narrow if edit.kind == "narrow" else part
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if isinstance(edit.key, str):
+                return args, {**kwargs, edit.key: changed(kwargs[edit.key])}
+            return (*args[: edit.key], changed(args[edit.key]), *args[edit.key + 1 :]), kwargs
+
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _indices(ranges: Ranges) -> Tensor:
+    return torch.cat([torch.arange(start, stop) for start, stop in ranges])

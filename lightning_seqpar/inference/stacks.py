@@ -1,0 +1,149 @@
+"""The stacks of repeated blocks in a recorded forward, and the norm after them at which the region may end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from lightning_seqpar.inference.trace import Call, ForwardTrace
+from lightning_seqpar.layout.module_names import Argument
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+
+
+def activation(trace: ForwardTrace, call: Call) -> Argument | None:
+    """The argument that is the activation: the first floating-point one with the shape of the call's first output.
+
+    None if there is no such argument, or the output has neither the shape ``[b, s, h]`` nor ``[tokens, h]``.
+    """
+    if not call.outputs:
+        return None
+    out = trace.values[call.outputs[0]]
+    if not out.floating or len(out.shape) not in (2, 3):
+        return None
+    for key, value in call.args.items():
+        argument = trace.values[value]
+        if argument.floating and argument.shape == out.shape:
+            return key
+    return None
+
+
+def find_stacks(trace: ForwardTrace, model: nn.Module) -> list[list[Call]]:
+    """Find the repeated blocks: for each stack, the first call of every block, in order of execution.
+
+    A block maps an activation to one of the same shape and holds at least two matrices. It stands in a list, or is one of
+    several modules of one class, or is called several times. Of nested candidates the outermost is the block. A module
+    outside lists that holds a list of modules that feed each other is no block but the owner of blocks: an encoder and a
+    decoder may be of one class.
+    """
+    weighty = {
+        name
+        for name, module in model.named_modules()
+        if name
+        and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.MultiheadAttention)
+        and any(True for _ in module.children())
+        and sum(parameter.ndim >= 2 for parameter in module.parameters()) >= 2
+    }
+    fitting = [call for call in trace.calls if call.name in weighty and activation(trace, call) is not None]
+    by_kind: dict[tuple[str, type], list[Call]] = defaultdict(list)
+    for call in fitting:
+        by_kind[_parent(call.name), type(call.module)].append(call)
+    listed = {call.id: call for call in fitting if _is_listed(model, call.name)}
+    repeated: set[str] = set()
+    for calls in by_kind.values():
+        if calls[0].id in listed or (
+            len(calls) > 1 and not any(_holds_a_chain(trace, call, listed.values()) for call in calls)
+        ):
+            repeated |= {call.name for call in calls}
+    outermost = [call for call in fitting if call.name in repeated and not _encloses(trace, call, repeated)]
+    stacks: dict[str, list[Call]] = defaultdict(list)
+    for call in outermost:
+        stack = stacks[_parent(call.name)]
+        if all(call.name != other.name for other in stack):
+            stack.append(call)
+    return list(stacks.values())
+
+
+def _parent(name: str) -> str:
+    """The name of the module that holds a module."""
+    return name.rpartition(".")[0]
+
+
+def _is_listed(model: nn.Module, name: str) -> bool:
+    """Whether a module stands in a list of modules."""
+    parent = _parent(name)
+    return bool(parent) and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential)
+
+
+def _holds_a_chain(trace: ForwardTrace, call: Call, listed: Iterable[Call]) -> bool:
+    """Whether inside the call a module of a list works on what the one before it returned, as blocks do and experts don't."""
+    last: dict[tuple[str, type], Call] = {}
+    for one in listed:
+        if call.first_op <= one.first_op < call.last_op and _encloses(trace, one, {call.name}):
+            kind = _parent(one.name), type(one.module)
+            before, key = last.get(kind), activation(trace, one)
+            assert key is not None
+            if before and trace.values[one.args[key]].root == trace.values[before.outputs[0]].root:
+                return True
+            last[kind] = one
+    return False
+
+
+def _encloses(trace: ForwardTrace, call: Call, among: set[str]) -> bool:
+    """Whether a call happens inside a call of one of the modules ``among``."""
+    at = call.parent
+    while at is not None:
+        if trace.calls[at].name in among:
+            return True
+        at = trace.calls[at].parent
+    return False
+
+
+def find_exit(trace: ForwardTrace, blocks: Sequence[str]) -> str | None:
+    """The module at whose output the region ends: the final norm, if nothing else reads the last block's output.
+
+    A norm works on each position by itself, so it can run on shards.
+
+    Args:
+        trace: the recorded forward.
+        blocks: names of the blocks of one stack.
+
+    Returns:
+        The norm's name, or None if the region ends with the last block.
+    """
+    calls = [call for call in trace.calls if call.name in blocks]
+    last = max(calls, key=lambda call: call.last_op)
+    root = trace.values[last.outputs[0]].root
+    readers = [op for op in trace.ops[last.last_op :] if any(trace.values[n].root == root for n in op.inputs)]
+    around = _owners(trace, last)
+    heads = {op.stack[len(around)] if len(op.stack) > len(around) else None for op in readers}
+    if len(heads) != 1 or None in heads:
+        return None
+    call = trace.calls[next(iter(head for head in heads if head is not None))]
+    takes = [key for key, value in call.args.items() if trace.values[value].root == root]
+    pointwise = isinstance(call.module, _NORMS) or _looks_like_norm(call.module)
+    same = bool(call.outputs) and trace.values[call.outputs[0]].shape == trace.values[last.outputs[0]].shape
+    return call.name if pointwise and same and takes else None
+
+
+def _owners(trace: ForwardTrace, call: Call) -> tuple[int, ...]:
+    """Ids of the calls around a call, outermost first."""
+    around: list[int] = []
+    at = call.parent
+    while at is not None:
+        around.insert(0, at)
+        at = trace.calls[at].parent
+    return tuple(around)
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    """Whether a module is called a norm, has no submodules, and has vectors as its only parameters."""
+    parameters = list(module.parameters())
+    return (
+        not any(True for _ in module.children())
+        and bool(parameters)
+        and all(parameter.ndim == 1 for parameter in parameters)
+        and "norm" in type(module).__name__.lower()
+    )

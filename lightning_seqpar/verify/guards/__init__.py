@@ -1,0 +1,5 @@
+"""What can't be done right is refused with a sentence that names the value, the rule and the fix.
+
+One module for each thing that is looked at: configuration, callbacks, optimizers, batches, the graph of a loss, the model.
+May import: ``config`` to ``checkpoint``.
+"""

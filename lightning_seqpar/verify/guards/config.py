@@ -1,0 +1,115 @@
+"""Settings that are refused before any process is started or any group is made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_seqpar.config import ParallelConfig, nearest
+
+LATER = {
+    "cp": "context parallelism; config, topology and groups know it, the layers do not",
+    "pp": "pipeline parallelism; config, topology and groups know it, the layers do not",
+    "virtual_pp": "interleaved stages",
+    "pp_split_rank": "pipelines of encoder-decoder models",
+    "data_parallel": "sharding over the replicas",
+    "fsdp": "sharding over the replicas",
+    "recompute": "activation recompute by the strategy (checkpointing in your model works)",
+    "compile": "compilation by the strategy",
+    "fp8_groups": "fp8 training",
+}
+"""Fields of :class:`ParallelConfig` that the strategy does not run yet, and what each of them would turn on."""
+
+
+def refuse_unsupported(config: ParallelConfig) -> None:
+    """Refuse a field of :data:`LATER` that differs from its default: the configuration knows it, the strategy does not run it.
+
+    Raises:
+        ValueError: naming the field, its value and the default to use instead.
+    """
+    default = ParallelConfig()
+    for field, what in LATER.items():
+        value, idle = getattr(config, field), getattr(default, field)
+        if value != idle and not (field == "virtual_pp" and value == 1):
+            raise ValueError(f"{field}={value!r} does not run yet; use {field}={idle!r} ({what})")
+
+
+def refuse_notebook(processes: int) -> None:
+    """Refuse to start several processes from a notebook or an interactive prompt, which have no file to run again.
+
+    Args:
+        processes: number of processes of the run, on all nodes.
+
+    Raises:
+        ValueError: for more than one process.
+    """
+    if processes > 1:
+        raise ValueError(
+            f"devices={processes} in a notebook, at an interactive prompt or in python -c: the other ranks are started by "
+            "running the same file again, and here there is none. Put the code into a script and start it with python or "
+            "torchrun; with devices=1 (tp=1) it runs here"
+        )
+
+
+def refuse_sweep(processes: int) -> None:
+    """Refuse to start several processes from a job of a Hydra sweep, whose jobs all run in one main process.
+
+    Args:
+        processes: number of processes of the run, on all nodes.
+
+    Raises:
+        ValueError: for more than one process.
+    """
+    if processes > 1:
+        raise ValueError(
+            f"a hydra multirun (-m) with devices={processes}: the jobs of a sweep share one main process, and the ranks that "
+            "it starts would each run the whole sweep. Start the jobs one by one (for tp in 2 4; do python train.py "
+            "strategy.tp=$tp; done), or sweep with a launcher that gives each job processes of its own"
+        )
+
+
+def check_backend(backend: str | None, device_type: str) -> None:
+    """Refuse a backend that torch does not know, that its build lacks, or that does not work on the device.
+
+    Args:
+        backend: the field ``process_group_backend``: a name, or ``"cpu:gloo,cuda:nccl"``; None lets the strategy choose.
+        device_type: such as ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        ValueError: naming the backend, and the nearest name or the one that works.
+    """
+    if backend == "nccl" and device_type == "cpu":
+        raise ValueError("process_group_backend='nccl' with accelerator='cpu': nccl speaks between GPUs; use 'gloo'")
+    known = [name for name in dist.Backend.backend_list if name != "undefined"]
+    for part in (backend or "").split(","):
+        name = part.split(":")[-1]
+        if backend is not None and name not in known:
+            raise ValueError(
+                f"process_group_backend={backend!r}: torch knows no {name!r}; did you mean {nearest(name, known)}?"
+            )
+        if backend is not None and not dist.is_backend_available(name):
+            raise ValueError(f"process_group_backend={backend!r}: this build of torch has no {name}; use 'gloo'")
+
+
+TAKEN_DDP_OPTIONS = ("module", "device_ids", "output_device", "process_group", "device_mesh")
+"""Arguments of ``DistributedDataParallel`` that the strategy sets itself."""
+
+
+def check_ddp_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of the field ``ddp`` that ``DistributedDataParallel`` does not take or that the strategy sets itself.
+
+    Raises:
+        ValueError: naming the option, and the nearest name that exists.
+    """
+    known = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in TAKEN_DDP_OPTIONS]
+    for name in options:
+        if name in TAKEN_DDP_OPTIONS:
+            raise ValueError(f"ddp={{{name!r}: ...}}: the strategy sets {name} itself; leave it out")
+        if name not in known:
+            raise ValueError(
+                f"ddp={{{name!r}: ...}}: DistributedDataParallel has no such option; did you mean {nearest(name, known)}?"
+            )

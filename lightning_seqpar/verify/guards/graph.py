@@ -1,0 +1,75 @@
+"""Losses that are refused because their autograd graph reads a part where the user's code means the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_seqpar.activations.wgrad_overlap import READERS
+from lightning_seqpar.distributed.autograd import backward_classes, children, reach
+from lightning_seqpar.nn.linear import GatherLinear, ShardedLinear
+from lightning_seqpar.parallel.apply import ShardedModel
+
+
+def check_readers(loss: Tensor, record: ShardedModel, *, inside: bool = True) -> None:
+    """Refuse a loss that reads a sharded parameter, or one with a partial gradient, where it must not.
+
+    Only the parallel layers may read a sharded parameter. A parameter whose gradient is a term of a sum over tp may be read
+    only between the region's first and last block. A loss that reads them elsewhere (an L2 term) would see a part of the
+    parameter, or its gradient would be counted tp times.
+
+    Args:
+        loss: of this step, with its graph.
+        record: of the sharded model.
+        inside: whether to walk through the graph between the region's first and last block too, which is most of it.
+
+    Raises:
+        RuntimeError: naming the parameter and the operation that reads it.
+        PartialSumError: naming a module whose partial sum reaches the loss before it is reduced.
+    """
+    check_sums(loss, record)
+    allowed = backward_classes((ShardedLinear, GatherLinear, *READERS))
+
+    def made_inside(node: Any) -> bool:
+        return any(region.made(node) for region in record.regions)
+
+    def follow(node: Any) -> list[Any]:
+        return children(node) if inside or not made_inside(node) else []
+
+    for node in reach(loss.grad_fn, follow):
+        for child in children(node):
+            variable = getattr(child, "variable", None)
+            layout = record.layout.of(variable) if variable is not None else None
+            if layout is None:
+                continue
+            if layout.is_sharded and not layout.free and type(node) not in allowed:
+                raise RuntimeError(
+                    f"{layout.name}: it is sharded, and {node.name()} in the loss reads it past its layer, so it would see "
+                    "a part of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the "
+                    "module out of the plan"
+                )
+            if layout.is_sharded and layout.free and record.on_shard(layout.name) and not made_inside(node):
+                raise RuntimeError(
+                    f"{layout.name}: it is sharded, and {node.name()} reads it outside the sequence region, where it sees a part "
+                    "of it; keep parameters out of the loss (weight decay belongs into the optimizer), or leave the module out "
+                    "of the plan"
+                )
+            if layout.name in record.on_shards and not made_inside(node):
+                raise RuntimeError(
+                    f"{layout.name}: {node.name()} reads it outside the sequence region, where its gradient is whole, but "
+                    f"inside it is partial ({layout.reason}): no one rule can sync both. Keep parameters out of the loss "
+                    "(weight decay belongs into the optimizer), or use a parameter of its own outside"
+                )
+
+
+def check_sums(loss: Tensor, record: ShardedModel) -> None:
+    """Refuse a loss that reads anything but the output of a module whose output is summed over tp.
+
+    What such a module makes inside is a term of that sum on each rank; only the output is reduced.
+
+    Raises:
+        PartialSumError: naming the module.
+    """
+    for region in record.regions:
+        region.loss_leaks.check(loss)

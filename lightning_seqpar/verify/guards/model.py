@@ -1,0 +1,71 @@
+"""Changes of a sharded model that are refused while it trains: parameters added or replaced, buffers that drift apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_seqpar.parallel.apply import ShardedModel
+from lightning_seqpar.topology.process_groups import ParallelGroups
+
+
+def check_parameters(record: ShardedModel) -> None:
+    """Refuse a model that holds another parameter under a name than the one that was sharded.
+
+    Raises:
+        RuntimeError: naming a parameter that was replaced, or one that was added (an adapter around a linear).
+    """
+    if replaced := record.layout.replaced(record.model):
+        refuse_added([*record.model.parameters()], record)  # an adapter gives the linear inside it another name
+        raise RuntimeError(
+            f"{replaced[0]}: the model holds another parameter than the one that was laid out; do not replace parameters "
+            "while training (change their data in place)"
+        )
+
+
+def refuse_added(parameters: Sequence[Tensor], record: ShardedModel) -> None:
+    """Refuse a parameter that was added after the model was sharded: without a layout, nobody would sum its gradient.
+
+    Args:
+        parameters: those to look at, such as an optimizer's.
+        record: of the sharded model.
+
+    Raises:
+        RuntimeError: naming the parameter.
+    """
+    if any(record.layout.of(parameter) is None for parameter in parameters):
+        ids = {id(parameter) for parameter in parameters}
+        names = [name for name in record.layout.added(record.model) if id(record.model.get_parameter(name)) in ids]
+        if names:
+            raise RuntimeError(
+                f"{names[0]}: this parameter came after the model was sharded (an adapter that was added while training?); add "
+                "it before trainer.fit, frozen or switched off if it is for later"
+            )
+
+
+def check_buffers(record: ShardedModel, groups: ParallelGroups, device: torch.device) -> None:
+    """Refuse buffers that differ over the ranks of a replica though no rule shards them; collective over tp.
+
+    They come to differ where a forward counts or averages tokens and each rank sees its part of the sequence.
+
+    Raises:
+        RuntimeError: naming the buffer, on every rank.
+    """
+    buffers = record.equal_buffers()
+    if not buffers:
+        return
+    sums = torch.stack([buffer.detach().double().nan_to_num(0.0, 0.0, 0.0).sum().to(device) for _, buffer in buffers])
+    spread = torch.stack([sums, -sums])
+    dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=groups["tp"])
+    largest, smallest = spread[0], -spread[1]
+    apart = largest - smallest > 1e-5 * torch.maximum(largest.abs(), smallest.abs()).clamp_min(1e-30)
+    if bool(apart.any()):
+        name = buffers[int(apart.nonzero()[0])][0]
+        raise RuntimeError(
+            f"{name}: this buffer is no longer the same on the ranks of a replica: the forward changes it where each rank sees "
+            "its part of the sequence. Have its module computed whole, "
+            f"{{pattern: {name.rpartition('.')[0]}, style: whole}}, or set sp=False"
+        )

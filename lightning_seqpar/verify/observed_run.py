@@ -1,0 +1,178 @@
+"""One run of a model's copy, whole or sharded, with everything that the self-check compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_seqpar.distributed.rng import Drawn, drawn_by, seed_streams
+from lightning_seqpar.inference.examples import Example
+from lightning_seqpar.inference.model_copy import Quiet
+from lightning_seqpar.nn.sharded_logits import ShardedLogits
+from lightning_seqpar.parallel.apply import ShardedModel
+from lightning_seqpar.parallel.grad_sync import GradSync
+from lightning_seqpar.parallel.loss_consistency import check_loss
+from lightning_seqpar.region.sequence_region import SequenceRegion
+from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.guards.graph import check_readers
+from lightning_seqpar.verify.parity import gather_grads
+
+
+class RandomDraw(NamedTuple):
+    """One draw of random numbers in a forward, and where it happened.
+
+    Attributes:
+        where: name of the module that was entered last.
+        drawn: the operation and the shape that it filled.
+        own: whether it came from this rank's own stream rather than from the one that the replica shares.
+        sequences: of each region that was open, the tensor dim of the sequence and its whole length.
+    """
+
+    where: str
+    drawn: Drawn
+    own: bool
+    sequences: tuple[tuple[int, int], ...]
+
+
+class _Observer(Quiet):
+    """Notes every random draw, and whether anything is computed in less than float64; see :class:`Quiet` for the rest.
+
+    Args:
+        draws: whether random numbers that are no masks stay random.
+        regions: the sequence regions of the sharded copy; none for the whole one.
+
+    Attributes:
+        narrow: whether an operation made an activation in a type narrower than float64.
+        where: name of the module that was entered last; hooks write it.
+        drawn: the draws so far, in order.
+    """
+
+    def __init__(self, *, draws: bool, regions: Sequence[SequenceRegion]) -> None:
+        super().__init__(draws=draws)
+        self.narrow = False
+        self.where = ""
+        self.drawn: list[RandomDraw] = []
+        self._regions = regions
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(out, Tensor) and out.is_floating_point() and out.ndim > 1 and out.dtype != torch.float64:
+            self.narrow = True
+        if (drawn := drawn_by(func, out, args, kwargs)) is not None:
+            own = not drawn.seeded and any(region.streams.own for region in self._regions)
+            sequences = tuple((region.dim, region.frames.length) for region in self._regions if region.frames.active)
+            self.drawn.append(RandomDraw(self.where, drawn, own, sequences))
+        return out
+
+
+@dataclass
+class ObservedRun:
+    """What one forward and backward of a copy did, on this rank.
+
+    Attributes:
+        loss: the loss.
+        grads: whole gradients by parameter name, gathered and summed over tp; None where there is none.
+        outputs: name and (first) output of the planned modules, in the order in which they returned; local on the sharded copy.
+        narrow: whether something was computed in less than float64.
+        buffers: the buffers after the run, by name.
+        changed: names of buffers that the run changed.
+        ran: names of the modules that were called.
+        drawn: the random draws of the forward, in order.
+    """
+
+    loss: float
+    grads: dict[str, Tensor | None]
+    outputs: list[tuple[str, Tensor]]
+    narrow: bool
+    buffers: dict[str, Tensor]
+    changed: set[str]
+    ran: set[str]
+    drawn: list[RandomDraw]
+
+
+@contextmanager
+def _noting_modules(model: nn.Module, ran: set[str], observer: _Observer) -> Iterator[None]:
+    """While open, add the names of called modules to ``ran`` and keep the last one in ``observer.where``."""
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+
+            def note(module: nn.Module, args: Any, name: str = name) -> None:
+                ran.add(name)
+                observer.where = name
+
+            stack.callback(module.register_forward_pre_hook(note).remove)
+        yield
+
+
+@contextmanager
+def _noting_outputs(model: nn.Module, names: Sequence[str], outputs: list[tuple[str, Tensor]]) -> Iterator[None]:
+    """While open, add the outputs of the modules ``names`` to ``outputs``; sharded logits are gathered."""
+    with ExitStack() as stack:
+        for name in names:
+
+            def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
+                first = out[0] if isinstance(out, list | tuple) and out else out
+                if isinstance(first, ShardedLogits):
+                    first = first.whole()  # a collective: every rank is in this hook now, but may not be later
+                if isinstance(first, Tensor):
+                    outputs.append((name, first.detach()))
+
+            stack.callback(model.get_submodule(name).register_forward_hook(note).remove)
+        yield
+
+
+def observe_run(
+    model: nn.Module, record: ShardedModel | None, example: Example, names: Sequence[str], groups: ParallelGroups
+) -> ObservedRun:
+    """Run the example forward and backward; collective over tp if the model is sharded.
+
+    Random streams are seeded first, so that two runs draw alike.
+
+    Args:
+        model: a copy of the model.
+        record: of the sharded copy; None for the whole one. Its gradients are summed over tp as training does.
+        example: the input.
+        names: modules whose outputs are kept.
+        groups: the process groups.
+
+    Raises:
+        Exception: whatever the model raises, and what the checks of a training step raise.
+    """
+    outputs: list[tuple[str, Tensor]] = []
+    ran: set[str] = set()
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    observer = _Observer(draws=example.draws, regions=record.regions if record is not None else [])
+    seed_streams()
+    sync = GradSync(record.layout, groups, record.doubtful) if record is not None else None
+    with torch.enable_grad(), _noting_outputs(model, names, outputs), _noting_modules(model, ran, observer), observer:
+        if record is not None:
+            record.reset_calls()
+        loss = example.run(model)
+        drawn = list(observer.drawn)  # of the forward; an activation checkpoint draws again in the backward
+        if record is not None:
+            record.check_closed(loss)
+            check_loss(loss, groups)
+            check_readers(loss, record)
+        if sync is not None:
+            sync.attach()  # a parameter may thaw in the step
+        model.zero_grad()
+        loss.backward()  # under the observer too, which makes the draws of activation checkpoints constant
+    if record is not None and sync is not None:
+        sync.flush_all(check=True)
+        sync.remove()
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
+    changed = {name for name, buffer in buffers.items() if name in before and not _equal(buffer, before[name])}
+    return ObservedRun(
+        float(loss.detach()), gather_grads(model), outputs, observer.narrow, buffers, changed, ran, drawn
+    )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)

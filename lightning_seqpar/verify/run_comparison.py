@@ -1,0 +1,276 @@
+"""The comparison of two runs of a model's copy, whole and sharded: what differs, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_seqpar.distributed.collectives import split
+from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.parallel.apply import ShardedModel
+from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.observed_run import ObservedRun, RandomDraw
+from lightning_seqpar.verify.parity import norm_of
+
+LIMIT = 1e-8
+"""Largest error in float64: of the loss, relative to itself; of a gradient, relative to the global gradient norm."""
+
+NARROW_LIMIT = 1e-4
+"""The same where the model's own forward computes in 32 bits or less."""
+
+OWN_LIMIT = 2e-2
+"""Largest error of a gradient relative to its own largest element: one that is counted twice is wrong however small it is."""
+
+NOISE = {False: 1e-13, True: 1e-7}
+"""Errors up to this, relative to the global norm, are rounding: for forwards in float64 (False) and in narrower types (True)."""
+
+
+@dataclass
+class Verdict:
+    """The result of the self-check.
+
+    Attributes:
+        wrong: what differs, in words; empty if nothing does.
+        idle: planned modules that the example did not run: nothing is proved of them.
+    """
+
+    wrong: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
+
+
+def compare_runs(
+    dense: ObservedRun, sharded: ObservedRun, record: ShardedModel, names: Sequence[str], groups: ParallelGroups
+) -> Verdict:
+    """Compare the run of the whole copy with that of the sharded one; collective over tp.
+
+    Args:
+        dense: the run of the whole copy.
+        sharded: the run of the sharded copy.
+        record: of the sharded copy.
+        names: the planned modules.
+        groups: the process groups.
+    """
+    limit = NARROW_LIMIT if dense.narrow else LIMIT
+    verdict = Verdict()
+    ran = {name for name, _ in dense.outputs}
+    verdict.idle = [name for name in names if name not in ran and not any(inside(one, name) for one in ran)]
+    error = abs(dense.loss - sharded.loss) / max(abs(dense.loss), 1e-12)
+    worst, where = worst_gradient(dense.grads, sharded.grads, narrow=dense.narrow)
+    verdict.wrong += _unproved_modules(dense, record)
+    shared = any(layout.shard is not None and layout.shard.has_shared for layout in record.layout.values())
+    verdict.wrong += _wrong_draws(dense.drawn, sharded.drawn, groups.size("tp") if shared else 0)
+    verdict.wrong += _wrong_buffers(dense, sharded, record, limit, groups)
+    first = _first_difference(dense, sharded, record, groups, limit)
+    if not error <= limit:
+        verdict.wrong.append(f"the loss differs: {sharded.loss:.9g} instead of {dense.loss:.9g}")
+    # It says where an error begins. By itself it is no error, since outputs may be changed later.
+    if first and (verdict.wrong or where):
+        verdict.wrong.append(first)
+    if where:
+        ratio = norm_of({"": sharded.grads[where]}) / max(norm_of({"": dense.grads[where]}), 1e-300)
+        verdict.wrong.append(
+            f"the gradient of {where} is {ratio:.4g} times as large as it should be (error {worst:.1e} of the global norm)"
+        )
+    return verdict
+
+
+def worst_gradient(
+    whole: Mapping[str, Tensor | None], sharded: Mapping[str, Tensor | None], *, narrow: bool
+) -> tuple[float, str]:
+    """The largest error of a gradient that is wrong, relative to the global norm, and the parameter's name.
+
+    A gradient is wrong if its error exceeds the limit relative to the global norm, or, since a small one may stay below
+    that, :data:`OWN_LIMIT` relative to its own size.
+
+    Args:
+        whole: gradients of the whole model, by parameter name.
+        sharded: gathered gradients of the sharded one.
+        narrow: whether something was computed in less than float64.
+
+    Returns:
+        The error and the name; ``(0.0, "")`` if all are right.
+    """
+    limit = NARROW_LIMIT if narrow else LIMIT
+    norm = max(norm_of(whole), 1e-300)
+    worst, where = 0.0, ""
+    for name, grad in whole.items():
+        other = sharded.get(name)
+        if grad is None and other is None:
+            continue
+        a = (grad if grad is not None else torch.zeros_like(other)).to_dense()  # type: ignore[arg-type]
+        b = (other if other is not None else torch.zeros_like(a)).to_dense()
+        gap = float((a.double() - b.double()).abs().max()) / norm if a.numel() else 0.0
+        own = gap * norm / max(float(a.abs().max()), 1e-300) if a.numel() else 0.0
+        wrong = not gap <= limit or (own > OWN_LIMIT and gap > NOISE[narrow])
+        if wrong and not gap <= worst:
+            worst, where = gap, name
+    return worst, where
+
+
+def _unproved_modules(dense: ObservedRun, record: ShardedModel) -> list[str]:
+    """A sentence for each module on shards that no rule names and that the example does not run.
+
+    Nothing shows what such a module would do to its part of the sequence, so the plan is not proved.
+    """
+    known = {name for name, style, _ in record.choices if name and style not in ("blocks", "scatter")}
+    unproved: list[str] = []
+    for name, module in record.model.named_modules():
+        if name in dense.ran or not record.on_shard(name) or any(inside(name, one) for one in unproved):
+            continue
+        planned = any(inside(name, one) or inside(one, name) for one in known)
+        if not planned and any(parameter.ndim > 1 for parameter in module.parameters()):
+            unproved.append(name)
+    return [
+        f"{name} is inside the sequence region, but the example does not run it and no rule names it, so nothing is known of "
+        f"it: set example_input_array to an input that runs it, or have it computed whole, {{pattern: {name}, style: whole}}"
+        for name in unproved
+    ]
+
+
+def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sharers: int) -> list[str]:
+    """Compare the random draws of the two forwards; a sentence on the first that comes from the wrong stream.
+
+    Numbers for a whole activation must be the same on all ranks, so they must come from the stream that the ranks share;
+    numbers for a part of one must come from the rank's own.
+
+    Args:
+        dense: the draws of the whole copy.
+        sharded: the draws of the sharded copy.
+        sharers: number of tensor-parallel ranks if some of them hold the same heads, else 0.
+    """
+    if [one.drawn.name for one in dense] != [one.drawn.name for one in sharded]:
+        return [
+            f"the sharded model draws random numbers {len(sharded)} times, the whole one {len(dense)} times, or in other ways: "
+            "let the forward draw alike, whatever the shape of its input"
+        ]
+    for one, draw in zip(dense, sharded, strict=True):
+        # One position is as long as a shard of it, so shapes say nothing.
+        if any(length == 1 for _, length in draw.sequences):
+            continue
+        whole, shape = one.drawn.shape, draw.drawn.shape
+        text = f"random numbers ({draw.drawn.name}) of shape {list(shape)}, drawn in {draw.where or 'the step'} (or behind it), "
+        if draw.own and sharers and _is_drawn_by_several(whole, shape, draw.sequences, sharers):
+            return [
+                f"{text}are more than a rank's part of {list(whole)} in the whole model: some of {sharers} ranks hold the same key "
+                "and value heads, and each would draw its own for the same head. Draw them for the query or the attention's "
+                "weights, or use no more ranks than key and value heads"
+            ]
+        if (whole == shape) is not draw.own:
+            continue
+        if draw.own:
+            return [
+                f"{text}are as many as in the whole model, so that all ranks must draw the same, but behind a column linear and in "
+                "a block of shards each rank draws its own. Draw them in front of the first column linear of the attention or "
+                "MLP (an adapter's dropout in front of the adapted linear), in a module whose class is called ...DropPath or "
+                "...StochasticDepth, or not at all"
+            ]
+        return [
+            f"{text}are a part of {list(whole)} in the whole model, so that each rank must draw its own, but between the "
+            "blocks, in a DropPath, behind a row linear and from a generator of your own all ranks draw the same; draw them inside "
+            "a block, from torch's own generator, or not at all"
+        ]
+    return []
+
+
+def _is_drawn_by_several(
+    whole: tuple[int, ...], shape: tuple[int, ...], sequences: Sequence[tuple[int, int]], ranks: int
+) -> bool:
+    """Whether a draw covers heads that several ranks hold: along a dim that is no sequence, more than ``1 / ranks`` of it.
+
+    Args:
+        whole: the shape of the draw in the whole model.
+        shape: its shape on this rank.
+        sequences: dim and whole length of the sequences that are sharded.
+        ranks: number of tensor-parallel ranks.
+    """
+    if len(whole) != len(shape):
+        return False
+
+    def is_sequence(at: int, size: int) -> bool:
+        flat = len(whole) == 2 and at == 0
+        return any((at == dim and size == length) or (flat and size % length == 0) for dim, length in sequences)
+
+    return any(
+        part != size and part * ranks > size and not is_sequence(at, size)
+        for at, (size, part) in enumerate(zip(whole, shape, strict=True))
+    )
+
+
+def _wrong_buffers(
+    dense: ObservedRun, sharded: ObservedRun, record: ShardedModel, limit: float, groups: ParallelGroups
+) -> list[str]:
+    """Sentences on buffers that the sharded forward changes otherwise than the whole one (counts of tokens, running means).
+
+    Args:
+        dense: the run of the whole copy.
+        sharded: the run of the sharded copy.
+        record: of the sharded copy.
+        limit: largest error, relative to the buffer's largest value.
+        groups: the process groups.
+    """
+    whole = {name for name, style, _ in record.choices if style in ("gather", "whole")}
+    for name in sorted(dense.changed):
+        holder = name.rpartition(".")[0]
+        if record.on_shard(holder) and not any(inside(holder, one) for one in whole):
+            return [
+                f"the buffer {name} is changed by the forward, where each rank sees its part of the sequence, so that ranks would "
+                "come to differ"
+            ]
+    wrong = []
+    for name, buffer in dense.buffers.items():
+        other = sharded.buffers.get(name)
+        if other is None or not buffer.numel():
+            continue
+        layout = record.buffers.get(name)
+        wanted = buffer if layout is None or layout.shard is None else layout.shard.take(buffer, groups.rank("tp"))
+        if wanted.shape != other.shape:
+            wrong.append(name)
+            continue
+        a, b = wanted.double(), other.double()
+        gap = torch.where(a == b, torch.zeros_like(a), (a - b).abs())  # equal infinities would give NaN
+        size = float(torch.where(a.isfinite(), a.abs(), torch.zeros_like(a)).max())
+        if not float(gap.max()) <= limit * max(1.0, size):
+            wrong.append(name)
+    return [f"the buffer {name} is not what the whole model's forward makes of it" for name in wrong[:3]]
+
+
+def _first_difference(
+    dense: ObservedRun, sharded: ObservedRun, record: ShardedModel, groups: ParallelGroups, limit: float
+) -> str | None:
+    """A sentence on the first module, over all ranks, whose output is not the whole one's or this rank's part of it.
+
+    Collective over tp. An output is compared whole and, for every region, as a shard along the sequence; either may match.
+    """
+    group = groups["tp"]
+    at, size = len(dense.outputs), 0.0  # of this rank's first wrong output: its place in the order, and its error
+    for index, ((name, a), (other, b)) in enumerate(zip(dense.outputs, sharded.outputs, strict=False)):
+        if name != other:
+            break
+        gaps = [_gap(a, b, padded=False)] if a.shape == b.shape else []
+        shards = [split(a, region.dim, group) for region in record.regions if a.ndim > region.dim]
+        gaps += [_gap(part, b, padded=True) for part in shards if part.shape == b.shape]
+        if not gaps:
+            continue
+        gaps = [gap / max(float(a.abs().max()) if a.numel() else 0.0, 1e-12) for gap in gaps]
+        if not min(gaps) <= 100 * limit:
+            at, size = index, min(gaps)
+            break
+    answers: list[Any] = [None] * groups.size("tp")
+    dist.all_gather_object(answers, (at, size), group=group)
+    first, gap = min(answers)
+    return (
+        f"the first wrong output is that of {dense.outputs[first][0]} (off by {gap:.1e} of its size)" if gap else None
+    )
+
+
+def _gap(part: Tensor, got: Tensor, *, padded: bool) -> float:
+    """The largest difference of two tensors; with ``padded``, places where ``part`` is zero are left out."""
+    if padded:
+        # A shard may end in padding: zeros in the part that was split off, and anything in what the model made.
+        got = torch.where(part == 0, torch.zeros_like(got), got)
+    return float((part.double() - got.double()).abs().max()) if part.numel() else 0.0

@@ -1,0 +1,110 @@
+"""The training step that a description traces: which input it is run on, and how."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_seqpar.data.batch import map_tensors, tensors_in
+from lightning_seqpar.inference.examples import answer_harmlessly
+
+
+@dataclass
+class TracedStep:
+    """How one training step is run on a copy of the model whose tensors have shapes and no memory.
+
+    Attributes:
+        method: what is called: ``forward``, or ``training_step``, whose loss is the user's own.
+        args: positional arguments; a step that takes fewer is given the first of them.
+        kwargs: named arguments.
+        sizes: batch and length of the input, if it has a tensor of two dims or more.
+        path: of ``forward``, the submodule that is called; empty for the model itself.
+        missing: why there is no input; empty if there is one.
+    """
+
+    method: str = "forward"
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    sizes: tuple[int, int] | None = None
+    path: str = ""
+    missing: str = ""
+
+    @classmethod
+    def find(cls, model: nn.Module, example: Any, batch: Any, batch_size: int, length: int | None) -> TracedStep:
+        """The step for what the user passed; else for tokens, if the model is one of Hugging Face's; else for its example.
+
+        Args:
+            model: the copy.
+            example: what ``forward`` takes, or None.
+            batch: what ``training_step`` takes, or None.
+            batch_size: samples, if tokens are made.
+            length: positions, if tokens are made; None for the model's own limit.
+        """
+        if batch is not None:
+            return cls("training_step", (batch, 0), sizes=_sizes(batch))
+        if example is None:
+            if (step := _tokens_for(model, batch_size, length)) is not None:
+                return step
+            example = getattr(model, "example_input_array", None)
+        if example is None:
+            return cls(
+                missing="no input to trace a step with: pass example= or batch=, or set example_input_array on the module"
+            )
+        kwargs = dict(example) if isinstance(example, Mapping) else {}
+        args = () if kwargs else example if isinstance(example, tuple) else (example,)
+        return cls("forward", args, kwargs, sizes=_sizes(example))
+
+    def run(self, model: nn.Module) -> Tensor:
+        """Run it: the loss, or the sum of all outputs that have a gradient."""
+        args, kwargs = map_tensors(torch.empty_like, (self.args, self.kwargs))
+        losses: list[Tensor] = []
+        if isinstance(model, LightningModule):
+            answer_harmlessly(model, [], losses)
+        target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
+        takes = len(inspect.signature(target).parameters) if self.method != "forward" else len(args)
+        out = target(*args[:takes], **kwargs)
+        if losses:
+            return torch.stack(losses).sum()
+        loss = out.get("loss") if isinstance(out, Mapping) else out
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss.sum()
+        return torch.stack([x.sum() for x in tensors_in(out) if x.requires_grad]).sum()
+
+
+def _sizes(inputs: Any) -> tuple[int, int] | None:
+    """Batch and length: the first two sizes of the first tensor that has two dims or more."""
+    for tensor in tensors_in(inputs):
+        if tensor.ndim >= 2:
+            return tensor.shape[0], tensor.shape[1]
+    return None
+
+
+def _tokens_for(model: nn.Module, batch_size: int, length: int | None) -> TracedStep | None:
+    """A step on tokens, if the model or one of its submodules is one of Hugging Face's; else None."""
+    for path, part in model.named_modules():
+        settings = getattr(part, "config", None)
+        takes = inspect.signature(part.forward).parameters
+        if not isinstance(getattr(settings, "vocab_size", None), int) or "input_ids" not in takes:
+            continue
+        limit = next(
+            (
+                n
+                for key in ("max_position_embeddings", "n_positions")
+                if isinstance(n := getattr(settings, key, None), int)
+            ),
+            2048,
+        )
+        ids = torch.zeros(batch_size, length or min(limit, 2048), dtype=torch.long)
+        kwargs = {"input_ids": ids}
+        if "labels" in takes:
+            kwargs["labels"] = ids
+        elif "decoder_input_ids" in takes:
+            kwargs["decoder_input_ids"] = ids
+        return TracedStep("forward", (), kwargs, (batch_size, ids.shape[1]), path)
+    return None
