@@ -514,8 +514,8 @@ MUTANTS = [
     Mutant(
         "copies of shards pass for the whole",
         "_Swap.apply",
-        "            plan.modules[name].__dict__[_PART] = name\n",
-        "            plan.modules[name].__dict__.pop(_PART, None)\n",
+        "            plan.modules[name].__dict__[PART_KEY] = name\n",
+        "            plan.modules[name].__dict__.pop(PART_KEY, None)\n",
         "tests/test_guards.py -k copies",
     ),
     Mutant(

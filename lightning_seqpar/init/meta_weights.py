@@ -24,7 +24,7 @@ from lightning_seqpar.init.deferred import DeferredInit, TensorRef
 from lightning_seqpar.layout.adapters import is_adapted
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.parallel.apply import ShardedModel
+from lightning_seqpar.parallel.sharded_model import ShardedModel
 
 _SOURCE = "_seqpar_weights"
 """The attribute of a module on the meta device that holds its :class:`_Source`."""

@@ -4,164 +4,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.activations.norm_recompute import is_norm, make_recomputing
 from lightning_seqpar.distributed.collectives import all_gather
-from lightning_seqpar.distributed.rng import Drawn
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason
 from lightning_seqpar.nn.linear import set_data
-from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
+from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.resolve import ResolvedPlan
-from lightning_seqpar.parallel.unsharded_view import as_written
+from lightning_seqpar.parallel.sharded_model import PART_KEY, RECORD_KEY, ShardedModel, record_of, refuse_copies
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.hooks import draw_alike, note_shards, require_shard, return_whole
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.styles.blocks import hook_stack
-from lightning_seqpar.styles.style import Application, Match, Stack
+from lightning_seqpar.styles.style import Application, Stack
 from lightning_seqpar.topology.process_groups import ParallelGroups
-
-_RECORD = "_seqpar_record"
-_PART = "_seqpar_part"
-
-
-@dataclass
-class ShardedModel:
-    """What parallelisation did to a model; found again with :func:`record_of`.
-
-    Attributes:
-        layout: every parameter's layout.
-        groups: the process groups.
-        regions: the sequence regions, one per stack of blocks.
-        doubtful: partial parameters whose class the module tree alone does not prove; checked when training runs.
-        changes: what became of its modules, to take it back.
-        restore: gives properties of modules their values back: what they store elsewhere no comparison of the module shows.
-        matches: the plan's rules with the modules and tensors that they hold for, in order.
-        buffers: layouts of the buffers that are cut.
-        on_shards: parameters whose gradient is partial because they are read inside a sequence region.
-        is_copy: the model is a copy that no trainer trains.
-    """
-
-    model: nn.Module
-    layout: ModelLayout
-    groups: ParallelGroups
-    regions: list[SequenceRegion]
-    sp: bool
-    doubtful: frozenset[str]
-    matches: list[Match]
-    buffers: dict[str, ParamLayout] = field(default_factory=dict)
-    hooks: list[RemovableHandle] = field(default_factory=list)
-    reading: bool = False
-    strategy: Callable[[], Any] = lambda: None
-    made_by: object = None
-    is_copy: bool = False
-    on_shards: frozenset[str] = frozenset()
-    versions: dict[str, int] = field(default_factory=dict)
-    changes: list[ModuleChange] = field(default_factory=list)
-    restore: list[Callable[[], None]] = field(default_factory=list)
-
-    @property
-    def choices(self) -> list[tuple[str, str, str]]:
-        """``(module, style, who decided)`` for each planned module, in order."""
-        return [(match.name, match.rule.style, match.source) for match in self.matches]
-
-    def note_versions(self) -> None:
-        """The shards are as they should be now."""
-        self.versions = {
-            name: self.layout.parameter(name)._version for name, item in self.layout.items() if item.is_sharded
-        }
-
-    def check_versions(self) -> None:
-        """Nobody may have initialised shards by himself: every rank would have given its part the same numbers.
-
-        Raises:
-            ValueError: naming a parameter that was changed.
-        """
-        for name, version in self.versions.items():
-            if self.layout.parameter(name)._version != version:
-                raise ValueError(
-                    f"{name}: changed in place after the model was sharded and before training; initialise weights in "
-                    "__init__ or configure_model, while they are whole"
-                )
-
-    def as_written(self) -> AbstractContextManager[None]:
-        """The model looks like the user's own, for code that reads its classes and shapes and runs nothing."""
-        seen = [change for change in self.changes if change.own is not change.other or change.counts]
-        return as_written(seen, self.layout)
-
-    def on_shard(self, name: str) -> bool:
-        """Whether the module stands inside blocks whose activations are shards."""
-        return any(region.sp and any(inside(name, one) for one in region.blocks) for region in self.regions)
-
-    def equal_buffers(self) -> list[tuple[str, Tensor]]:
-        """Buffers that every rank must hold alike: all but the cut ones and those of modules that work on local features."""
-        local = {match.name for match in self.matches if match.rule.holds_local_features}
-        return [
-            (name, buffer)
-            for name, buffer in self.model.named_buffers()
-            if name not in self.buffers
-            and not any(inside(name.rpartition(".")[0], one) for one in local)
-            and buffer.numel()
-        ]
-
-    def reset_calls(self) -> None:
-        """A new step begins: forget what aborted calls left."""
-        for region in self.regions:
-            region.reset()
-
-    def is_inside(self, name: str) -> bool:
-        """Whether the module of that name works on shards."""
-        return any(item.is_sharded or item.is_partial for key, item in self.layout.items() if inside(key, name))
-
-    def added_inside(self) -> list[nn.Parameter]:
-        """Parameters that came after the model was sharded, inside modules that it had then."""
-        names = self.layout.added(self.model)
-        paths = {name: name.split(".") for name in names}
-        return [
-            self.model.get_parameter(name)
-            for name, path in paths.items()
-            if any(self.is_inside(".".join(path[:at])) for at in range(1, len(path)))
-        ]
-
-    def check_draw(self, drawn: Drawn) -> None:
-        """A random draw of a forward must fit the stream that it comes from."""
-        for region in self.regions:
-            region.check_draw(drawn)
-
-    def drawn(self) -> tuple[tuple[bytes, ...], ...]:
-        """Which draws this step made from the ranks' own streams, as far as their ends tell."""
-        return tuple(tuple(region.streams.drawn) for region in self.regions)
-
-    def check_closed(self, out: Any = None) -> None:
-        """A step ended with ``out``: every region must have been left, and no shard given away."""
-        for region in self.regions:
-            region.check_closed()
-            region.sharded_outputs.check_none(tree_leaves(out), f"the sequence region of {region.name}")
-
-    @contextmanager
-    def allow_state_dict(self) -> Iterator[None]:
-        """Let ``state_dict`` answer with local tensors, for those who know the layout."""
-        self.reading = True
-        try:
-            yield
-        finally:
-            self.reading = False
-
-
-def record_of(model: nn.Module) -> ShardedModel | None:
-    """The record of a model that is parallelised now; none for any other."""
-    record = model.__dict__.get(_RECORD)
-    return record if isinstance(record, ShardedModel) and record.model is model else None
 
 
 class _Swap:
@@ -212,9 +76,9 @@ class _Swap:
         )
         record.hooks = list(self._hooks(record))
         for name in dict.fromkeys(name.rpartition(".")[0] for name, item in layouts.items() if item.is_sharded):
-            plan.modules[name].__dict__[_PART] = name
+            plan.modules[name].__dict__[PART_KEY] = name
         record.changes, record.restore = changes_since(before), application.restore
-        self._model.__dict__[_RECORD] = record
+        self._model.__dict__[RECORD_KEY] = record
         return record
 
     def _keepers(self) -> dict[str, SequenceRegion]:
@@ -323,21 +187,6 @@ def _guard(record: ShardedModel) -> Callable[..., None]:
     return hook
 
 
-def refuse_copies(record: ShardedModel) -> None:
-    """What the model holds must not be a copy of one of its shards, which would pass for the whole.
-
-    Raises:
-        RuntimeError: naming the copy.
-    """
-    for name, module in record.model.named_modules():
-        if _PART in module.__dict__ and any(record.layout.of(p) is None for p in module.parameters(recurse=False)):
-            raise RuntimeError(
-                f"{name} is a copy of {module.__dict__[_PART]}, made while it was sharded: it holds this rank's part, which would "
-                "pass for the whole. Make copies (an average of weights, a reference) in __init__ or configure_model, where they "
-                "are sharded like any model, or keep them out of the module"
-            )
-
-
 def refuse_compiled(model: nn.Module, planned: Iterable[str]) -> None:
     """What torch.compile made of ``planned`` modules, or of modules in or around them, knows nothing of shards.
 
@@ -412,5 +261,5 @@ def unshard(model: nn.Module) -> nn.Module:
         change.undo()
     for restore in reversed(record.restore):  # what was changed last is taken back first
         restore()
-    del model.__dict__[_RECORD]
+    del model.__dict__[RECORD_KEY]
     return model

@@ -36,7 +36,7 @@ from lightning_seqpar.checkpoint.state_dict import (
 )
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.distributed.rng import pack_streams, unpack_streams
-from lightning_seqpar.parallel.apply import record_of
+from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.strategy.steps import SteppingStrategy, plain_optimizer
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.callbacks import refuse_links

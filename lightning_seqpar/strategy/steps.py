@@ -28,11 +28,11 @@ from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_optimizer
 from lightning_seqpar.distributed.rng import DrawWatch
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
-from lightning_seqpar.parallel.apply import record_of
 from lightning_seqpar.parallel.grad_checks import check_reduced, check_replicated
 from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.loss_consistency import check_loss
+from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.region.schedule import WatchSchedule
 from lightning_seqpar.strategy.environment import TopologyStrategy
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher

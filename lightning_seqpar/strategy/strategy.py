@@ -29,8 +29,9 @@ from lightning_seqpar.distributed.rank_consistency import check_agreement, descr
 from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
-from lightning_seqpar.parallel.apply import ShardedModel, parallelize, record_of, unshard
+from lightning_seqpar.parallel.apply import parallelize, unshard
 from lightning_seqpar.parallel.grad_sync import GradSync
+from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher

@@ -24,6 +24,7 @@ class GatherRule(Rule):
     takes its head size from its input's last dim (``B, T, C = x.shape``)."""
 
     opens_partial: ClassVar[bool] = True
+    enters_whole: ClassVar[bool] = True
     holds_local_features: ClassVar[bool] = True
 
     @field_validator("args")

@@ -55,6 +55,8 @@ class Rule(FrozenModel):
     """Whether it says which modules are blocks, not what becomes of a module."""
     opens_partial: ClassVar[bool] = False
     """Whether parameters inside see whole activations on their way to a sum over tp, so that their gradients are partial."""
+    enters_whole: ClassVar[bool] = False
+    """Whether the module is entered with whole sequences that were gathered for it."""
     holds_local_features: ClassVar[bool] = False
     """Whether buffers inside may hold this rank's features, and need not be the same on all ranks."""
     adapter_half: ClassVar[str | None] = None

@@ -24,6 +24,7 @@ class WholeRule(Rule):
     args: tuple[Argument, ...] = (0,)
 
     undoes_inside: ClassVar[bool] = True
+    enters_whole: ClassVar[bool] = True
 
     @field_validator("args")
     @classmethod

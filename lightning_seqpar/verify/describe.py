@@ -27,8 +27,9 @@ from lightning_seqpar.distributed.rng import OneStream, kept_streams
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.parallel.apply import ShardedModel, parallelize, record_of, refuse_compiled
+from lightning_seqpar.parallel.apply import parallelize, refuse_compiled
 from lightning_seqpar.parallel.grad_sync import step_traffic
+from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.grid import ProcessTopology

@@ -14,9 +14,9 @@ from lightning_seqpar.distributed.rng import Drawn, drawn_by, seed_streams
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
-from lightning_seqpar.parallel.apply import ShardedModel
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.loss_consistency import check_loss
+from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.graph import check_readers

@@ -14,8 +14,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_seqpar.parallel.apply import record_of, whole_tensor
+from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.parallel.grad_norm import global_grad_norm
+from lightning_seqpar.parallel.sharded_model import record_of
 
 FLOAT64_TOLERANCE = 1e-9
 """Largest difference of two runs in float64 that counts as equal: a parallel run sums in another order."""

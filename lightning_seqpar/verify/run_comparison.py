@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_seqpar.distributed.collectives import split
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.parallel.apply import ShardedModel
+from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.observed_run import ObservedRun, RandomDraw
 from lightning_seqpar.verify.parity import norm_of
@@ -117,7 +117,7 @@ def _unproved_modules(dense: ObservedRun, record: ShardedModel) -> list[str]:
 
     Nothing shows what such a module would do to its part of the sequence, so the plan is not proved.
     """
-    known = {name for name, style, _ in record.choices if name and style not in ("blocks", "scatter")}
+    known = {match.name for match in record.matches if match.name and not match.rule.says_where_blocks_are}
     unproved: list[str] = []
     for name, module in record.model.named_modules():
         if name in dense.ran or not record.on_shard(name) or any(inside(name, one) for one in unproved):
@@ -213,7 +213,7 @@ def _wrong_buffers(
         limit: largest error, relative to the buffer's largest value.
         groups: the process groups.
     """
-    whole = {name for name, style, _ in record.choices if style in ("gather", "whole")}
+    whole = {match.name for match in record.matches if match.rule.enters_whole}
     for name in sorted(dense.changed):
         holder = name.rpartition(".")[0]
         if record.on_shard(holder) and not any(inside(holder, one) for one in whole):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_seqpar import SeqParallelStrategy, unshard
-from lightning_seqpar.parallel.apply import record_of
+from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import FLOAT64_TOLERANCE, ParityRecorder, compare
 from tests.helpers import models

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_seqpar import SeqParallelStrategy, unshard
-from lightning_seqpar.parallel.apply import record_of
+from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
 from lightning_seqpar.verify.guards.optimizer import ELEMENTWISE_OPTIMIZERS

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_seqpar import SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import infer_plan
-from lightning_seqpar.parallel.apply import record_of
+from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import zoo

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.parallel.apply import record_of
+from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.testing import run_distributed
 from tests.helpers.fit import quiet_trainer
 

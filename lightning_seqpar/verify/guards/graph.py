@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_seqpar.activations.wgrad_overlap import READERS
 from lightning_seqpar.distributed.autograd import backward_classes, children, reach
 from lightning_seqpar.nn.linear import GatherLinear, ShardedLinear
-from lightning_seqpar.parallel.apply import ShardedModel
+from lightning_seqpar.parallel.sharded_model import ShardedModel
 
 
 def check_readers(loss: Tensor, record: ShardedModel, *, inside: bool = True) -> None:
