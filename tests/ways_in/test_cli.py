@@ -137,6 +137,8 @@ def ended(arguments):
             code = 0
         except SystemExit as exit:
             code = exit.code
+        except Exception as error:  # a user would see a traceback
+            code = repr(error)
     return code, out.getvalue(), err.getvalue()
 results = [ended(arguments) for arguments in json.loads(sys.argv[1])]
 try:
