@@ -1384,7 +1384,7 @@ MUTANTS = [
         "LateWeights.fill_parameters",
         "                torch.utils.swap_tensors(parameter, room)\n",
         "                setattr(place.holder, place.leaf, room)\n",
-        "tests/test_late_weights.py",
+        "tests/test_meta_models.py",
     ),
     Mutant(
         "gather before the head missing",
@@ -1516,7 +1516,7 @@ MUTANTS = [
         "step_traffic",
         "count * max(4, parameter.element_size())",
         "count * 2",
-        "tests/test_describe.py",
+        "tests/test_estimates.py",
     ),
     Mutant(
         "the marker written first",
