@@ -103,8 +103,8 @@ def main() -> None:
             ax.plot([left - 0.12] * 2, [min(places) + 0.15, max(places) + 0.85], color="#8a8f98", linewidth=1.2)
             ax.text(left - 0.2, middle, textwrap.fill(group, 20), fontsize=9, va="center", ha="right", color="#454a52")
     ax.text(
-        left, -0.25, "A package imports only from itself and from packages above it (tests/test_hygiene.py). The number at the "
-        "right of a box counts its modules.", fontsize=9, color="#454a52", va="top",
+        left, -0.25, "A package imports only from itself and from packages above it (tests/unit/test_hygiene.py). The number at "
+        "the right of a box counts its modules.", fontsize=9, color="#454a52", va="top",
     )  # fmt: skip
     fig.savefig(HERE / "packages.png", dpi=110)
 

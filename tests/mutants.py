@@ -654,7 +654,7 @@ MUTANTS = [
     Mutant(
         "products wait for the shortest collectives",
         "SavePolicy.overlaps",
-        'return count > self.overlap_from or self.regather != "auto"',
+        'return whole_bytes > self.overlap_from or self.regather != "auto"',
         "return True",
         "tests/test_overlap.py -k long_enough",
     ),
@@ -1407,7 +1407,7 @@ MUTANTS = [
     ),
     Mutant(
         "hidden states given away in parts",
-        "_Swap._hook_givers",
+        "_Swap._hook_modules_around",
         "            yield module.register_forward_hook(return_whole(around[id(module)]))\n",
         "            yield from ()\n",
         "tests/test_hf_uses.py",

@@ -203,7 +203,7 @@ def text(name: str) -> str:
                 parts[re.sub(r"\.\d+(?=\.|$)", ".*", path)].add("*" if plain and not ours else type(module).__name__)
     package = type(roots(name)[0]).__module__
     lines = [
-        f"# {kind} of transformers; proved against one process in tests/test_families.py.",
+        f"# {kind} of transformers; proved against one process in tests/end_to_end/test_families.py.",
         f"family: {name}",
         f"class_name: {package}.{kind}",
         "parts:",

@@ -33,17 +33,17 @@ class SavePolicy:
     keep_up_to: int = 2**21
     overlap_from: int = 2**18
 
-    def remakes(self, count: int) -> bool:
-        """Whether an activation of ``count`` bytes on each rank is recomputed (or gathered again) rather than kept."""
-        return count * self.size > self.keep_up_to if self.regather == "auto" else self.regather
+    def remakes(self, shard_bytes: int) -> bool:
+        """Whether an activation of which each rank has ``shard_bytes`` is recomputed (or gathered again) rather than kept."""
+        return shard_bytes * self.size > self.keep_up_to if self.regather == "auto" else self.regather
 
-    def remakes_between_blocks(self, count: int) -> bool:
-        """The same for ``count`` bytes of an activation between the blocks, which is a shard only with sequence parallelism."""
-        return self.remakes(count if self.sp else count // self.size)
+    def remakes_between_blocks(self, held_bytes: int) -> bool:
+        """The same for an activation between the blocks, of which a rank holds ``held_bytes``: without sequence parallelism all."""
+        return self.remakes(held_bytes if self.sp else held_bytes // self.size)
 
-    def overlaps(self, count: int) -> bool:
-        """Whether weight-gradient products are deferred to overlap the collective of a whole activation of ``count`` bytes."""
-        return count > self.overlap_from or self.regather != "auto"
+    def overlaps(self, whole_bytes: int) -> bool:
+        """Whether weight-gradient products are deferred to overlap the collective of an activation of ``whole_bytes``."""
+        return whole_bytes > self.overlap_from or self.regather != "auto"
 
 
 def keeper() -> Any:

@@ -67,7 +67,7 @@ class Part:
         local: the rank's own tensor; it may hold padding of a vocabulary, which is in no chunk.
         layout: how the whole tensor is divided over tp; None for a tensor that every rank holds whole.
         rank: the tensor-parallel rank.
-        writes: whether this rank writes its part. What tp ranks hold alike, the first of them writes.
+        writes: whether this rank writes its part. Of what several ranks hold alike, one writes.
 
     Attributes:
         local: the rank's own tensor.

@@ -55,11 +55,11 @@ class _Swap:
         plan, application = self.plan, self._application
         facts = {name: plan.layout_of(name) for name, _ in self._model.named_parameters()}
         layouts = {name: layout for name, (layout, _) in facts.items()}
-        keepers = self._keepers()
+        recomputing = self._recomputing_modules()
         before = [ModuleSnapshot(module) for module in dict.fromkeys(plan.modules.values())]
         for match in plan.decided:
             match.rule.apply(match.name, application)
-        for name, region in keepers.items():
+        for name, region in recomputing.items():
             make_recomputing(plan.modules[name], region.policy.remakes_between_blocks)
         record = ShardedModel(
             self._model,
@@ -81,7 +81,7 @@ class _Swap:
         self._model.__dict__[RECORD_KEY] = record
         return record
 
-    def _keepers(self) -> dict[str, SequenceRegion]:
+    def _recomputing_modules(self) -> dict[str, SequenceRegion]:
         """Norms and dropouts of the regions: what they keep for the backward can be less."""
         found: dict[str, SequenceRegion] = {}
         for name, module in self.plan.modules.items():
@@ -107,7 +107,7 @@ class _Swap:
                 yield from rule.after(name, self._application)
         yield from self._hook_dropouts()
         yield from self._hook_shard_readers(record.layout)
-        yield from self._hook_givers()
+        yield from self._hook_modules_around()
         for module in self._holders(record.layout):
             yield module.register_state_dict_pre_hook(_guard(record))
 
@@ -136,7 +136,7 @@ class _Swap:
                 yield module.register_forward_pre_hook(require_shard(region, name))
                 yield module.register_forward_hook(note_shards(region, name))
 
-    def _hook_givers(self) -> Iterator[RemovableHandle]:
+    def _hook_modules_around(self) -> Iterator[RemovableHandle]:
         """Modules around the blocks: what they return of the inside must be whole."""
         modules = self.plan.modules
         around: dict[int, list[SequenceRegion]] = defaultdict(list)

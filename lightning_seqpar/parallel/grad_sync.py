@@ -52,7 +52,7 @@ class GradSync:
     Args:
         layout: the model's layouts; the parameters with ``sum_over`` are the list.
         groups: the process groups.
-        doubtful: names whose class is only proved by the gradients themselves (see :meth:`flush`).
+        doubtful: names of parameters of which only the gradients can prove that they come in parts (see :meth:`flush`).
 
     Attributes:
         losses: compared with each sum.
@@ -137,7 +137,8 @@ class GradSync:
     def flush(self, parameters: Iterable[Tensor], *, check: bool = False) -> None:
         """Sum what has arrived for ``parameters`` (those of one optimizer) since the last flush; idempotent.
 
-        Ranks agree first on which hooks fired: where none did nothing happens, where some did zeros join in.
+        Ranks agree first on which hooks fired. Where no rank's hook fired, nothing happens; where only some did, the others
+        contribute zeros.
 
         Args:
             parameters: whose gradients are due; others keep collecting.

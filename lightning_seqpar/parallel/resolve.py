@@ -30,8 +30,6 @@ _NOT_POINTWISE = (
 class ResolvedPlan(PlannedModel):
     """A plan that can be carried out on a model: every style has checked what it names. Nothing is changed.
 
-    It needs the size of the axis ``tp``, and no process group: a plan for 512 ranks is read on one.
-
     Args:
         model: the whole model.
         plans: what holds for it; later ones win.
@@ -120,7 +118,7 @@ class ResolvedPlan(PlannedModel):
         return layout.shard, layout.is_partial
 
     def layout_of(self, parameter: str) -> tuple[ParamLayout, bool]:
-        """The layout of a parameter, and whether its class is in doubt until training shows it.
+        """The layout of a parameter, and whether only its gradients will show if they really come in parts.
 
         A style that names the parameter or a module around it may decide; else the parameter is whole, and what it sees
         tells whether its gradient is partial.

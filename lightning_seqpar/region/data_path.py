@@ -81,7 +81,7 @@ class DataPath:
             return x
         frames = self._frames
         self._placement.check_layout(x, block)
-        frames.resume(x, block)
+        frames.open_recompute(x, block)
         key = (block, tuple(x.shape))
         if frames.begins_again(x, key):
             self.abort()
@@ -117,7 +117,7 @@ class DataPath:
         """A shard on its way to a module that every rank computes whole; the region goes on behind it."""
         if not self.sp:
             return x
-        self._frames.resume(x, module)
+        self._frames.open_recompute(x, module)
         self._rng.begin_whole()
         return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, self.length_for(x, module))
 

@@ -172,7 +172,7 @@ class FrameStack:
             frame.length = None
             raise self.left_open()
 
-    def resume(self, x: Tensor, module: str) -> None:
+    def open_recompute(self, x: Tensor, module: str) -> None:
         """Where a backward computes ``module`` again, open a frame with the length that the forward had.
 
         Args:

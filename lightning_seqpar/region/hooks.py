@@ -256,7 +256,7 @@ def begin_sum(
     rows: Sequence[tuple[nn.Module, str]],
     widths: frozenset[int],
     *,
-    raw: bool,
+    unwrapped: bool,
 ) -> Callable[..., None]:
     """A pre-hook of a module that returns one term of a sum over ranks.
 
@@ -268,7 +268,7 @@ def begin_sum(
         added: parameters that it adds, each as the module that holds it and the attribute.
         rows: parameters that it multiplies as rows itself, likewise.
         widths: of its columns on this rank.
-        raw: whether it multiplies sharded parameters itself, without linears.
+        unwrapped: whether it multiplies sharded parameters itself, without linears.
     """
 
     def hook(module: nn.Module, args: Any) -> None:
@@ -277,7 +277,7 @@ def begin_sum(
                 parameter = holder._parameters[leaf]
                 if parameter is not None and not parameter.requires_grad:
                     holder.__dict__[leaf] = MarkRow.apply(parameter, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
-        region.begin_sum(widths, unwrapped=raw)
+        region.begin_sum(widths, unwrapped=unwrapped)
         if region.rank:
             for holder, leaf in added:
                 parameter = holder._parameters[leaf]
@@ -287,17 +287,17 @@ def begin_sum(
     return hook
 
 
-def end_sum(region: SequenceRegion, hidden: Sequence[tuple[nn.Module, str]], *, raw: bool) -> Callable[..., None]:
+def end_sum(region: SequenceRegion, hidden: Sequence[tuple[nn.Module, str]], *, unwrapped: bool) -> Callable[..., None]:
     """A hook of such a module, which returned or raised: the parameters that :func:`begin_sum` hid show again.
 
     Args:
         region: in which the module lies.
         hidden: those parameters, each as the module that holds it and the attribute.
-        raw: as for :func:`begin_sum`.
+        unwrapped: as for :func:`begin_sum`.
     """
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
-        region.end_sum(unwrapped=raw)
+        region.end_sum(unwrapped=unwrapped)
         for holder, leaf in hidden:
             holder.__dict__.pop(leaf, None)
 

@@ -183,7 +183,7 @@ class SequenceRegion:
     def open_gather(self, x: Tensor, module: str, rows: int = 1) -> None:
         """A module whose arguments are gathered begins; ``x`` is the first of them, and so many row linears are in it."""
         if self.sp:
-            self.frames.resume(x, module)
+            self.frames.open_recompute(x, module)
         self.rng.begin_gathering(rows)
         self.columns.open()
 

@@ -99,6 +99,7 @@ class ColumnRule(Rule):
             return
         region = application.region_of(name)
         column = ColumnParallelLinear.adopt(application.module(name), shard, region, name, kind)
+        # On the instance from the start, so that undoing takes it away: training may switch it off.
         column.recomputes_elementwise = True
         column.gathers_input = name in plan.named("gather") and name not in plan.named("copy")
 

@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import field_validator
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.styles.entry import close_entry, hook_entry
-from lightning_seqpar.styles.style import Application, PlannedModel, Rule, each_once
+from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedModel
 
 
-class CopyRule(Rule):
+class CopyRule(ArgumentsRule):
     """Arguments that are whole already where this module reads them, such as encoder states; their gradient is summed."""
 
     style: Literal["copy"] = "copy"
-    args: tuple[Argument, ...] = (0,)
 
     opens_partial: ClassVar[bool] = True
     holds_local_features: ClassVar[bool] = True
-
-    @field_validator("args")
-    @classmethod
-    def args_are_named_once(cls, value: tuple[Argument, ...]) -> tuple[Argument, ...]:
-        return each_once(value, "copy")
 
     def check(self, name: str, plan: PlannedModel) -> None:
         """It lies inside a block."""

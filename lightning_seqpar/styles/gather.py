@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import field_validator
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.styles.copy import CopyRule
 from lightning_seqpar.styles.entry import close_entry, hook_entry
-from lightning_seqpar.styles.style import Application, PlannedModel, Rule, each_once
+from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedModel
 
 
-class GatherRule(Rule):
+class GatherRule(ArgumentsRule):
     """Arguments gathered along the sequence where this module is entered."""
 
     style: Literal["gather"] = "gather"
-    args: tuple[Argument, ...] = (0,)
     local_width: bool = False
     """The module sees a stand-in as wide as this rank's part, and its columns the gathered activation: for a forward that
     takes its head size from its input's last dim (``B, T, C = x.shape``)."""
@@ -26,11 +23,6 @@ class GatherRule(Rule):
     opens_partial: ClassVar[bool] = True
     enters_whole: ClassVar[bool] = True
     holds_local_features: ClassVar[bool] = True
-
-    @field_validator("args")
-    @classmethod
-    def args_are_named_once(cls, value: tuple[Argument, ...]) -> tuple[Argument, ...]:
-        return each_once(value, "gather")
 
     def check(self, name: str, plan: PlannedModel) -> None:
         """It lies inside a block."""

@@ -42,7 +42,7 @@ class ReduceRule(Rule):
             parts.holders(parts.once),
             parts.holders(parts.rows),
             widths,
-            raw=parts.unwrapped,
+            unwrapped=parts.unwrapped,
         )
         yield application.module(name).register_forward_pre_hook(hook)
 
@@ -53,7 +53,7 @@ class ReduceRule(Rule):
         rows, once = ([parameter(n) for n in names] for names in (parts.rows, parts.once))
         yield module.register_forward_hook(reduce_output(region, name, rows, once))
         hidden = parts.holders([*parts.once, *parts.rows])
-        yield module.register_forward_hook(end_sum(region, hidden, raw=parts.unwrapped), always_call=True)
+        yield module.register_forward_hook(end_sum(region, hidden, unwrapped=parts.unwrapped), always_call=True)
 
 
 class _Parts:

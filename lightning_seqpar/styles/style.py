@@ -46,7 +46,7 @@ class Rule(FrozenModel):
     style: str
 
     slot: ClassVar[str] = ""
-    """Of the styles that share a slot, a name has one: the last rule's. By default each style is alone in its own."""
+    """A name has at most one style per slot; the last rule wins. By default a style has a slot of its own."""
     accumulates: ClassVar[bool] = False
     """Whether every rule for a name holds, and not just the last."""
     undoes_inside: ClassVar[bool] = False
@@ -111,6 +111,18 @@ class Rule(FrozenModel):
     def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Forward hooks behind the module, where the outermost style's come last."""
         yield from ()
+
+
+class ArgumentsRule(Rule):
+    """Base of the styles that work on some of a module's arguments, by default the first."""
+
+    args: tuple[Argument, ...] = (0,)
+    """Positions or names of the arguments, as the caller passes them."""
+
+    @field_validator("args")
+    @classmethod
+    def args_are_named_once(cls, value: tuple[Argument, ...]) -> tuple[Argument, ...]:
+        return each_once(value, str(cls.model_fields["style"].default))
 
 
 def each_once(args: tuple[Argument, ...], what: str) -> tuple[Argument, ...]:

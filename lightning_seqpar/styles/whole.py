@@ -5,31 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import field_validator
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.layout.module_names import Argument, inside
+from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.region.hooks import make_shards, make_whole
-from lightning_seqpar.styles.style import Application, PlannedModel, Rule, each_once
+from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedModel
 
 
-class WholeRule(Rule):
+class WholeRule(ArgumentsRule):
     """A module inside the blocks that every rank computes whole: inputs gathered, output sliced again.
 
     For what mixes positions and can't be dealt out: attention with head counts written into it, a convolution.
     """
 
     style: Literal["whole"] = "whole"
-    args: tuple[Argument, ...] = (0,)
 
     undoes_inside: ClassVar[bool] = True
     enters_whole: ClassVar[bool] = True
-
-    @field_validator("args")
-    @classmethod
-    def args_are_named_once(cls, value: tuple[Argument, ...]) -> tuple[Argument, ...]:
-        return each_once(value, "whole")
 
     def check(self, name: str, plan: PlannedModel) -> None:
         """It lies inside a block, and no rule shards anything in it."""
