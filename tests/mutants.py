@@ -715,10 +715,24 @@ MUTANTS = [
         "tests/test_products.py",
     ),
     Mutant(
+        "counts of heads read off tensors that are cut already",
+        "_Swap.apply",
+        "sorted(plan.decided, key=lambda match: match.of_tensor)",
+        "sorted(plan.decided, key=lambda match: not match.of_tensor)",
+        "tests/test_resolve.py",
+    ),
+    Mutant(
+        "a column with one unit gets the style of an earlier rule",
+        "PlannedModel.drop",
+        "        self._dropped.add((rule.slot or rule.style, name))\n",
+        "",
+        "tests/test_resolve.py",
+    ),
+    Mutant(
         "an earlier rule wins over a later one",
         "PlannedModel._decide",
-        "            last[rule.slot or rule.style, match.name, at if rule.accumulates else -1] = match\n",
-        "            last.setdefault((rule.slot or rule.style, match.name, at if rule.accumulates else -1), match)\n",
+        "                last[rule.slot or rule.style, match.name, at if rule.accumulates else -1] = match\n",
+        "                last.setdefault((rule.slot or rule.style, match.name, at if rule.accumulates else -1), match)\n",
         "tests/test_resolve.py",
     ),
     Mutant(

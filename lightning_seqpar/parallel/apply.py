@@ -57,7 +57,8 @@ class _Swap:
         layouts = {name: layout for name, (layout, _) in facts.items()}
         recomputing = self._recomputing_modules()
         before = [ModuleSnapshot(module) for module in dict.fromkeys(plan.modules.values())]
-        for match in plan.decided:
+        # Modules before parameters and buffers: a count that a module reads off its tensors is the whole model's.
+        for match in sorted(plan.decided, key=lambda match: match.of_tensor):
             match.rule.apply(match.name, application)
         for name, region in recomputing.items():
             make_recomputing(plan.modules[name], region.policy.remakes_between_blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lightning_seqpar.layout.module_names import match_pattern
 from lightning_seqpar.styles.style import PlannedModel, Rule, Stack
@@ -15,9 +15,13 @@ class ExitRule(Rule):
     blocks: str | None = None
     """Pattern of the blocks whose region ends, where one module runs several stacks."""
 
+    accumulates: ClassVar[bool] = True
+
     def place(self, name: str, plan: PlannedModel) -> None:
-        """The stack that the rule names ends there, or the one that lies nearest."""
-        self._stack(name, plan).exits.append(name)
+        """The stack that the rule names ends there, or the one that lies nearest. One module may end several stacks."""
+        exits = self._stack(name, plan).exits
+        if name not in exits:
+            exits.append(name)
 
     def _stack(self, name: str, plan: PlannedModel) -> Stack:
         if self.blocks is None:

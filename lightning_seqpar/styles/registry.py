@@ -39,8 +39,8 @@ STYLES: dict[str, type[Rule]] = {
     "once": OnceRule,
     "local_heads": LocalHeadsRule,
     "full_width": FullWidthRule,
-    "vocab": VocabRule,
     "set": SetRule,
+    "vocab": VocabRule,
 }
 """The styles, in the order in which they are checked and applied. Of the forward hooks of one module, those of the first style here
 are the outermost: what ``reduce`` sums is summed before ``gather`` lets go of what it gathered."""

@@ -14,10 +14,11 @@ class ScatterRule(Rule):
     style: Literal["scatter"] = "scatter"
     arg: Argument = 0
 
+    accumulates: ClassVar[bool] = True
     says_where_blocks_are: ClassVar[bool] = True
 
     def place(self, name: str, plan: PlannedModel) -> None:
-        """The stack of the block takes its activations from there."""
+        """The stack of the block takes its activations from there; of several rules the last says so for the whole stack."""
         for stack in plan.stacks:
             if name in stack.blocks:
                 stack.arg = self.arg

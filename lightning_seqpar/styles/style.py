@@ -237,6 +237,7 @@ class PlannedModel:
         self.units: dict[str, int] = {}
         self._styles = list(styles)
         self._implied: list[Match] = []
+        self._dropped: set[tuple[str, str]] = set()
         self._kinds: dict[str, LinearKind | None] = {}
         self._decide()
         if not self.named("blocks"):
@@ -253,7 +254,8 @@ class PlannedModel:
         last: dict[tuple[str, str, int], Match] = {}
         for at, match in enumerate(self.matches):
             rule = match.rule
-            last[rule.slot or rule.style, match.name, at if rule.accumulates else -1] = match
+            if (rule.slot or rule.style, match.name) not in self._dropped:
+                last[rule.slot or rule.style, match.name, at if rule.accumulates else -1] = match
         for match in self._implied:
             last.setdefault((match.rule.slot or match.rule.style, match.name, -1), match)
         self._last = list(last.values())
@@ -279,8 +281,9 @@ class PlannedModel:
         return self._at.get(name, [])
 
     def drop(self, name: str, rule: Rule) -> None:
-        """A rule turns out to have nothing to do for a name: it is as if it had not matched."""
+        """A rule turns out to have nothing to do for a name, which then has no style of that slot, not an earlier rule's either."""
         self.matches = [m for m in self.matches if not (m.name == name and m.rule.style == rule.style)]
+        self._dropped.add((rule.slot or rule.style, name))
         self._decide()
 
     def imply(self, match: Match) -> None:

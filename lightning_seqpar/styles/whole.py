@@ -36,6 +36,12 @@ class WholeRule(ArgumentsRule):
             raise ValueError(
                 f"{name} is computed whole on every rank, but {planned[0]} inside it is planned; drop one of both"
             )
+        attentions = [n for n in plan.named("replace") if inside(name, n) and not plan.stack_owned_by(n)]
+        if attentions:
+            raise ValueError(
+                f"{name} is computed whole on every rank, but {attentions[0]} around it is replaced with all that is in it; have "
+                f"{attentions[0]} computed whole, or drop this rule"
+            )
         plan.stack_of(name)
 
     def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:

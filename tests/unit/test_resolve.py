@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_seqpar import ShardingPlan
+from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, ShardingPlan
 from lightning_seqpar.layout.param_layout import Reason
+from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.styles import style
@@ -43,6 +44,47 @@ def test_of_the_rules_for_a_linear_the_last_holds():
 def test_an_exit_that_two_rules_name_ends_the_region_once():
     plan = resolved(models.GPT(), {"pattern": "model.norm", "style": "exit"})
     assert [stack.exits for stack in plan.stacks] == [["model.norm"]]
+
+
+class TwoStacks(nn.Module):
+    """One module that runs two stacks of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(2))
+        self.second = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(2))
+
+
+TWO_STACKS: list[dict[str, Any]] = [
+    {"pattern": "{first,second}.*", "style": "blocks"},
+    {"pattern": "{first,second}.*.up", "style": "column"},
+    {"pattern": "{first,second}.*.down", "style": "row"},
+]
+
+
+def test_one_module_may_end_several_stacks():
+    exits = [{"pattern": "", "style": "exit", "blocks": f"{name}.*"} for name in ("first", "second")]
+    plan = resolved(TwoStacks(), *TWO_STACKS, *exits, base=False)
+    assert [(stack.blocks[0], stack.exits) for stack in plan.stacks] == [("first.0", [""]), ("second.0", [""])]
+
+
+def test_the_last_rule_says_which_argument_of_the_blocks_is_scattered():
+    scatter = [
+        {"pattern": "first.*", "style": "scatter", "arg": "x"},
+        {"pattern": "first.0", "style": "scatter", "arg": 0},
+    ]
+    plan = resolved(TwoStacks(), *TWO_STACKS, *scatter, base=False)
+    assert [stack.arg for stack in plan.stacks] == [0, 0]
+    plan = resolved(TwoStacks(), *TWO_STACKS, *scatter[::-1], base=False)
+    assert [stack.arg for stack in plan.stacks] == ["x", 0]
+
+
+def test_a_column_with_one_unit_stays_whole_whatever_an_earlier_rule_said():
+    model = TwoStacks()
+    model.n_kv = 1
+    plan = resolved(model, *TWO_STACKS, {"pattern": "first.0.down", "style": "column", "units": "n_kv"}, base=False)
+    assert "first.0.down" not in plan.linears
+    assert plan.layout_of("first.0.down.weight")[0].shard is None
 
 
 def test_all_rules_that_set_attributes_hold():
@@ -96,8 +138,60 @@ def test_a_row_that_a_module_multiplies_itself_implies_that_its_output_is_reduce
     assert "reduce" not in {match.rule.style for match in plan.matches}
     layout, _ = plan.layout_of("layers.0.w2")
     assert (layout.reason, layout.shard.dim, layout.free) == (Reason.ROW, 2, True)
+    plan = resolved(Stack(), *EXPERTS, {"pattern": "layers.*", "style": "reduce"}, base=False)
+    assert [rule.style for rule in held(plan, "layers.0", "reduce")] == ["reduce"]
     with pytest.raises(ValueError, match="multiplies this column itself, and no row leads out of it"):
         resolved(Stack(), *EXPERTS[:3], base=False)
+
+
+@pytest.mark.parametrize("rule", [{"style": "local_heads", "dim": 2}, {"style": "once"}])
+def test_a_parameter_has_one_style(rule):
+    with pytest.raises(
+        ValueError, match=r"layers.0.w2: rules give it the styles 'row' and '\w+'; a parameter or buffer has one"
+    ):
+        resolved(Stack(), *EXPERTS, {"pattern": "layers.*.w2", **rule}, base=False)
+
+
+def test_what_is_replaced_with_a_module_can_not_be_whole():
+    model = models.Encoder()
+    with pytest.raises(ValueError, match=r"encoder.layers.0.self_attn around it is replaced with all that is in it"):
+        resolved(model, {"pattern": "encoder.layers.0.self_attn.out_proj", "style": "whole"})
+
+
+class CountsItsTensors(nn.Module):
+    """An attention that reads its numbers of heads off parameters with a head dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.slopes, self.kv_slopes, self.groups = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(2)), 4
+
+    @property
+    def n_head(self) -> int:
+        return self.slopes.shape[0]
+
+    @property
+    def n_kv(self) -> int:
+        return self.kv_slopes.shape[0]
+
+
+def test_counts_that_are_read_off_tensors_are_those_of_the_whole_model():
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleDict({"attn": CountsItsTensors()}) for _ in range(2))})
+    rules = [
+        {"pattern": "layers.*", "style": "blocks"},
+        {"pattern": "layers.*.attn", "style": "gather"},
+        {"pattern": "layers.*.attn.up", "style": "column"},
+        {"pattern": "layers.*.attn.down", "style": "row"},
+        {"pattern": "layers.*.attn.{slopes,kv_slopes}", "style": "local_heads"},
+        {"pattern": "layers.*.attn", "style": "set", "ratio": {"groups": ["n_head", "n_kv"]}},
+    ]
+    silent = ParallelGroups.silent(ProcessTopology.from_config(ParallelConfig(tp=4), 4))
+    with pytest.raises(ValueError, match=r"layers.0.attn.kv_slopes: 2 heads or features at dim 0 do not divide by tp=4"):
+        parallelize(model, [ShardingPlan.from_rules(rules)], silent)
+    silent = ParallelGroups.silent(ProcessTopology.from_config(ParallelConfig(tp=2), 2))
+    parallelize(model, [ShardingPlan.from_rules(rules)], silent)
+    attn = model["layers"][1]["attn"]
+    assert (attn.n_head, attn.n_kv, attn.groups) == (4, 1, 4)
 
 
 def test_a_plan_is_read_without_changing_anything():
