@@ -135,10 +135,10 @@ class FrozenModel(BaseModel):
     @classmethod
     def flags_are_true_or_false(cls, value: Any, info: ValidationInfo) -> Any:
         annotation = cls.model_fields[str(info.field_name)].annotation
-        told = str(value).lower() in ("true", "false", "yes", "no", "on", "off", "1", "0") and not isinstance(
+        is_switch = str(value).lower() in ("true", "false", "yes", "no", "on", "off", "1", "0") and not isinstance(
             value, float
         )
-        if annotation is bool and not told:
+        if annotation is bool and not is_switch:
             raise broken(f"{info.field_name}={value!r}: it is a switch; write true or false")
         return value
 
@@ -263,8 +263,8 @@ class ParallelConfig(FrozenModel):
     def numbers_are_whole(cls, value: Any, info: ValidationInfo) -> Any:
         if (info.field_name == "dp" and value == "auto") or (value is None and info.field_name in cls._OPTIONAL):
             return value
-        told = str(value).removeprefix("-").removesuffix(".0").isdecimal() and not isinstance(value, bool)
-        if not told:
+        is_whole = str(value).removeprefix("-").removesuffix(".0").isdecimal() and not isinstance(value, bool)
+        if not is_whole:
             also = " or 'auto'" if info.field_name == "dp" else " or null" if info.field_name in cls._OPTIONAL else ""
             counted = "tokens" if info.field_name == "loss_chunk" else "ranks or steps"
             raise broken(f"{info.field_name}={value!r}: it counts {counted}; write a whole number{also}")
@@ -306,8 +306,8 @@ class ParallelConfig(FrozenModel):
     @classmethod
     def timeout_is_positive(cls, value: Any) -> Any:
         try:
-            told = _read_clock(value) if isinstance(value, str) else value
-            seconds = told.total_seconds() if isinstance(told, timedelta) else float(told)
+            given = _read_clock(value) if isinstance(value, str) else value
+            seconds = given.total_seconds() if isinstance(given, timedelta) else float(given)
         except (TypeError, ValueError):
             raise broken(
                 f"timeout={value!r}: write a number of seconds, such as 600, or hours:minutes:seconds, such as 0:10:00"

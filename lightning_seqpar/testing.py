@@ -141,6 +141,6 @@ def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
             else:
                 failures[rank] = "\n".join(value)
     if failures:
-        told = "\n".join(f"--- rank {rank}: {text}" for rank, text in sorted(failures.items()))
-        raise RankFailedError(f"{len(failures)} of {len(receivers)} ranks failed\n{told}")
+        report = "\n".join(f"--- rank {rank}: {text}" for rank, text in sorted(failures.items()))
+        raise RankFailedError(f"{len(failures)} of {len(receivers)} ranks failed\n{report}")
     return [results[rank] for rank in range(len(receivers))]

@@ -427,8 +427,9 @@ class SteppingStrategy(TopologyStrategy):
         """Compare the number of batches over the ranks at the start of an epoch: loaders may have been made anew."""
         if batch_idx == 0:
             self._schedule.begin_loop("training")
-            told = {"training batches in an epoch": self._trainer.num_training_batches}
-            check_agreement(told, self._world, self.root_device)
+            check_agreement(
+                {"training batches in an epoch": self._trainer.num_training_batches}, self._world, self.root_device
+            )
 
     def _agree_on_batches(self, loop: str, counts: list[int | float]) -> None:
         """The ranks of a replica would wait for each other in different loops if one had fewer batches."""

@@ -186,7 +186,9 @@ def test_counts_that_are_read_off_tensors_are_those_of_the_whole_model():
         {"pattern": "layers.*.attn", "style": "set", "ratio": {"groups": ["n_head", "n_kv"]}},
     ]
     silent = ParallelGroups.silent(ProcessTopology.from_config(ParallelConfig(tp=4), 4))
-    with pytest.raises(ValueError, match=r"layers.0.attn.kv_slopes: 2 heads or features at dim 0 do not divide by tp=4"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.attn.kv_slopes: 2 heads or features at dim 0 do not divide by tp=4"
+    ):
         parallelize(model, [ShardingPlan.from_rules(rules)], silent)
     silent = ParallelGroups.silent(ProcessTopology.from_config(ParallelConfig(tp=2), 2))
     parallelize(model, [ShardingPlan.from_rules(rules)], silent)
