@@ -114,13 +114,13 @@ def test_a_recompute_has_the_length_of_its_forward():
 
     def again() -> None:
         assert stack.recomputes
-        stack.resume(x[:, :5], "norm")
+        stack.open_recompute(x[:, :5], "norm")
         assert (stack.length, stack.recomputes) == (9, False)
         stack.finish("another")
         assert stack.active
         stack.finish("norm")
         assert not stack.active
-        stack.resume(x, "first")
+        stack.open_recompute(x, "first")
         assert not stack.active  # its input was whole
         stack.finish("first")
 
@@ -138,7 +138,7 @@ def test_a_recompute_of_two_lengths_is_refused():
 
     def again() -> None:
         with pytest.raises(RuntimeError, match="norm: recomputed in the backward, but forwards of different lengths"):
-            stack.resume(torch.zeros(3, 5, 4), "norm")
+            stack.open_recompute(torch.zeros(3, 5, 4), "norm")
 
     in_a_backward(again)
 
