@@ -92,13 +92,12 @@ class ColumnRule(Rule):
 
     def apply(self, name: str, application: Application) -> None:
         """The linear becomes a column of this rank's features; of a parameter its part stays."""
-        plan = application.plan
-        shard, kind = plan.shards[name], plan.kind_of(name) if name in plan.modules else None
-        if kind is None:
+        plan, shard = application.plan, application.plan.shards[name]
+        if name not in plan.modules:
             shrink(plan.tensor(name), shard, application.rank)
             return
-        region = application.region_of(name)
-        column = ColumnParallelLinear.adopt(application.module(name), shard, region, name, kind)
+        kind = kind_of_linear(name, self.style, plan)
+        column = ColumnParallelLinear.adopt(application.module(name), shard, application.region_of(name), name, kind)
         # On the instance from the start, so that undoing takes it away: training may switch it off.
         column.recomputes_elementwise = True
         column.gathers_input = name in plan.named("gather") and name not in plan.named("copy")

@@ -76,11 +76,11 @@ class RowRule(Rule):
 
     def apply(self, name: str, application: Application) -> None:
         """The linear becomes a row of this rank's features; of a parameter its part stays."""
-        plan = application.plan
-        shard, kind = plan.shards[name], plan.kind_of(name) if name in plan.modules else None
-        if kind is None:
+        plan, shard = application.plan, application.plan.shards[name]
+        if name not in plan.modules:
             shrink(plan.tensor(name), shard, application.rank)
             return
+        kind = kind_of_linear(name, self.style, plan)
         row = RowParallelLinear.adopt(application.module(name), shard, application.region_of(name), name, kind)
         row.leaves_partial = plan.reduced_at(name) is not None
 
