@@ -18,7 +18,8 @@ from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.examples import Example, NoExampleError, attach_view, find_examples
 from lightning_seqpar.inference.infer import Inference, infer_plan
-from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, is_large
+from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, release
+from lightning_seqpar.inference.reduction import Reduction
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
@@ -200,39 +201,45 @@ class Prover:
         failures: list[str] = []
         try:
             for candidate in find_examples(self._module, self._trainer):
-                # A large model that is on the meta device may not fit into memory in float64.
-                late = any(parameter.is_meta for parameter in self._module.parameters())
-                precise = torch.float32 if late and is_large(self._module) else torch.float64
-                for dtype, draws in ((precise, False), (precise, True), (None, False)):
-                    example = replace(candidate, draws=draws)
-                    if (wrong := self._try(example, dtype)) is None:
-                        return _ExampleSearch(example.to(torch.device("cpu"), None), dtype, failures)
-                    failures.append(f"{example.method} with {example.source}: {wrong}")
+                reductions = Reduction.variants(self._module, self._tp, candidate.length)
+                for narrow, draws in ((False, False), (False, True), (True, False)):
+                    for reduction in reductions:
+                        dtype = None if narrow else reduction.dtype(self._module)
+                        example = replace(candidate, draws=draws).reduced(reduction)
+                        if (wrong := self._try(example, dtype)) is None:
+                            return _ExampleSearch(example.to(torch.device("cpu"), None), dtype, failures)
+                        if isinstance(wrong, NoExampleError):
+                            break  # no size of the copy will help
+                    first = str(wrong).splitlines()[0] if str(wrong) else ""
+                    kind = "" if isinstance(wrong, NoExampleError) else f"{type(wrong).__name__}: "
+                    failures.append(f"{example.method} with {example.source}: {kind}{first}")
         except NoExampleError as error:
             failures.append(str(error))
         except Exception as error:  # of the user's loader: training would meet it too, and raise it as it is
             failures.append(f"the loader raised {type(error).__name__}: {error}")
         return _ExampleSearch(None, None, failures)
 
-    def _try(self, example: Example, dtype: torch.dtype | None) -> str | None:
+    def _try(self, example: Example, dtype: torch.dtype | None) -> Exception | None:
         """Run the example on a whole copy; what is wrong, or None. Then a digest of its loss and gradients is kept."""
         with kept_streams(self._device), default_dtype(dtype):
             try:
-                copied = detached_copy(self._module, self._device, dtype)
+                copied = detached_copy(self._module, self._device, dtype, example.reduction)
                 attach_view(copied, self._trainer)
                 seed_streams()
-                with Quiet(draws=example.draws):
+                with example.repeats(copied) as repeats, Quiet(draws=example.draws):
                     loss = example.to(self._device, dtype).run(copied)
                     if not bool(torch.isfinite(loss.detach())):
-                        return f"the loss is {float(loss.detach())}"
+                        return NoExampleError(f"the loss is {float(loss.detach())}")
+                    repeats.compute_all()
                     loss.backward()
             except Exception as error:  # shown to the user if no other example works
-                return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                return error
             digest = hashlib.sha256(repr(float(loss.detach())).encode())
             for name, parameter in copied.named_parameters():
                 grad = parameter.grad
                 digest.update(f"{name}: {None if grad is None else float(grad.double().norm())}".encode())
             self._digest = digest.hexdigest()
+            release(copied)
         return None
 
     def _infer(self, *, sums: bool = True) -> ShardingPlan:

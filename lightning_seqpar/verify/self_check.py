@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from torch import nn
 
 from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.examples import Example
-from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, is_large
+from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, release
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.grad_checks import check_replicated
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -76,12 +75,12 @@ def self_check(
     example = example.to(device, dtype)
 
     def compare_copies() -> Verdict:  # a function of its own, so that the copies are freed when it returns
-        whole = detached_copy(model, device, dtype)
+        whole = detached_copy(model, device, dtype, example.reduction)
         prepare(whole)
         names = _planned_modules(whole, plans)
         dense = observe_run(whole, None, example, names, groups)
-        del whole
-        copied = detached_copy(model, device, dtype)
+        release(whole)  # the run's record has the gradients
+        copied = detached_copy(model, device, dtype, example.reduction)
         prepare(copied)
         try:
             record = parallelize(copied, plans, groups, sp=sp, regather=regather, loss_chunk=loss_chunk)
@@ -94,6 +93,7 @@ def self_check(
             check_replicated(copied.parameters(), record.layout, groups)
         except RuntimeError as error:
             verdict.wrong.append(str(error))
+        release(copied)
         return verdict
 
     failure: str | None = None
@@ -105,8 +105,6 @@ def self_check(
             raise ValueError(str(error.__cause__)) from None  # raised on every rank alike, before anything was run
         except Exception as error:  # every rank hears of it below
             failure = f"{type(error).__name__}: {error}"
-    if is_large(model):
-        gc.collect()  # modules and their hooks refer to each other, so that reference counts alone would not free the copies
     return _share_verdict(verdict, failure, groups)
 
 
