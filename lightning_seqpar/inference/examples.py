@@ -62,6 +62,13 @@ class Example:
                 return tensor.shape[1]
         return None
 
+    @property
+    def longest(self) -> int:
+        """The largest dim of its tensors behind the first; 0 without tensors."""
+        return max(
+            (size for tensor in tensors_in((self.args, dict(self.kwargs))) for size in tensor.shape[1:]), default=0
+        )
+
     def repeats(self, copied: nn.Module) -> Repeats:
         """A context in which equal blocks of a copy are computed twice, if it is a reduced one."""
         return Repeats(copied if self.reduction.skips_repeats else None)

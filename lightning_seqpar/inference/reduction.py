@@ -63,21 +63,22 @@ class Reduction:
     samples: int | None = None
 
     @staticmethod
-    def variants(model: nn.Module, tp: int, length: int | None) -> list[Reduction]:
-        """The reductions to try, the smallest first; the last one leaves vocabulary and length as they are.
+    def variants(model: nn.Module, tp: int, length: int | None, longest: int = 0) -> list[Reduction]:
+        """The reductions to try, the smallest first; the last one leaves the model as it is.
 
         Args:
             model: the model.
             tp: number of tensor-parallel ranks; what is left of a vocabulary and a length has their remainder.
             length: of the example's sequences, if it is made of tokens.
+            longest: the largest dim of its tensors: tables of positions keep as many rows.
         """
         if not is_large(model):
             return [Reduction()]
-        rows = _short_vocabularies(model, tp)
+        rows = _short_vocabularies(model, tp, max(_ROWS, longest))
         kept = None if length is None else _short_length(model, tp, length)
         lengths = None if kept is None or length is None else (length, kept)
         options = [(rows, lengths), (rows, None), ({}, lengths), ({}, None)]
-        found = [Reduction(True, rows, lengths, samples=2) for rows, lengths in options]
+        found = [*(Reduction(True, rows, lengths, samples=2) for rows, lengths in options), Reduction()]
         return [one for at, one in enumerate(found) if one not in found[:at]]
 
     def of_tensor(self, tensor: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class Reduction:
             for parameter in model.parameters()
             if id(parameter) not in left_out
         )
-        return torch.float64 if numel <= PRECISE or not self.skips_repeats else torch.float32
+        return torch.float64 if numel <= PRECISE else torch.float32
 
     def of_id(self, token: Any) -> Any:
         """The id that stands for a token's in the short vocabularies."""
@@ -115,16 +116,22 @@ WHOLE = Reduction()
 # ---- vocabulary and length -------------------------------------------------------------------------------------
 
 
-def _short_vocabularies(model: nn.Module, tp: int) -> dict[int, int]:
-    """Rows of each large embedding outside the repeated blocks, and how many rows a copy has: as many modulo ``tp``."""
+def _short_vocabularies(model: nn.Module, tp: int, least: int) -> dict[int, int]:
+    """Rows of each large embedding outside the repeated blocks, and how many a copy has: at least ``least``, as many modulo ``tp``.
+
+    Left out are rows that are as many as the features of something else, which would be cut with them.
+    """
     inside = _in_repeated_blocks(model)
     sizes = {size for parameter in model.parameters() for size in parameter.shape}
+    features = {size for m in model.modules() if id(m) in inside for p in m.parameters(False) for size in p.shape}
+    features |= {module.embedding_dim for module in model.modules() if isinstance(module, nn.Embedding)}
     found: dict[int, int] = {}
     for module in model.modules():
-        if not isinstance(module, nn.Embedding) or id(module) in inside or module.num_embeddings < 4 * _ROWS:
+        if not isinstance(module, nn.Embedding) or id(module) in inside or module.num_embeddings in features:
             continue
-        rows = module.num_embeddings
-        kept = -(-_ROWS // tp) * tp + rows % tp
+        if (rows := module.num_embeddings) < 4 * least:
+            continue
+        kept = -(-least // tp) * tp + rows % tp
         while kept in sizes or kept in found.values():  # a size of its own, so that nothing takes it for another dim
             kept += tp
         if 2 * kept < rows:
@@ -294,9 +301,16 @@ def _attributes_that_decide(kind: type) -> frozenset[str]:
 
 
 def _stacks(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """The blocks of every container that may hold a stack of them."""
+    """The blocks of every list that may be a stack of them; lists inside blocks hold experts, which are no stack."""
+    inner: set[int] = set()
     for stack in model.modules():
-        if isinstance(stack, nn.ModuleList | nn.Sequential | nn.ModuleDict) and len(stack) >= 3:
+        if not isinstance(stack, nn.ModuleList | nn.Sequential | nn.ModuleDict) or id(stack) in inner:
+            continue
+        kinds = [type(block) for block in stack.children()]
+        for block in stack.children():
+            if kinds.count(type(block)) > 1:
+                inner |= {id(part) for part in block.modules()}
+        if len(stack) >= 3:
             yield [block for block in stack.children() if any(True for _ in block.children())]
 
 

@@ -201,7 +201,7 @@ class Prover:
         failures: list[str] = []
         try:
             for candidate in find_examples(self._module, self._trainer):
-                reductions = Reduction.variants(self._module, self._tp, candidate.length)
+                reductions = Reduction.variants(self._module, self._tp, candidate.length, candidate.longest)
                 for narrow, draws in ((False, False), (False, True), (True, False)):
                     for reduction in reductions:
                         dtype = None if narrow else reduction.dtype(self._module)
