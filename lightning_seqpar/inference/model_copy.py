@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,7 @@ def detached_copy(
     device: torch.device,
     dtype: torch.dtype | None = torch.float64,
     reduction: Reduction = WHOLE,
+    rules: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """A copy of ``model`` that no trainer knows, with weights at which no wrong gradient stays hidden.
 
@@ -80,6 +81,7 @@ def detached_copy(
         device: of the copy.
         dtype: of the copy; None keeps the model's own types.
         reduction: how the copy is smaller than the model.
+        rules: what a plan says of modules and parameters, by name; only blocks of which it says the same share one module.
     """
     memo: dict[int, Any] = {}
     for attribute in ("_trainer", "_fabric"):
@@ -92,7 +94,7 @@ def detached_copy(
     if reduction.vocabularies:
         cut_vocabularies(model, reduction.vocabularies, memo)
     if reduction.skips_repeats:
-        share_equal_blocks(model, memo)
+        share_equal_blocks(model, rules or {}, memo)
     copied = copy.deepcopy(model, memo)
     if reduction.vocabularies:
         tell_vocabularies(copied, model, reduction)

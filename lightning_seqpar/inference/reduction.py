@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_seqpar.layout.module_names import inside
+
 LARGE = 10_000_000
 """Number of parameters above which copies of a model are reduced."""
 
@@ -36,6 +38,9 @@ _ROWS = 512
 
 _TOKENS = 32
 """About how long the sequences are that a copy is run on."""
+
+_TOKENS_PER_EXPERT = 8
+"""About how many positions there are for each expert of a list, so that each gets tokens."""
 
 _WINDOW = 256
 """Attention windows up to this length are exceeded by the sequences that a copy is run on."""
@@ -75,10 +80,11 @@ class Reduction:
         if not is_large(model):
             return [Reduction()]
         rows = _short_vocabularies(model, tp, max(_ROWS, longest))
-        kept = None if length is None else _short_length(model, tp, length)
-        lengths = None if kept is None or length is None else (length, kept)
-        options = [(rows, lengths), (rows, None), ({}, lengths), ({}, None)]
-        found = [*(Reduction(True, rows, lengths, samples=2) for rows, lengths in options), Reduction()]
+        found = [Reduction(True, rows, samples=2), Reduction(True, samples=2), Reduction()]
+        if length is not None and (kept := _short_length(model, tp, length)) is not None:
+            rows = _short_vocabularies(model, tp, max(_ROWS, kept if longest == length else longest))
+            found[:0] = [Reduction(True, rows, (length, kept), samples=2)]
+            found[2:2] = [Reduction(True, {}, (length, kept), samples=2)]
         return [one for at, one in enumerate(found) if one not in found[:at]]
 
     def of_tensor(self, tensor: Tensor) -> Tensor:
@@ -121,13 +127,13 @@ def _short_vocabularies(model: nn.Module, tp: int, least: int) -> dict[int, int]
 
     Left out are rows that are as many as the features of something else, which would be cut with them.
     """
-    inside = _in_repeated_blocks(model)
+    repeated = _in_repeated_blocks(model)
     sizes = {size for parameter in model.parameters() for size in parameter.shape}
-    features = {size for m in model.modules() if id(m) in inside for p in m.parameters(False) for size in p.shape}
+    features = {size for m in model.modules() if id(m) in repeated for p in m.parameters(False) for size in p.shape}
     features |= {module.embedding_dim for module in model.modules() if isinstance(module, nn.Embedding)}
     found: dict[int, int] = {}
     for module in model.modules():
-        if not isinstance(module, nn.Embedding) or id(module) in inside or module.num_embeddings in features:
+        if not isinstance(module, nn.Embedding) or id(module) in repeated or module.num_embeddings in features:
             continue
         if (rows := module.num_embeddings) < 4 * least:
             continue
@@ -140,10 +146,21 @@ def _short_vocabularies(model: nn.Module, tp: int, least: int) -> dict[int, int]
 
 
 def _short_length(model: nn.Module, tp: int, length: int) -> int | None:
-    """A length of a few dozen tokens, equal modulo ``2 tp``, above the model's short windows; None if it is not shorter."""
-    least = max([_TOKENS, *(window + 1 for window in _windows(model) if window <= _WINDOW)])
+    """A length of a few dozen tokens, with the remainder of the whole one by ``2 tp``; None if it is not shorter.
+
+    It is above the model's short windows, and gives each expert of a list some tokens.
+    """
+    windows = (window + 1 for window in _windows(model) if window <= _WINDOW)
+    least = max([_TOKENS, _TOKENS_PER_EXPERT * _most_experts(model), *windows])
     kept = -(-least // (2 * tp)) * 2 * tp + length % (2 * tp)
     return kept if kept < length else None
+
+
+def _most_experts(model: nn.Module) -> int:
+    """How many modules of one class the longest list inside a repeated block holds; 0 without such lists."""
+    repeated = _in_repeated_blocks(model)
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and id(module) in repeated)
+    return max((len(module) for module in lists if len({type(one) for one in module}) == 1), default=0)
 
 
 def _windows(model: nn.Module) -> Iterator[int]:
@@ -166,9 +183,9 @@ def cut_vocabularies(model: nn.Module, vocabularies: Mapping[int, int], memo: di
         vocabularies: rows, and how many the copy has.
         memo: for ``copy.deepcopy``.
     """
-    inside = _in_repeated_blocks(model)
+    repeated = _in_repeated_blocks(model)
     for module in model.modules():
-        if id(module) in inside:
+        if id(module) in repeated:
             continue
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is None or id(tensor) in memo or not any(size in vocabularies for size in tensor.shape):
@@ -300,10 +317,10 @@ def _attributes_that_decide(kind: type) -> frozenset[str]:
     return frozenset(found)
 
 
-def _stacks(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """The blocks of every list that may be a stack of them; lists inside blocks hold experts, which are no stack."""
+def _stacks(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
+    """The blocks of every list that may be a stack of them, by name; lists inside blocks hold experts, which are no stack."""
     inner: set[int] = set()
-    for stack in model.modules():
+    for name, stack in model.named_modules():
         if not isinstance(stack, nn.ModuleList | nn.Sequential | nn.ModuleDict) or id(stack) in inner:
             continue
         kinds = [type(block) for block in stack.children()]
@@ -311,22 +328,28 @@ def _stacks(model: nn.Module) -> Iterator[list[nn.Module]]:
             if kinds.count(type(block)) > 1:
                 inner |= {id(part) for part in block.modules()}
         if len(stack) >= 3:
-            yield [block for block in stack.children() if any(True for _ in block.children())]
+            yield {
+                f"{name}.{key}".lstrip("."): block
+                for key, block in stack._modules.items()
+                if block is not None and any(True for _ in block.children())
+            }
 
 
-def share_equal_blocks(model: nn.Module, memo: dict[int, Any]) -> None:
+def share_equal_blocks(model: nn.Module, rules: Mapping[str, str], memo: dict[int, Any]) -> None:
     """Write into ``memo`` that equal blocks of a stack are copied as one module, so that they need the memory of one.
 
     Args:
         model: the model that will be copied.
+        rules: what a plan says of modules and parameters, by name; blocks of which it says different things are not equal.
         memo: for ``copy.deepcopy``.
     """
     for blocks in _stacks(model):
         first: dict[Any, Any] = {}
-        for block in blocks:
+        for name, block in blocks.items():
             if id(block) in memo:
                 continue
-            kind = kind_of(block)
+            told = tuple((key[len(name) :], rule) for key, rule in rules.items() if inside(key, name))
+            kind = kind_of(block), told
             if kind not in first:
                 first[kind] = copy.deepcopy(block, memo)
             memo[id(block)] = first[kind]
@@ -336,7 +359,7 @@ def _repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The blocks that a copy has no module of its own for, since an earlier one is alike."""
     for blocks in _stacks(model):
         first: dict[Any, nn.Module] = {}
-        for block in blocks:
+        for block in blocks.values():
             if first.setdefault(kind_of(block), block) is not block:
                 yield block
 
@@ -345,8 +368,8 @@ def _in_repeated_blocks(model: nn.Module) -> set[int]:
     """Ids of all modules inside blocks of which a stack has several of one class."""
     found: set[int] = set()
     for blocks in _stacks(model):
-        kinds = [type(block) for block in blocks]
-        found |= {id(part) for block in blocks if kinds.count(type(block)) > 1 for part in block.modules()}
+        kinds = [type(block) for block in blocks.values()]
+        found |= {id(part) for block in blocks.values() if kinds.count(type(block)) > 1 for part in block.modules()}
     return found
 
 

@@ -73,14 +73,15 @@ def self_check(
         FailedAloneError: on a rank whose sharded copy raises while others wait for it.
     """
     example = example.to(device, dtype)
+    rules = _rules_by_name(model, plans)
 
     def compare_copies() -> Verdict:  # a function of its own, so that the copies are freed when it returns
-        whole = detached_copy(model, device, dtype, example.reduction)
+        whole = detached_copy(model, device, dtype, example.reduction, rules)
         prepare(whole)
         names = _planned_modules(whole, plans)
         dense = observe_run(whole, None, example, names, groups)
         release(whole)  # the run's record has the gradients
-        copied = detached_copy(model, device, dtype, example.reduction)
+        copied = detached_copy(model, device, dtype, example.reduction, rules)
         prepare(copied)
         try:
             record = parallelize(copied, plans, groups, sp=sp, regather=regather, loss_chunk=loss_chunk)
@@ -166,6 +167,16 @@ def _hint(failure: str) -> str:
             "or a length that is read from this rank's part of the sequence?)"
         )
     return ""
+
+
+def _rules_by_name(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, str]:
+    """What the plans say of each module and parameter: its rules without their patterns, as text."""
+    found: dict[str, list[str]] = {}
+    for match in (match for plan in plans for match in plan.match(model)):
+        found.setdefault(match.name, []).append(
+            repr(sorted(match.rule.model_dump(exclude={"pattern"}).items(), key=str))
+        )
+    return {name: "; ".join(rules) for name, rules in found.items()}
 
 
 def _planned_modules(model: nn.Module, plans: Sequence[ShardingPlan]) -> list[str]:
