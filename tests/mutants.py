@@ -549,8 +549,8 @@ MUTANTS = [
     Mutant(
         "blocks that decide by their index pass for equal ones",
         "_attributes_that_decide",
-        "            if isinstance(node, ast.Compare)",
-        "            if False",
+        '        if not isinstance(method, ast.FunctionDef) or method.name == "__init__":\n',
+        "        if True:\n",
         "tests/test_reduction.py -k index",
     ),
     Mutant(
