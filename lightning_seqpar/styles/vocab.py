@@ -35,13 +35,13 @@ class VocabRule(Rule):
             raise ValueError(
                 f"{name}: 'vocab' takes an embedding or a head outside the blocks; use column and row inside"
             )
+        if (unfit := unfit_for_vocab(plan.modules[name])) is not None:
+            raise ValueError(f"{name}: {unfit}; leave it whole")
         if plan.stack_reaching(name) is not None:
             raise ValueError(
                 f"{name}: 'vocab' takes an embedding or a head that runs where activations are whole, and the region of "
                 "activations on shards ends behind this one; end it earlier ({pattern: ..., style: exit}), or leave it whole"
             )
-        if (unfit := unfit_for_vocab(plan.modules[name])) is not None:
-            raise ValueError(f"{name}: {unfit}; leave it whole")
         plan.shards[name] = Shard.by_vocabulary(plan.tensor(f"{name}.weight").shape[0], plan.size)
 
     def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
