@@ -1389,8 +1389,8 @@ MUTANTS = [
     Mutant(
         "a tied gradient counted twice",
         "VocabParallelEmbedding.forward",
-        "return reduce_from_tensor_parallel_region(out, self.group)",
-        "return reduce_from_tensor_parallel_region(copy_to_tensor_parallel_region(out, self.group), self.group)",
+        "return reduce_from_tensor_parallel_region(out, group)",
+        "return reduce_from_tensor_parallel_region(copy_to_tensor_parallel_region(out, group), group)",
         "tests/test_vocabulary.py",
     ),
     Mutant(

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead, unfit_forward
+from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead, VocabPart, unfit_forward
 from lightning_seqpar.styles.style import Application, PlannedModel, Rule
 
 
@@ -55,8 +55,8 @@ class VocabRule(Rule):
         module, shard = application.module(name), application.plan.shards[name]
         assert isinstance(module, nn.Embedding | nn.Linear)
         first = module.weight.shape[0] == shard.length
+        part = VocabPart(shard, application.group, application.rank, application.plan.loss_chunk)
         if isinstance(module, nn.Embedding):
-            VocabParallelEmbedding.adopt(module, shard, application.group, application.rank, cut=first)
+            VocabParallelEmbedding.adopt(module, part, cut=first)
         else:
-            chunk = application.plan.loss_chunk
-            VocabParallelHead.adopt(module, shard, application.group, application.rank, cut=first, loss_chunk=chunk)
+            VocabParallelHead.adopt(module, part, cut=first)

@@ -428,7 +428,7 @@ class Prover:
 
 def _cause(error: Exception) -> str:
     """What a self-check found, out of its error's text."""
-    return str(error).partition("): ")[2].partition(".\nThe rules were")[0] or str(error)
+    return (str(error).partition("): ")[2].partition(".\nThe rules were")[0] or str(error)).rstrip(".")
 
 
 def _has_sums(plans: Sequence[ShardingPlan]) -> bool:

@@ -132,8 +132,8 @@ SHARDED = {
 }  # fmt: skip
 """How many tensors of the ends are sharded."""
 WHOLE = {
-    "projected": "model.tokens.weight",
-    "penalty": "model.tokens.weight",
+    "projected": "is out of bounds",
+    "penalty": "the loss must not read parameters",
     "by_shape": "shape",
     "looked": None,
     "max_norm": None,
