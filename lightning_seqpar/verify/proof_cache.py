@@ -41,7 +41,7 @@ def fingerprint(module: LightningModule, config: ParallelConfig, tp: int) -> str
     """
     facts: dict[str, Any] = {
         "versions": [VERSION, torch.__version__, sys.version],
-        "plan": config.model_dump(mode="json", include={"plan", "sp", "regather", "loss_chunk"}),
+        "plan": config.model_dump(mode="json", include={"plan", "sp", "regather", "vocab", "loss_chunk"}),
         "tp": tp,
     }
     internal = set(vars(LightningModule())) | set(vars(torch.nn.Module()))
@@ -142,27 +142,29 @@ def read_proof(key: str) -> dict[str, str] | None:
     """What :func:`write_proof` remembered under a key.
 
     Returns:
-        ``{"plan": ...}`` with the plan as YAML (empty if it was not inferred), or None if nothing is remembered.
+        ``{"plan": ..., "whole": ...}`` with the plan as YAML (empty if it was not inferred) and why the vocabulary stays whole
+        (empty if it does not), or None if nothing is remembered.
     """
     file = _folder() / f"{key}.json"
     if not file.is_file():
         return None
     content = json.loads(file.read_text())
-    return {"plan": str(content["plan"])}
+    return {"plan": str(content["plan"]), "whole": str(content["whole"])}
 
 
-def write_proof(key: str, plan: str) -> None:
+def write_proof(key: str, plan: str, whole: str = "") -> None:
     """Remember that a model passed the self-check; a folder that can't be written is reported and otherwise ignored.
 
     Args:
         key: names the file.
         plan: the inferred plan as YAML, so that it need not be inferred again; empty for any other plan.
+        whole: why the vocabulary stays whole, though the model has one; empty if what was found of it was proved.
     """
     folder = _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"{key}.{os.getpid()}.part"
-        part.write_text(json.dumps({"plan": plan}))
+        part.write_text(json.dumps({"plan": plan, "whole": whole}))
         part.replace(folder / f"{key}.json")
     except OSError as error:
         rank_zero_info(f"lightning_seqpar: the proof is not remembered, {folder} can't be written ({error})")
