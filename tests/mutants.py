@@ -920,8 +920,45 @@ MUTANTS = [
     Mutant(
         "a stretch under activation checkpointing",
         "ElementwiseRecompute.open",
-        "if top is not None and not isinstance(outer, SavedBytes):",
+        "if is_of_checkpoint(outer) or not saved_tensor_hooks_allowed():",
         "if False:",
+        "tests/test_lean.py",
+    ),
+    Mutant(
+        "more is kept where somebody looks",
+        "ElementwiseRecompute.open",
+        "if is_of_checkpoint(outer) or",
+        "if (outer is not None and not hasattr(getattr(outer[0], '__self__', None), 'is_transparent')) or",
+        "tests/test_overlap.py -k who_looks",
+    ),
+    Mutant(
+        "hooks of others see what is not kept",
+        "ElementwiseRecompute._pack",
+        "elif self.outer_hooks is not None:",
+        "if self.outer_hooks is not None:",
+        "tests/test_lean.py",
+    ),
+    Mutant(
+        "hooks of others get nothing to keep",
+        "_SavedTensor.hand_over",
+        "if tensor is not None and tensor._version == self._version:",
+        "if False:",
+        "tests/test_lean.py",
+    ),
+    Mutant(
+        "what others moved is read as if it lay as before",
+        "HandedOverSource.take",
+        "if lies and tensor.storage_offset() == 0:",
+        "if True:",
+        "tests/test_lean.py",
+    ),
+    Mutant(
+        "hooks of others stay behind when their context is left",
+        "ElementwiseRecompute.open",
+        """        if outer is not None:
+            pop_saved_tensor_hooks()
+""",
+        "",
         "tests/test_lean.py",
     ),
     Mutant(
@@ -1025,22 +1062,22 @@ MUTANTS = [
     Mutant(
         "a checkpoint's input taken for its norm's",
         "NormCall.source",
-        " and self._keeper == keeper() else None",
+        " and is_same_keeper(self._keeper) else None",
         " else None",
         "tests/test_overlap.py",
     ),
     Mutant(
         "a checkpoint's input taken for what was gathered outside",
         "ColumnInputs.find_regathered",
-        "return read.handle if read.handle.keeper == keeper() else None",
+        "return read.handle if is_same_keeper(read.handle.keeper) else None",
         "return read.handle",
         "tests/test_overlap.py",
     ),
     Mutant(
         "a checkpoint is held by its norms",
         "keeper",
-        "weakref.ref(top[0]) if inspect.isfunction(top[0]) else top[0]",
-        "top[0]",
+        "weakref.ref(pack) if inspect.isfunction(pack) else pack",
+        "pack",
         "tests/test_overlap.py",
     ),
     Mutant(
@@ -1333,8 +1370,8 @@ MUTANTS = [
     Mutant(
         "a norm's input changed before its output is used",
         "NormCall.source",
-        "x._version == self._read and self._keeper",
-        "self._keeper",
+        "x._version == self._read and is_same_keeper",
+        "is_same_keeper",
         "tests/test_lean.py",
     ),
     Mutant(
