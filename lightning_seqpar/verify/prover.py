@@ -16,9 +16,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.dataflow import CantInferError
-from lightning_seqpar.inference.examples import Example, NoExampleError, attach_view, find_examples
+from lightning_seqpar.inference.examples import Example, find_examples
 from lightning_seqpar.inference.infer import Inference, infer_plan
 from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, is_large
+from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
@@ -163,7 +164,8 @@ class Prover:
         box: list[Any] = [None, None]  # the result, and the error's text
         if dist.get_rank(self._world) == 0:
             try:
-                box[0] = work()
+                with OneRankOnly():
+                    box[0] = work()
             except (CantInferError, NoExampleError) as error:
                 box[1] = str(error)
             except Exception as error:  # whatever it is: the other ranks wait for an answer
@@ -227,7 +229,7 @@ class Prover:
                         return f"the loss is {float(loss.detach())}"
                     loss.backward()
             except Exception as error:  # shown to the user if no other example works
-                return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                return describe_failure(error)
             digest = hashlib.sha256(repr(float(loss.detach())).encode())
             for name, parameter in copied.named_parameters():
                 grad = parameter.grad
