@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -26,10 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.reduction import IDS, WHOLE, Reduction, Repeats
-
-
-class NoExampleError(ValueError):
-    """No example input was found, or none ends in something with a gradient."""
+from lightning_seqpar.inference.trainer_view import NoExampleError, answer_harmlessly
 
 
 @dataclass(frozen=True)
@@ -127,102 +123,6 @@ def _project(tensor: Tensor) -> Tensor:
     places = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device)
     weights = (places * 12.9898).sin().view(tensor.shape)
     return (tensor.double() * weights).sum() / math.sqrt(max(1, tensor.numel()))
-
-
-_PLAIN = (bool, int, float, str, type(None), torch.device)
-
-
-class _TrainerView:
-    """Stands for the trainer while a step runs on a copy: plain facts can be read, loggers log nothing.
-
-    Args:
-        trainer: the real one.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._real = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "logger":
-            return DummyLogger()
-        if name == "loggers":
-            return [DummyLogger()]
-        if name == "datamodule":
-            return self._real.datamodule
-        value = getattr(self._real, name)
-        if isinstance(value, _PLAIN):
-            return value
-        if isinstance(value, dict):
-            return dict(value)
-        raise NoExampleError(f"the step uses self.trainer.{name}, which a copy of the module does not have")
-
-
-class _NoStep:
-    """Stands for an optimizer or a scheduler that a manual step calls; it does nothing.
-
-    Args:
-        real: the optimizer whose parameter groups and state can be read; None for a scheduler.
-    """
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("param_groups", "state", "defaults"):
-            return getattr(self._real, name)
-        return lambda *args, **kwargs: None
-
-
-def answer_harmlessly(model: LightningModule, logged: list[Tensor], losses: list[Tensor]) -> None:
-    """Replace what a step calls on its module, in place, so that running a step on a copy has no effects.
-
-    Args:
-        model: the copy.
-        logged: gets the tensors with a gradient that the step logs.
-        losses: gets the losses that it passes to ``manual_backward``.
-    """
-
-    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(value, Tensor) and value.requires_grad:
-            logged.append(value)
-
-    def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        for name, value in values.items():
-            log(name, value)
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    def optimizers(*args: Any, **kwargs: Any) -> Any:
-        made = type(model).configure_optimizers(model)
-        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list):
-            made = made[0]
-        made = [item["optimizer"] if isinstance(item, Mapping) else item for item in _as_list(made)]
-        return _NoStep(made[0]) if len(made) == 1 else [_NoStep(item) for item in made]
-
-    answers: dict[str, Any] = {
-        "log": log,
-        "log_dict": log_dict,
-        "print": nothing,
-        "manual_backward": lambda loss, *args, **kwargs: losses.append(loss),
-        "optimizers": optimizers,
-        "lr_schedulers": lambda: _NoStep(None),
-        "toggle_optimizer": nothing,
-        "untoggle_optimizer": nothing,
-        "clip_gradients": nothing,
-    }
-    for name, answer in answers.items():
-        model.__dict__[name] = answer
-
-
-def attach_view(model: nn.Module, trainer: Trainer | None) -> None:
-    """Let the steps of a copy read plain facts of the trainer (see :class:`_TrainerView`)."""
-    if isinstance(model, LightningModule) and trainer is not None:
-        model.__dict__["_trainer"] = _TrainerView(trainer)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 _LOOPS = {

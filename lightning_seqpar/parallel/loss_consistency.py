@@ -12,7 +12,8 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _CAUSES = (
     "They must see the same batch, and the loss must not read parameters (an L2 term sees shards; weight decay belongs into "
-    "the optimizer), draw random numbers on its own, or read what the model made of its activations inside of its blocks "
+    "the optimizer), draw random numbers on its own, depend on the number of the process (global_rank; the number of the replica "
+    "is self.trainer.strategy.dp_rank), or read what the model made of its activations inside of its blocks "
     "(pooled, detached or kept aside: each rank has a part there; read what the model returns, or set sp=False)"
 )
 

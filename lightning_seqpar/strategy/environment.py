@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
     _destroy_dist_connection,
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -28,7 +28,9 @@ from torch.utils.data import DataLoader
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.data.broadcast import BroadcastLoader
 from lightning_seqpar.data.sampler import OrderSeed, inject_sampler, replica_workers
+from lightning_seqpar.distributed.collectives import gather_from_sequence_parallel_region
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_start
+from lightning_seqpar.nn.sharded_logits import whole_logits
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -251,18 +253,24 @@ class TopologyStrategy(ParallelStrategy):
         """Reduce a tensor over the replicas; the ranks of one replica have the same value. Other objects stay as they are."""
         if not isinstance(tensor, Tensor):
             return tensor
+        tensor = whole_logits(tensor)
         return _sync_ddp_if_available(tensor, self.groups["dp"] if group is None else group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor over the replicas: ``[...]`` → ``[dp, ...]``, or unchanged where there is one replica.
 
-        ``LightningModule.all_gather`` always passes the group of the world, so that stands for the replicas too.
+        ``LightningModule.all_gather`` always passes the group of the world, so that stands for the replicas too. This
+        replica's own entry is at ``dp_rank``. With ``sync_grads`` the gradient of an entry is the sum of those of all replicas'
+        losses: a loss that all replicas compute alike of the gathered tensors is the one of a single process with the whole
+        batch, and so are its gradients once they are averaged over the replicas. Sharded logits are gathered over tp first.
         """
-        if group is not None and group is not dist.group.WORLD:
-            return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
-        if self.dp_size == 1:
+        tensor = whole_logits(tensor)
+        over = self.groups["dp"] if group is None or group is dist.group.WORLD else group
+        if over.size() == 1:
             return tensor
-        return _all_gather_ddp_if_available(tensor, group=self.groups["dp"], sync_grads=sync_grads)
+        # Lightning's own takes the numbers of ranks within a group for those of the world in its backward.
+        with nullcontext() if sync_grads else torch.no_grad():
+            return gather_from_sequence_parallel_region(tensor.contiguous().unsqueeze(0), 0, over)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether ``decision`` is true on all ranks of the world, or with ``all=False`` on any."""

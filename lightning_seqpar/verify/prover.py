@@ -16,10 +16,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.dataflow import CantInferError
-from lightning_seqpar.inference.examples import Example, NoExampleError, attach_view, find_examples
+from lightning_seqpar.inference.examples import Example, find_examples
 from lightning_seqpar.inference.infer import Inference, infer_plan
 from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, release
 from lightning_seqpar.inference.reduction import Reduction
+from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
@@ -46,6 +47,18 @@ class _ExampleSearch(NamedTuple):
     example: Example | None
     dtype: torch.dtype | None
     failures: list[str]
+
+
+class _Failure(NamedTuple):
+    """Why an input does not work.
+
+    Attributes:
+        text: for the user.
+        at_any_size: whether no larger or smaller copy would help.
+    """
+
+    text: str
+    at_any_size: bool
 
 
 @dataclass
@@ -169,7 +182,8 @@ class Prover:
         box: list[Any] = [None, None]  # the result, and the error's text
         if dist.get_rank(self._world) == 0:
             try:
-                box[0] = work()
+                with OneRankOnly():
+                    box[0] = work()
             except (CantInferError, NoExampleError) as error:
                 box[1] = str(error)
             except Exception as error:  # whatever it is: the other ranks wait for an answer
@@ -208,23 +222,23 @@ class Prover:
             for candidate in find_examples(self._module, self._trainer):
                 reductions = Reduction.variants(self._module, self._tp, candidate.length, candidate.longest)
                 for narrow, draws in ((False, False), (False, True), (True, False)):
+                    wrong = None
                     for reduction in reductions:
                         dtype = None if narrow else reduction.dtype(self._module)
                         example = replace(candidate, draws=draws).reduced(reduction)
                         if (wrong := self._try(example, dtype)) is None:
                             return _ExampleSearch(example.to(torch.device("cpu"), None), dtype, failures)
-                        if isinstance(wrong, NoExampleError):
-                            break  # no size of the copy will help
-                    first = str(wrong).splitlines()[0] if str(wrong) else ""
-                    kind = "" if isinstance(wrong, NoExampleError) else f"{type(wrong).__name__}: "
-                    failures.append(f"{example.method} with {example.source}: {kind}{first}")
+                        if wrong.at_any_size:
+                            break
+                    assert wrong is not None
+                    failures.append(f"{example.method} with {example.source}: {wrong.text}")
         except NoExampleError as error:
             failures.append(str(error))
         except Exception as error:  # of the user's loader: training would meet it too, and raise it as it is
             failures.append(f"the loader raised {type(error).__name__}: {error}")
         return _ExampleSearch(None, None, failures)
 
-    def _try(self, example: Example, dtype: torch.dtype | None) -> Exception | None:
+    def _try(self, example: Example, dtype: torch.dtype | None) -> _Failure | None:
         """Run the example on a whole copy; what is wrong, or None. Then a digest of its loss and gradients is kept."""
         with kept_streams(self._device), default_dtype(dtype):
             try:
@@ -234,11 +248,12 @@ class Prover:
                 with example.repeats(copied) as repeats, Quiet(draws=example.draws):
                     loss = example.to(self._device, dtype).run(copied)
                     if not bool(torch.isfinite(loss.detach())):
-                        return NoExampleError(f"the loss is {float(loss.detach())}")
+                        return _Failure(f"the loss is {float(loss.detach())}", at_any_size=True)
                     repeats.compute_all()
                     loss.backward()
             except Exception as error:  # shown to the user if no other example works
-                return error
+                # Its text alone: the error's frames hold the copy.
+                return _Failure(describe_failure(error), isinstance(error, NoExampleError))
             digest = hashlib.sha256(repr(float(loss.detach())).encode())
             for name, parameter in copied.named_parameters():
                 grad = parameter.grad

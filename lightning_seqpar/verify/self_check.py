@@ -13,6 +13,7 @@ from torch import nn
 from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, release
+from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.grad_checks import check_replicated
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -105,7 +106,7 @@ def self_check(
         except PlanError as error:
             raise ValueError(str(error.__cause__)) from None  # raised on every rank alike, before anything was run
         except Exception as error:  # every rank hears of it below
-            failure = f"{type(error).__name__}: {error}"
+            failure = describe_failure(error)
     return _share_verdict(verdict, failure, groups)
 
 

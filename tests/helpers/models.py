@@ -505,3 +505,46 @@ class NormedStack(Stack):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(super().forward(x))
+
+
+class Contrastive(L.LightningModule):
+    """Two views of each sequence, told apart from those of all other samples of the whole batch (InfoNCE).
+
+    Args:
+        own: "sync": gradients flow to every replica; "slot": only through this replica's own entry.
+    """
+
+    def __init__(self, own: str = "sync", optimizer: str = "sgd") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.own, self.optimizer = own, optimizer
+        self.model = ByteGPT(dim=16, n_head=4, n_layer=2, context=16, tied=False, vocab=31)
+        self.project = nn.Linear(31, 8)
+        self.outputs: list[Tensor] = []
+        perturb(self)
+
+    def features(self, tokens: Tensor) -> Tensor:
+        return F.normalize(self.project(self.model(tokens)).mean(1), dim=-1)
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """The features of the whole batch, ``[global batch, 8]``."""
+        whole = self.all_gather(own, sync_grads=self.own == "sync")
+        if whole.ndim == own.ndim:
+            return whole
+        if self.own == "slot":
+            whole[self.trainer.strategy.dp_rank] = own
+        return whole.flatten(0, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        first, second = self.gathered(self.features(tokens)), self.gathered(self.features(tokens.flip(1)))
+        logits = first @ second.T / 0.5
+        loss = F.cross_entropy(logits, torch.arange(len(logits)))
+        self.outputs.append(loss.detach())
+        self.log("loss", loss, sync_dist=True)
+        if self.own == "slot":  # each replica gives the part of the gradient that its own features have
+            loss = loss * logits.shape[0] / len(tokens)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimizer_of(self.optimizer, self)

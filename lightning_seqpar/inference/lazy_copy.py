@@ -1,0 +1,295 @@
+"""Copies that are made as somebody reads them: what is done to such a copy does nothing to the object behind it.
+
+A step may reach anything through its trainer: a data module with gigabytes of data, callbacks with files and locks. Copying
+all of that would cost more than the step, and some of it can't be copied at all. So an object of a Python class is stood for
+by one of a subclass, with an empty ``__dict__``: its methods and properties are the class's own, and an attribute is copied
+from the object when it is first read. What is written stays in the copy.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import inspect
+import logging
+import random
+import re
+import threading
+import types
+import weakref
+from abc import ABCMeta
+from collections.abc import Callable, Mapping
+from datetime import date, time, timedelta, tzinfo
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+_UNCHANGEABLE = (
+    *(
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        type(None),
+        type,
+        range,
+        slice,
+        types.ModuleType,
+        re.Pattern,
+        logging.Logger,
+    ),
+    *(Enum, PurePath, date, time, timedelta, tzinfo, Decimal, Fraction, np.generic, np.dtype),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, ProcessGroup),
+)
+"""Types whose objects are given out as they are."""
+_LARGE_ARRAY = 2**26
+"""Bytes from which an array of numpy is not copied, but given out such that it can't be written to."""
+
+
+class CantCopyError(ValueError):
+    """Something can't be given out such that what is done to it is harmless."""
+
+
+class LazyCopies:
+    """Copies of objects that refer to each other, each made once.
+
+    Args:
+        given: what stands for an object, by the object's id; its values are called for it when it is first read.
+        changes: for a class, attributes that copies of its objects have in place of its own.
+    """
+
+    def __init__(
+        self, given: Mapping[int, Callable[[], Any]], changes: Callable[[type], Mapping[str, Any]] = lambda cls: {}
+    ) -> None:
+        self._given, self._changes = given, changes
+        self._made: dict[int, Any] = {}
+        self._behind: dict[
+            int, tuple[Any, str]
+        ] = {}  # for each copy by its id: what it stands for, and where that was found
+        self._deleted: dict[int, set[str]] = {}
+        self._kept: list[Any] = []  # so that no id is used twice
+        self._classes: dict[type, type] = {}
+
+    def of(self, value: Any, path: str) -> Any:
+        """What stands for ``value``.
+
+        Args:
+            value: any object.
+            path: how the user's code reaches it, for messages.
+
+        Raises:
+            CantCopyError: if it can't be copied harmlessly; the message has the path.
+        """
+        if isinstance(value, _UNCHANGEABLE):
+            return value
+        if id(value) not in self._made:
+            self._kept.append(value)
+            given = self._given.get(id(value))
+            made = self._copy(value, path) if given is None else given()
+            self._made.setdefault(id(value), made)
+        return self._made[id(value)]
+
+    def _copy(self, value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            copied = value.detach().clone()
+            if isinstance(value, nn.Parameter):
+                return nn.Parameter(copied, value.requires_grad)
+            return copied.requires_grad_(value.requires_grad)
+        if isinstance(value, np.ndarray):
+            return _array(value)
+        if isinstance(value, dict | list | tuple | set | frozenset | collections.deque):
+            return self._container(value, path)
+        if callable(value) and (function := self._function(value, path)) is not None:
+            return function
+        if isinstance(value, weakref.ReferenceType):
+            target = value()
+            return (lambda: None) if target is None else weakref.ref(self.of(target, path))
+        if isinstance(value, weakref.ProxyTypes):
+            return self.of(value.__repr__.__self__, path)
+        for make in (threading.Lock, threading.RLock):
+            if type(value) is type(make()):
+                return make()
+        if _is_plain_class(type(value)):
+            return self._twin(value, path)
+        return self._deep(value, path)
+
+    def _deep(self, value: Any, path: str) -> Any:
+        """A copy of an object that only its own class knows how to copy."""
+        memo = {known: make() for known, make in self._given.items()} | self._made
+        try:
+            return value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value, memo)
+        except Exception as error:
+            raise CantCopyError(
+                f"{path} is a {type(value).__name__}, which can't be copied ({error}), and before training the step runs on "
+                "copies alone"
+            ) from None
+
+    def _container(self, value: Any, path: str) -> Any:
+        if isinstance(value, tuple | frozenset):
+            items = [self.of(item, f"{path}[{at}]") for at, item in enumerate(value)]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        made = copy.copy(value)
+        self._made[id(value)] = made  # before its items, which may refer to it
+        if isinstance(value, dict):
+            for key, item in value.items():
+                dict.__setitem__(made, key, self.of(item, f"{path}[{key!r}]"))
+        elif isinstance(value, list):
+            list.__setitem__(made, slice(None), [self.of(item, f"{path}[{at}]") for at, item in enumerate(value)])
+        else:
+            made.clear()
+            (made.update if isinstance(value, set) else made.extend)(self.of(item, f"{path}[...]") for item in value)
+        return made
+
+    def _function(self, value: Any, path: str) -> Any:
+        """A function or method that works on copies of what it holds; None for any other callable object."""
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.of(value.__self__, path))
+        if isinstance(value, types.BuiltinMethodType):
+            owner = value.__self__
+            return value if owner is None else getattr(self.of(owner, path), value.__name__)
+        if isinstance(value, functools.partial):
+            holds = (self.of(part, path) for part in (value.func, value.args, value.keywords))
+            function, args, keywords = holds
+            return functools.partial(function, *args, **keywords)
+        if isinstance(value, types.FunctionType):
+            if not value.__closure__:
+                return value
+            cells = tuple(types.CellType() for _ in value.__closure__)
+            made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+            made.__kwdefaults__ = value.__kwdefaults__
+            made.__dict__.update(value.__dict__)
+            self._made[id(value)] = made  # before its cells, which may refer to it
+            for cell, old in zip(cells, value.__closure__, strict=True):
+                try:
+                    content = old.cell_contents
+                except ValueError:
+                    continue  # a name that has no value yet
+                cell.cell_contents = self.of(content, f"{path} (what it holds)")
+            return made
+        return None
+
+    # ---- objects of Python classes ---------------------------------------------------------------------------------
+
+    def _twin(self, value: Any, path: str) -> Any:
+        """An object whose attributes are copied from ``value`` when they are read; of a class for itself."""
+        cls = type(value)
+        if cls not in self._classes:
+            self._classes[cls] = self._twin_class(cls)
+        try:
+            twin: Any = object.__new__(self._classes[cls])
+        except TypeError:
+            return self._deep(value, path)  # its class is made in C
+        self._kept.append(twin)
+        self._behind[id(twin)] = (value, path)
+        self._deleted[id(twin)] = set()
+        self._made[id(value)] = twin
+        return twin
+
+    def _twin_class(self, cls: type) -> type:
+        """A subclass of ``cls`` whose objects are read through :meth:`_load`; neither registers itself nor finalises."""
+        copies, real = self, cls
+
+        class Reading:
+            def __init_subclass__(cls, **options: Any) -> None:
+                """Nothing of the user's is told of the subclass."""
+
+            def __getattribute__(self, name: str) -> Any:
+                if name == "__class__":
+                    return real
+                copies._load(self, name, real)
+                return super().__getattribute__(name)
+
+            def __delattr__(self, name: str) -> None:
+                copies._load(self, name, real)
+                super().__delattr__(name)
+                copies._deleted.get(id(self), set()).add(name)
+
+            def __del__(self) -> None:
+                """What the object behind it holds is not this one's to close."""
+
+        for name, change in self._changes(cls).items():
+            setattr(Reading, name, change)
+        meta = ABCMeta if isinstance(cls, ABCMeta) else type
+        return meta(cls.__name__, (Reading, cls), {"__module__": cls.__module__})
+
+    def _load(self, twin: Any, name: str, cls: type) -> None:
+        """Copy an attribute (all of them for ``__dict__``) into a twin, unless it was read, written or deleted before."""
+        if id(twin) not in self._behind:
+            return  # a copy of a copy, which is complete
+        value, path = self._behind[id(twin)]
+        own, real = object.__getattribute__(twin, "__dict__"), getattr(value, "__dict__", {})
+        for key in list(real) if name == "__dict__" else (name,):
+            if key in own or key in self._deleted[id(twin)]:
+                continue
+            if key in real:
+                own[key] = self.of(real[key], f"{path}.{key}")
+            elif not key.startswith("__"):
+                self._load_of_class(twin, value, key, cls, path)
+
+    def _load_of_class(self, twin: Any, value: Any, name: str, cls: type, path: str) -> None:
+        """Copy what a slot holds, or a container that is an attribute of the class."""
+        found = inspect.getattr_static(cls, name, None)
+        if isinstance(found, types.MemberDescriptorType):
+            if not _is_set(found, twin) and _is_set(found, value):
+                found.__set__(twin, self.of(found.__get__(value), f"{path}.{name}"))
+        elif isinstance(found, dict | list | set | collections.deque):
+            object.__getattribute__(twin, "__dict__")[name] = self.of(found, f"{path}.{name}")
+
+
+def _is_set(slot: types.MemberDescriptorType, holder: Any) -> bool:
+    try:
+        slot.__get__(holder)
+    except AttributeError:
+        return False
+    return True
+
+
+_COPIED_BY_CLASS = ("__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getnewargs_ex__")
+
+
+def _is_plain_class(cls: type) -> bool:
+    """Whether an object is no more than its attributes: a Python class that doesn't say itself how it is copied."""
+    if type(cls) not in (type, ABCMeta) or not cls.__flags__ & (1 << 9):  # a heap type
+        return False
+    if issubclass(cls, random.Random | np.random.Generator):
+        return False
+    for base in cls.__mro__[:-1]:
+        # Those of torch's modules and of Lightning's classes say how they are pickled, and hide nothing.
+        known = base.__module__.startswith(("lightning.", "torch.nn.modules.", "torch.utils.data."))
+        if not known and any(name in vars(base) for name in _COPIED_BY_CLASS):
+            return False
+    return True
+
+
+def _array(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy of an array, or of a large one a view that can't be written to."""
+    copied: np.ndarray[Any, Any]
+    if value.nbytes < _LARGE_ARRAY and not isinstance(value, np.memmap):
+        copied = value.copy()
+    else:
+        copied = value.view()
+        copied.flags.writeable = False
+    return copied
+
+
+def own_containers(model: nn.Module) -> None:
+    """Give a copy of a model containers of its own where its classes hold some as class attributes, in place."""
+    for module in model.modules():
+        for base in type(module).__mro__:
+            if base.__module__.startswith(("torch.", "lightning.")):
+                continue
+            for name, value in vars(base).items():
+                if isinstance(value, dict | list | set | collections.deque) and not name.startswith("__"):
+                    module.__dict__.setdefault(name, copy.copy(value))

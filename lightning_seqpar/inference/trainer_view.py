@@ -1,0 +1,317 @@
+"""What a step finds where it reaches for its trainer, while it runs on a copy of its module.
+
+It reads what it would read in training, and what it does there has no effect: nothing is logged, stepped, saved or sent.
+All replicas are taken to have the copy's own batch, so that values which travel between them are known without sending any.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import math
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.loggers.logger import Logger
+from lightning.fabric.loggers.logger import _DummyExperiment as DummyExperiment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.core.optimizer import (
+    _configure_optimizers,
+    _configure_schedulers_automatic_opt,
+    _configure_schedulers_manual_opt,
+)
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_seqpar.inference.lazy_copy import LazyCopies, own_containers
+
+
+class NoExampleError(ValueError):
+    """No example input was found, or none ends in something with a gradient."""
+
+
+def attach_view(model: nn.Module, trainer: Trainer | None) -> None:
+    """Let the steps of a copy use the trainer, without any effect on it (see the module's docstring).
+
+    Args:
+        model: the copy; its LightningModules get what stands for the trainer.
+        trainer: the real one; with None nothing is changed.
+    """
+    own_containers(model)
+    if isinstance(model, LightningModule) and trainer is not None:
+        view = _view(model, trainer)
+        for module in model.modules():
+            if isinstance(module, LightningModule):
+                module.__dict__["_trainer"] = view
+
+
+def answer_harmlessly(model: LightningModule, logged: list[Tensor], losses: list[Tensor]) -> None:
+    """Replace what a step calls on its module, in place, so that running a step on a copy has no effects.
+
+    Args:
+        model: the copy.
+        logged: gets the tensors with a gradient that the step logs.
+        losses: gets the losses that it passes to ``manual_backward``.
+    """
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, Tensor) and value.requires_grad:
+            logged.append(value)
+
+    def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for name, value in values.items():
+            log(name, value)
+
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        losses.append(loss)
+
+    steps = _Steps(model)
+    answers: dict[str, Any] = {
+        "log": log,
+        "log_dict": log_dict,
+        "print": _nothing,
+        "manual_backward": backward,
+        "optimizers": lambda *args, **kwargs: _one_or_all(steps.optimizers()),
+        "lr_schedulers": lambda: _one_or_all(steps.schedulers()) or None,
+        "toggle_optimizer": _nothing,
+        "untoggle_optimizer": _nothing,
+        "clip_gradients": _nothing,
+    }
+    for module in model.modules():
+        if isinstance(module, LightningModule):
+            module.__dict__.update(answers)
+
+
+def describe_failure(error: BaseException) -> str:
+    """What an example raised, in a line: its type, its first line, and where in the user's code."""
+    lines = str(error).splitlines() or [""]
+    kind = "" if isinstance(error, NoExampleError) else f"{type(error).__name__}: "
+    paths = sysconfig.get_paths()
+    foreign = (*(paths[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]), "<")
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(foreign)]
+    if not own:
+        return f"{kind}{lines[0]}"
+    line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip()
+    return f"{kind}{lines[0]} ({Path(own[-1].filename).name}, line {own[-1].lineno}: {line})"
+
+
+class OneRankOnly(TorchDispatchMode):
+    """A mode in which ``torch.distributed`` is not used: the others are not there, and the run would wait for them.
+
+    The search for an example and inference run on one rank, and what goes through the trainer needs no collective.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.name().split("::")[-1].split(".")[0].strip("_")
+            raise NoExampleError(
+                f"the step calls torch.distributed itself ({name}), and an example is sought on one rank alone: use "
+                "self.all_gather, or self.trainer.strategy's reduce, broadcast and barrier, which speak of replicas"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+# ---- optimizers and schedulers -------------------------------------------------------------------------------------
+
+
+class _NoStep:
+    """Stands for an optimizer or a scheduler of the copy: what it holds can be read, and it does nothing.
+
+    Args:
+        real: made by the copy's own ``configure_optimizers``.
+    """
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def step(self, *args: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Run the closure, which computes the losses, and nothing else."""
+        closure = closure or next((arg for arg in args if callable(arg)), None)
+        return None if closure is None else closure()
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Gradients are those of the example alone."""
+
+    def toggle_model(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """Which parameters train is the example's matter."""
+        return nullcontext()
+
+    @property
+    def optimizer(self) -> Any:
+        """Of a scheduler or Lightning's wrapper, the optimizer."""
+        return _NoStep(getattr(self._real, "optimizer", self._real))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class _Steps:
+    """The optimizers and schedulers that a copy configures, once a step asks for them.
+
+    Args:
+        model: the copy.
+    """
+
+    def __init__(self, model: LightningModule) -> None:
+        self._model = model
+        self._made: tuple[list[_NoStep], list[Any]] | None = None
+
+    def _configured(self) -> tuple[list[_NoStep], list[Any]]:
+        """Optimizers, and Lightning's configurations of schedulers."""
+        if self._made is None:
+            answer: Any = type(self._model).configure_optimizers(self._model)
+            optimizers, schedulers, monitor = _configure_optimizers(answer) if answer is not None else ([], [], None)
+            configs: list[Any] = (
+                _configure_schedulers_automatic_opt(schedulers, monitor)
+                if self._model.automatic_optimization
+                else _configure_schedulers_manual_opt(schedulers)
+            )
+            for config in configs:
+                config.scheduler = _NoStep(config.scheduler)
+            self._made = [_NoStep(optimizer) for optimizer in optimizers], configs
+        return self._made
+
+    def optimizers(self) -> list[_NoStep]:
+        """All optimizers."""
+        return list(self._configured()[0])
+
+    def configs(self) -> list[Any]:
+        """All schedulers, as Lightning configures them."""
+        return list(self._configured()[1])
+
+    def schedulers(self) -> list[Any]:
+        """All schedulers."""
+        return [config.scheduler for config in self.configs()]
+
+
+def _one_or_all(items: list[Any]) -> Any:
+    return items[0] if len(items) == 1 else items
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+# ---- the trainer ---------------------------------------------------------------------------------------------------
+
+
+def _view(model: LightningModule, trainer: Trainer) -> Any:
+    """What stands for the trainer: it reads like the real one, and has the copy where that has the module."""
+    real = trainer.strategy._lightning_module
+    given: dict[int, Callable[[], Any]] = {}
+    if real is not None:
+        for name, module in real.named_modules(remove_duplicate=False):
+            given[id(module)] = functools.partial(model.get_submodule, name)
+        for name, parameter in real.named_parameters(remove_duplicate=False):
+            given[id(parameter)] = functools.partial(model.get_parameter, name)
+    steps = _Steps(model)
+
+    def changes(cls: type) -> dict[str, Any]:
+        if issubclass(cls, Trainer):
+            return _of_trainer(steps)
+        if issubclass(cls, Strategy):
+            return _of_strategy(steps)
+        if issubclass(cls, Logger):
+            names = [name for name in dir(cls) if name.startswith("log_") and callable(getattr(cls, name, None))]
+            names += ["save", "finalize", "after_save_checkpoint", "watch", "unwatch"]
+            experiment = property(lambda self: DummyExperiment())
+            return {**dict.fromkeys(names, _nothing), "experiment": experiment}
+        if issubclass(cls, Profiler):
+            return dict.fromkeys(("start", "stop", "describe"), _nothing)
+        return {"print": _nothing} if issubclass(cls, ProgressBar) else {}
+
+    return LazyCopies(given, changes).of(trainer, "self.trainer")
+
+
+def _of_trainer(steps: _Steps) -> dict[str, Any]:
+    """What the trainer's stand-in answers by itself."""
+
+    def runs(name: str) -> Callable[..., Any]:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            raise NoExampleError(f"the step calls self.trainer.{name}, which can't run on a copy of the module")
+
+        return run
+
+    def train_dataloader(self: Any) -> Any:
+        if self.fit_loop._combined_loader is not None:
+            return self.fit_loop._combined_loader.iterables
+        if "_peeked" not in self.__dict__:
+            self._peeked = self.fit_loop._data_source.dataloader()
+        return self._peeked
+
+    def num_training_batches(self: Any) -> int | float:
+        if self.fit_loop.max_batches != float("inf"):
+            return self.fit_loop.max_batches  # type: ignore[no-any-return]
+        # The loop has not read its loader yet, which it does with collectives.
+        loader = self.train_dataloader
+        try:
+            combined = loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
+            count = max(len(one) for one in combined.flattened)
+        except (TypeError, NotImplementedError):
+            return float("inf")
+        length = math.ceil(count / _replicas(self.strategy))
+        return _parse_num_batches(RunningStage.TRAINING, length, self.limit_train_batches)
+
+    return {
+        **{name: runs(name) for name in ("fit", "validate", "test", "predict")},
+        **dict.fromkeys(("save_checkpoint", "print"), _nothing),
+        "optimizers": property(lambda self: steps.optimizers()),
+        "lr_scheduler_configs": property(lambda self: steps.configs()),
+        "train_dataloader": property(train_dataloader),
+        "num_training_batches": property(num_training_batches),
+    }
+
+
+def _of_strategy(steps: _Steps) -> dict[str, Any]:
+    """What the strategy's stand-in answers by itself: collectives as if every rank had the copy's values."""
+
+    def size_of(self: Any, group: Any) -> int:
+        is_world = group is None or not isinstance(group, ProcessGroup) or group is torch.distributed.group.WORLD
+        return _replicas(self) if is_world else group.size()
+
+    def all_gather(self: Any, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        size = size_of(self, group)
+        if size == 1:
+            return tensor
+        with nullcontext() if sync_grads else torch.no_grad():
+            return torch.stack([tensor] * size)
+
+    def reduce(self: Any, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if isinstance(tensor, Tensor) and str(reduce_op).lower().endswith("sum"):
+            tensor.data.mul_(size_of(self, group))  # in place and unseen by autograd, as the sum of the replicas is
+        return tensor
+
+    def same(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return {
+        **dict.fromkeys(("barrier", "save_checkpoint", "remove_checkpoint", "teardown", "backward"), _nothing),
+        **dict.fromkeys(("broadcast", "reduce_boolean_decision"), same),
+        "all_gather": all_gather,
+        "reduce": reduce,
+        "optimizers": property(lambda self: steps.optimizers()),
+        "_lightning_optimizers": property(lambda self: steps.optimizers()),
+        "lr_scheduler_configs": property(lambda self: steps.configs()),
+    }
+
+
+def _replicas(strategy: Any) -> int:
+    """Over how many ranks the strategy gathers and reduces: the replicas, or the world where it knows none."""
+    return int(getattr(strategy, "dp_size", getattr(strategy, "world_size", 1)))

@@ -1,0 +1,397 @@
+"""Steps that use their trainer, on a copy of their module: what they read is true, and what they do has no effect."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger, Logger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_seqpar.inference.examples import Example
+from lightning_seqpar.inference.lazy_copy import CantCopyError, LazyCopies
+from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
+
+
+class Recording(Logger):
+    """A logger that keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    @property
+    def name(self) -> str:
+        return "recording"
+
+    @property
+    def version(self) -> int:
+        return 7
+
+    @property
+    def experiment(self) -> list[Any]:
+        return self.told
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.told.append(metrics)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.told.append(params)
+
+    def log_picture(self, picture: Any) -> None:
+        self.told.append(picture)
+
+
+class Counting(Callback):
+    """A callback with a state of every kind."""
+
+    seen: ClassVar[list[float]] = []
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.losses: list[float] = []
+        self.nested = {"a": [1]}
+        self.mean = MeanMetric()
+        self.settings = SimpleNamespace(scale=2.0)
+        self.note = self.keep(self.losses)
+        self.file = open(__file__)  # noqa: SIM115
+        self.closed = False
+
+    @staticmethod
+    def keep(into: list[float]) -> Any:
+        return lambda value: into.append(value)
+
+    def add(self, loss: Tensor) -> None:
+        with self.lock:
+            self.losses.append(float(loss.detach()))
+            self.count = len(self.losses)
+
+    def __del__(self) -> None:
+        self.closed = True
+
+
+class Data(L.LightningDataModule):
+    """A data module with a data set, its own numbers, and a count of what was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"scale": 2.0})
+        self.rows = TensorDataset(torch.arange(24.0).view(12, 2))
+        self.mean = torch.ones(2)
+        self.numbers = np.ones(3)
+        self.asked = 0
+
+    @property
+    def classes(self) -> int:
+        return len(self.rows) // 4
+
+    def normalised(self, x: Tensor) -> Tensor:
+        self.asked += 1
+        self.mean += 1
+        self.numbers += 1
+        return x - self.mean.to(x.dtype)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.rows, 2)
+
+
+class Using(L.LightningModule):
+    """A step that uses everything that a trainer has."""
+
+    history: ClassVar[list[float]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.metric = MeanMetric()
+        self.outputs: list[Tensor] = []
+        self.found: dict[str, Any] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        trainer, data = self.trainer, self.trainer.datamodule
+        x = data.normalised(batch[0])
+        loss = self.layer(x).square().mean() * data.hparams.scale / data.classes
+        counting = next(one for one in trainer.callbacks if isinstance(one, Counting))
+        counting.add(loss)
+        counting.note(1.0)
+        counting.seen.append(1.0)
+        counting.nested["a"].append(2)
+        counting.mean.update(loss.detach())
+        counting.settings.scale = 3.0
+        trainer.callbacks.append(Callback())
+        trainer.should_stop = True
+        trainer.save_checkpoint("nothing.ckpt")
+        with trainer.profiler.profile("part"):
+            self.metric(loss.detach())
+        self.outputs.append(loss)
+        self.history.append(float(loss.detach()))
+        self.print("not seen")
+        self.log("loss", loss, sync_dist=True)
+        self.log_dict({"again": loss})
+        for logger in self.loggers:
+            logger.log_metrics({"loss": 1.0}, 3)
+        self.logger.log_picture("a picture")
+        self.logger.experiment.add_scalar("loss", 1.0, 3)
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        optimizer.step()
+        scheduler.step()
+        strategy = trainer.strategy
+        strategy.barrier()
+        self.found = {
+            "rate": (optimizer.param_groups[0]["lr"], scheduler.get_last_lr()[0], trainer.optimizers[0].param_groups[0]["lr"]),
+            "epoch": (self.current_epoch, self.global_step, trainer.current_epoch, trainer.max_epochs),
+            "ranks": (self.global_rank, trainer.global_rank, strategy.global_rank, self.local_rank, trainer.is_global_zero),
+            "sizes": (trainer.world_size, strategy.world_size, trainer.num_devices, trainer.num_nodes),
+            "batches": (trainer.num_training_batches, trainer.estimated_stepping_batches, len(trainer.train_dataloader)),
+            "settings": (trainer.accumulate_grad_batches, trainer.precision, trainer.gradient_clip_val),
+            "logger": (self.logger.name, self.logger.version, isinstance(self.logger, Recording), len(self.loggers)),
+            "state": (trainer.training, trainer.fit_loop.epoch_loop.batch_idx, trainer.sanity_checking),
+            "collectives": (strategy.broadcast(5), strategy.reduce_boolean_decision(True), strategy.reduce(3)),
+            "device": strategy.root_device,
+            "metrics": dict(trainer.callback_metrics),
+            "itself": trainer.lightning_module is self and isinstance(trainer, L.Trainer),
+        }  # fmt: skip
+        return loss + self.all_gather(loss, sync_grads=True).mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, self.trainer.estimated_stepping_batches)]
+
+
+def prepared(module: L.LightningModule, **kwargs: Any) -> L.Trainer:
+    """A trainer whose ``fit`` stopped where its strategy was set up, as when an example is sought."""
+
+    class Stop(Exception):
+        pass
+
+    class Stopping(Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            raise Stop
+
+    trainer = L.Trainer(
+        accelerator="cpu",
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Counting(), Stopping()],
+        **{"logger": Recording(), "max_epochs": 3, **kwargs},
+    )
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    trainer.datamodule = Data()  # type: ignore[attr-defined]
+    trainer._data_connector.attach_data(module, datamodule=trainer.datamodule)  # type: ignore[attr-defined]
+    return trainer
+
+
+def copy_of(module: L.LightningModule) -> Any:
+    trainer = module.trainer
+    copied = copy.deepcopy(module, {id(trainer): None})
+    attach_view(copied, trainer)
+    return copied
+
+
+def state_of(trainer: Any) -> Any:
+    data, counting = trainer.datamodule, trainer.callbacks[0]
+    return copy.deepcopy(
+        [
+            *(data.asked, data.mean.tolist(), data.numbers.tolist(), counting.losses, counting.nested, Counting.seen),
+            *(counting.settings.scale, list(vars(counting)), float(counting.mean.weight), len(trainer.callbacks)),
+            *(trainer.should_stop, trainer.logger.told, counting.closed, counting.file.closed, Using.history),
+        ]
+    )
+
+
+EXAMPLE = Example("a batch", "training_step", ([torch.ones(2, 2)], 0), {})
+
+
+def test_a_step_uses_all_that_its_trainer_has_without_any_effect(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    module = Using()
+    trainer = prepared(module)
+    before = state_of(trainer)
+    copied = copy_of(module)
+    for _ in range(2):
+        EXAMPLE.run(copied).backward()
+    assert state_of(trainer) == before
+    assert module.outputs == []
+    assert module.found == {}
+    assert float(module.metric.weight) == 0
+    assert all(p.grad is None for p in module.parameters())
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+    assert len(copied.outputs) == 2
+    assert float(copied.metric.weight) == 2
+    assert copied.found == {
+        "rate": (0.1, 0.1, 0.1),
+        "epoch": (0, 0, 0, 3),
+        "ranks": (0, 0, 0, 0, True),
+        "sizes": (1, 1, 1, 1),
+        "batches": (6, 18, 6),
+        "settings": (1, "32-true", None),
+        "logger": ("recording", 7, True, 1),
+        "state": (False, -1, False),
+        "collectives": (5, True, 3),
+        "device": torch.device("cpu"),
+        "metrics": {},
+        "itself": True,
+    }
+
+
+def test_no_logger_is_no_logger():
+    class Asking(Using):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            assert self.logger is None
+            assert self.loggers == []
+            return self.layer(batch[0]).sum()
+
+    module = Asking()
+    prepared(module, logger=False)
+    EXAMPLE.run(copy_of(module))
+
+
+def test_an_experiment_is_not_begun(tmp_path):
+    class Drawing(Using):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.logger.experiment.log_metrics({"loss": 1.0})
+            self.logger.log_metrics({"loss": 1.0}, 1)
+            self.logger.save()
+            self.found = self.logger.save_dir
+            return self.layer(batch[0]).sum()
+
+    module = Drawing()
+    prepared(module, logger=CSVLogger(tmp_path))
+    copied = copy_of(module)
+    EXAMPLE.run(copied)
+    assert str(copied.found) == str(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_closure_of_a_manual_step_gives_the_loss():
+    class Manual(Using):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+
+            def closure() -> Tensor:
+                loss = self.layer(batch[0]).square().sum()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                return loss
+
+            with optimizer.toggle_model():
+                optimizer.step(closure=closure)
+            self.clip_gradients(optimizer, 1.0)
+
+    module = Manual()
+    prepared(module)
+    loss = EXAMPLE.run(copy_of(module))
+    assert torch.allclose(loss, module.layer(torch.ones(2, 2)).square().sum().double())
+
+
+def step_that(do: Any) -> Any:
+    """A copy whose step does something before it computes its loss."""
+
+    class Doing(Using):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            do(self)
+            return self.layer(batch[0]).sum()
+
+    module = Doing()
+    prepared(module)
+    return copy_of(module)
+
+
+def test_what_cannot_be_given_is_named_with_the_line():
+    with pytest.raises(CantCopyError) as caught:
+        EXAMPLE.run(step_that(lambda self: self.trainer.callbacks[0].file))
+    told = describe_failure(caught.value)
+    assert "self.trainer.callbacks[0].file is a TextIOWrapper, which can't be copied" in told
+    assert "test_trainer_view.py, line" in told
+    assert "self.trainer.callbacks[0].file" in told.partition(", line")[2]
+    with pytest.raises(NoExampleError, match=r"the step calls self\.trainer\.fit, which can't run on a copy"):
+        EXAMPLE.run(step_that(lambda self: self.trainer.fit(self)))
+
+
+def test_a_collective_that_one_rank_would_wait_in_is_named(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        copied = step_that(lambda self: dist.all_reduce(torch.ones(1)))
+        with (
+            pytest.raises(NoExampleError, match=r"the step calls torch\.distributed itself \(allreduce\)"),
+            OneRankOnly(),
+        ):
+            EXAMPLE.run(copied)
+        with OneRankOnly():
+            EXAMPLE.run(step_that(lambda self: self.trainer.strategy.reduce(torch.ones(1))))
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- copies that are made as they are read -------------------------------------------------------------------------
+
+
+class Slotted:
+    __slots__ = ("items", "unset")
+
+    def __init__(self) -> None:
+        self.items = [1]
+
+
+class Registered:
+    known: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls) -> None:
+        Registered.known.append(cls)
+
+
+class Holder(Registered):
+    def __init__(self) -> None:
+        self.itself = self
+        self.big = np.zeros(2**23 + 1)
+        self.slotted = Slotted()
+        self.method = self.grow
+        self.list: list[Any] = [[1], (2, [3])]
+        self.path = Path("here")
+
+    def grow(self) -> int:
+        self.list.append(4)
+        return len(self.list)
+
+
+def test_a_copy_reads_like_its_object_and_keeps_what_is_written():
+    holder = Holder()
+    copied = LazyCopies({}).of(holder, "it")
+    assert copied.itself is copied
+    assert isinstance(copied, Holder)
+    assert copied.path == Path("here")
+    assert copied.method() == 3
+    assert copied.grow() == 4
+    assert len(holder.list) == 2
+    copied.slotted.items.append(2)
+    copied.list[0].append(2)
+    copied.list[1][1].append(2)
+    assert holder.slotted.items == [1]
+    assert holder.list == [[1], (2, [3])]
+    assert not hasattr(copied.slotted, "unset")
+    with pytest.raises(ValueError, match="read-only"):
+        copied.big[0] = 1
+    del copied.path
+    assert not hasattr(copied, "path")
+    assert holder.path == Path("here")
+    assert vars(copied).keys() == vars(holder).keys() - {"path"}
+    assert Registered.known == [Holder]
