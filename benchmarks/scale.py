@@ -27,6 +27,7 @@ import lightning as L  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from byte_gpt import ByteGPT  # noqa: E402
+from launch import LIMIT, NO_MEMORY  # noqa: E402
 from memory import forget_peak, limit, of_machine, used  # noqa: E402
 from tables import scale_table, world_table  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
@@ -97,7 +98,7 @@ def measure_model(name: str) -> dict[str, Any]:
     because the fake backend sends nothing: numbers of ranks that are not there are missing from every sum.
     """
     warnings.simplefilter("ignore")
-    limit(int(0.9 * of_machine("MemAvailable")))
+    limit(room := int(0.9 * of_machine("MemAvailable")))
     join(DP * TP, 0)
     laps = Laps()
     module = laps.run("model", lambda: MetaModule(name))
@@ -112,10 +113,13 @@ def measure_model(name: str) -> dict[str, Any]:
     def check() -> str:
         try:
             prove(True)
-        except SelfCheckError as error:
-            return str(error) if "does not run" in str(error) else RAN
-        except RuntimeError as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        except (SelfCheckError, RuntimeError) as error:
+            said = str(error)
+            if any(word in said for word in NO_MEMORY):
+                return f"does not fit: needs more than {room / 2**30:.0f} GiB"
+            if isinstance(error, SelfCheckError) and "does not run" not in said:
+                return RAN  # and the numbers differ
+            return f"{type(error).__name__}: {said.partition('The rules were:')[0].strip()}"
         return RAN
 
     proved = laps.run("plan", lambda: prove(False))
@@ -138,13 +142,11 @@ def in_a_process(*args: str) -> dict[str, Any]:
     Returns:
         The figures; ``{"error": ...}`` if the process failed.
     """
-    done = subprocess.run(
-        [sys.executable, __file__, *args],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    command, env = [sys.executable, __file__, *args], {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {LIMIT // 60} minutes"}
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         return {"error": lines[-1] if lines else f"exit status {done.returncode}"}
