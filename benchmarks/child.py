@@ -167,7 +167,8 @@ if __name__ == "__main__":
     try:
         told = run(**json.loads(sys.argv[1]))
     except Exception as error:
-        why = str(error).strip().splitlines() or [""]
-        out.write_text(json.dumps({"error": f"{type(error).__name__}: {why[0]}"[:400]}))
+        said = " ".join(str(error).split())[:400]
+        why = said if isinstance(error, peers.NoPlanError) else f"{type(error).__name__}: {said}"
+        out.write_text(json.dumps({"error": why}))
         raise
     out.write_text(json.dumps(told))

@@ -36,7 +36,7 @@ class Launcher:
 
     Args:
         journal: a file that holds the launches that are done. The n-th launch of a task is answered with the n-th of that
-            task in it, if there are so many; None for no memory.
+            task in it that did not fail, if there are so many; None for no memory.
         cache: the folder in which proofs are remembered, unless a launch names its own.
     """
 
@@ -46,7 +46,8 @@ class Launcher:
         if journal is not None and journal.exists():
             for line in journal.read_text().splitlines():
                 task, answer = json.loads(line)
-                self._done.setdefault(task, []).append(answer)
+                if "error" not in answer:  # what failed may run now
+                    self._done.setdefault(task, []).append(answer)
         self._asked: Counter[str] = Counter()
 
     def __call__(self, ranks: int, *, cache: Path | None = None, note: str = "", **task: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import hf_models  # noqa: E402
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import yaml  # noqa: E402
 from byte_gpt import ByteGPT  # noqa: E402
 from launch import LIMIT, NO_MEMORY  # noqa: E402
 from memory import forget_peak, limit, of_machine, used  # noqa: E402
@@ -33,6 +34,7 @@ from tables import scale_table, world_table  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology  # noqa: E402
+from lightning_seqpar.config import PlanSpec  # noqa: E402
 from lightning_seqpar.parallel.apply import parallelize  # noqa: E402
 from lightning_seqpar.plan.choice import resolve_plans  # noqa: E402
 from lightning_seqpar.verify.prover import Prover  # noqa: E402
@@ -106,13 +108,15 @@ def measure_model(name: str) -> dict[str, Any]:
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     device = torch.device("cpu")
 
-    def prove(self_check: bool) -> Any:
-        config = ParallelConfig(tp=TP, self_check=self_check)
+    def prove(config: ParallelConfig) -> Any:
         return Prover(module, trainer, config, groups, device).prove()
 
+    proved = laps.run("plan", lambda: prove(ParallelConfig(tp=TP, self_check=False)))
+    rules = [rule for plan in proved.plans for rule in yaml.safe_load(plan.to_yaml())["rules"]]
+
     def check() -> str:
-        try:
-            prove(True)
+        try:  # as a plan of the user's own: where another one fails, others would be tried
+            prove(ParallelConfig(tp=TP, plan=PlanSpec(base="none", rules=rules)))
         except (SelfCheckError, RuntimeError) as error:
             said = str(error)
             if any(word in said for word in NO_MEMORY):
@@ -122,7 +126,6 @@ def measure_model(name: str) -> dict[str, Any]:
             return f"{type(error).__name__}: {said.partition('The rules were:')[0].strip()}"
         return RAN
 
-    proved = laps.run("plan", lambda: prove(False))
     told = laps.run("proof", check)
     whole = sum(parameter.numel() for parameter in module.parameters())
     laps.run("cut", lambda: parallelize(module, proved.plans, groups))

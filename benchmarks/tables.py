@@ -110,8 +110,8 @@ def _steps(found: dict[str, Any], out: Path) -> list[str]:
     ratios: dict[str, dict[str, float]] = {}
     for shape, times in ((shape, times) for shape, times in found.items() if shape != "one rank"):
         base = BASE if isinstance(times.get(BASE), list) else "ddp"  # where torch's plan does not run
-        rounds = max(len(own) for own in times.values() if isinstance(own, list))
-        lines += ["", f"{shape}, tp 2, {rounds} round{'s' * (rounds > 1)}:", "", *_timed(times, base)]
+        rounds = max((len(own) for own in times.values() if isinstance(own, list)), default=0)
+        lines += ["", f"{shape}, tp 2, {rounds} round{'s' * (rounds != 1)}:", "", *_timed(times, base)]
         shown = {way: _ratio(times, way, base) for way in times}
         ratios[f"{shape}\nof {base}'s"] = {way: ratio for way, ratio in shown.items() if ratio is not None}
     if one:
