@@ -878,8 +878,15 @@ MUTANTS = [
     Mutant(
         "padding of the vocabulary counted in the loss",
         "_LogitChunks.logits",
-        "own = self._x[some, : self.count]",
-        "given = self._x[some]",
+        "return self._x[some, : self.count]",
+        "return self._x[some]",
+        "tests/test_logits.py",
+    ),
+    Mutant(
+        "padding of the vocabulary given a gradient",
+        "_ChunkGrads.__init__",
+        "of_x[:, rows.count :] = 0",
+        "of_x[:, rows.count :] = 1",
         "tests/test_logits.py",
     ),
     Mutant(
