@@ -533,6 +533,20 @@ MUTANTS = [
         "tests/test_selfcheck.py -k gradient",
     ),
     Mutant(
+        "large models are copied whole",
+        "Reduction.variants",
+        "        return [one for at, one in enumerate(found) if one not in found[:at]]\n",
+        "        return [Reduction()]\n",
+        "tests/test_start_memory.py",
+    ),
+    Mutant(
+        "the self-check keeps its copies",
+        "release",
+        "    for parameter in copied.parameters():\n",
+        "    for parameter in ():\n",
+        "tests/test_start_memory.py",
+    ),
+    Mutant(
         "the self-check skips a kind of block",
         "share_equal_blocks",
         "            kind = kind_of(block), told\n",

@@ -98,17 +98,20 @@ class Reduction:
             tensor = torch.where(tensor >= min(self.vocabularies.values()), self.of_id(tensor), tensor)
         return tensor
 
-    def dtype(self, model: nn.Module) -> torch.dtype:
-        """The type in which a copy computes: float64, or float32 where it would need much memory and time."""
+    def numel(self, model: nn.Module) -> int:
+        """How many parameters a copy has."""
         left_out = (
             {id(p) for block in _repeated_blocks(model) for p in block.parameters()} if self.skips_repeats else set()
         )
-        numel = sum(
+        return sum(
             math.prod(self.vocabularies.get(size, size) for size in parameter.shape)
             for parameter in model.parameters()
             if id(parameter) not in left_out
         )
-        return torch.float64 if numel <= PRECISE else torch.float32
+
+    def dtype(self, model: nn.Module) -> torch.dtype:
+        """The type in which a copy computes: float64, or float32 where it would need much memory and time."""
+        return torch.float64 if self.numel(model) <= PRECISE else torch.float32
 
     def of_id(self, token: Any) -> Any:
         """The id that stands for a token's in the short vocabularies."""

@@ -321,6 +321,17 @@ class ParallelGroups:
         ranks = torch.tensor(self._mapping).view(self.topology.dims)
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=self.topology.axes)
 
+    def over_gloo(self, timeout: timedelta | None = None) -> ParallelGroups:
+        """The same groups once more, on the CPU; collective over the topology's ranks.
+
+        Args:
+            timeout: how long a collective waits.
+        """
+        mapping, rank = tuple(self._mapping), self._world_rank
+        return ParallelGroups(
+            self.topology, rank, mapping, backend="gloo", timeout=timeout, split_rank=self._split_rank
+        )
+
     def destroy(self) -> None:
         """Shut the groups down, on every rank that made them; a group that was taken from here can't be used any more.
 

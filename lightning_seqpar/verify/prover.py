@@ -27,7 +27,7 @@ from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
 from lightning_seqpar.plan.vocabulary import SOURCE, with_vocabulary, without_vocabulary
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.proof_cache import fingerprint, read_proof, write_proof
-from lightning_seqpar.verify.self_check import SelfCheckError, self_check
+from lightning_seqpar.verify.self_check import SelfCheckError, has_room, self_check
 
 _WAYS_OUT = (
     "set example_input_array on the module (a tensor, tuple or dict that its forward takes), or self_check=False to train "
@@ -240,13 +240,14 @@ class Prover:
 
     def _try(self, example: Example, dtype: torch.dtype | None) -> _Failure | None:
         """Run the example on a whole copy; what is wrong, or None. Then a digest of its loss and gradients is kept."""
+        device = self._room(example, dtype)
         with kept_streams(self._device), default_dtype(dtype):
             try:
-                copied = detached_copy(self._module, self._device, dtype, example.reduction)
+                copied = detached_copy(self._module, device, dtype, example.reduction)
                 attach_view(copied, self._trainer)
                 seed_streams()
                 with example.repeats(copied) as repeats, Quiet(draws=example.draws):
-                    loss = example.to(self._device, dtype).run(copied)
+                    loss = example.to(device, dtype).run(copied)
                     if not bool(torch.isfinite(loss.detach())):
                         return _Failure(f"the loss is {float(loss.detach())}", at_any_size=True)
                     repeats.compute_all()
@@ -417,19 +418,22 @@ class Prover:
                 out.lines.append("self-check: not run, there is no example input")
                 return False
             raise ValueError(f"self_check: {problem}; {_WAYS_OUT}")
+        device, groups = self._place(example, dtype)
         verdict = self_check(
             self._module,
             out.plans,
-            self._groups,
+            groups,
             example,
             sp=self._config.sp,
             # With a small example "auto" would keep what a real batch gathers again.
             regather=True if self._config.regather == "auto" else self._config.regather,
             loss_chunk=self._config.loss_chunk,
-            device=self._device,
+            device=device,
             dtype=dtype,
             prepare=lambda copied: attach_view(copied, self._trainer),
         )
+        if groups is not self._groups:
+            groups.destroy()
         flag = torch.tensor([len(verdict.wrong)], device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world)
         if int(flag):
@@ -446,6 +450,23 @@ class Prover:
                 f"{' ...' if len(verdict.idle) > 5 else ''}: the plan is not proved for them"
             )
         return True
+
+    def _place(self, example: Example, dtype: torch.dtype | None) -> tuple[torch.device, ParallelGroups]:
+        """Where the copies run, and over which groups: this rank's device, or the CPU if some rank's has no room; collective."""
+        if self._device.type == "cpu":
+            return self._device, self._groups
+        full = torch.tensor([self._room(example, dtype) != self._device], dtype=torch.int32, device=self._device)
+        dist.all_reduce(full, op=dist.ReduceOp.MAX, group=self._world)
+        if not int(full):
+            return self._device, self._groups
+        return torch.device("cpu"), self._groups.over_gloo(self._config.timeout)
+
+    def _room(self, example: Example, dtype: torch.dtype | None) -> torch.device:
+        """The device on which this process has room for a copy: its own, or the CPU."""
+        if self._device.type != "cuda":
+            return self._device
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return self._device if has_room(self._module, example, dtype, free) else torch.device("cpu")
 
 
 def _cause(error: Exception) -> str:

@@ -110,6 +110,23 @@ def self_check(
     return _share_verdict(verdict, failure, groups)
 
 
+def has_room(model: nn.Module, example: Example, dtype: torch.dtype | None, free: int) -> bool:
+    """Whether an accelerator has room for the copies beside what lies on it.
+
+    Args:
+        model: the whole model.
+        example: what its copies run on.
+        dtype: of the copies; None for the model's own types.
+        free: bytes that are free there.
+    """
+    widths = {parameter.element_size() for parameter in model.parameters()} if dtype is None else {dtype.itemsize}
+    # Weights, their noise, gradients of both copies, one gathered gradient, and activations.
+    return _COPIES * example.reduction.numel(model) * max(widths, default=4) + _SLACK <= free
+
+
+_COPIES, _SLACK = 6, 512 * 1024**2
+
+
 def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups) -> Verdict:
     """The verdict of the first tensor-parallel rank that failed or saw a difference; collective over tp.
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,22 +12,9 @@ from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.helpers.checkpoints import FORMS
 from tests.helpers.fit import quiet_trainer
-from tests.helpers.processes import memory
+from tests.helpers.processes import Peak
 
 MIB = 2**20
-
-
-class Peak:
-    """By how many MiB this process grew at most, without the pages of files."""
-
-    def __enter__(self) -> Peak:
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-        self.start = memory("VmRSS") - memory("RssFile")
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        self.grown = (memory("VmHWM") - memory("RssFile") - self.start) / MIB
 
 
 def saved(form: str, folder: str) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -88,3 +89,16 @@ def memory(what: str) -> int:
     """Bytes that this process has (``VmRSS``; of files ``RssFile``) or had at most (``VmHWM``)."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)]
     return int(line.split()[1]) * 1024
+
+
+class Peak:
+    """By how many MiB this process grew at most, without the pages of files."""
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        self.start = memory("VmRSS") - memory("RssFile")
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.grown = (memory("VmHWM") - memory("RssFile") - self.start) / 2**20
