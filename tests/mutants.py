@@ -920,6 +920,27 @@ MUTANTS = [
         "tests/test_lean.py",
     ),
     Mutant(
+        "gradients compared by their beginning",
+        "grad_checks:_norm",
+        "for part in flat.split(block)]",
+        "for part in flat.split(block)[:1]]",
+        "tests/test_grad_sync.py -k compare",
+    ),
+    Mutant(
+        "a thread stays behind a phase",
+        "Phases.phase",
+        "            timer.cancel()\n            timer.join()\n",
+        "",
+        "tests/test_phases.py",
+    ),
+    Mutant(
+        "a phase is told on every rank",
+        "Phases.phase",
+        "if not self._shows:",
+        "if False:",
+        "tests/test_phases.py",
+    ),
+    Mutant(
         "what is drawn in a stretch drawn again",
         "REPLAYED",
         "REPLAYED = frozenset((*_ARITHMETIC, *_ACTIVATIONS, *_SHAPES))",
