@@ -941,6 +941,13 @@ MUTANTS = [
         "tests/test_phases.py",
     ),
     Mutant(
+        "who looked once decides for good",
+        "ElementwiseSpans._end",
+        "for column in self._columns if not span.was_disturbed else ():",
+        "for column in self._columns:",
+        "tests/test_lean.py",
+    ),
+    Mutant(
         "what is drawn in a stretch drawn again",
         "REPLAYED",
         "REPLAYED = frozenset((*_ARITHMETIC, *_ACTIVATIONS, *_SHAPES))",
