@@ -120,13 +120,14 @@ class ElementwiseRecompute(TorchFunctionMode):
 
     Attributes:
         outer_hooks: those that these hooks stand in for.
+        was_disturbed: once closed, whether somebody's hooks or mode began or ended within it, so that nothing could be replaced.
     """
 
     is_transparent = True  # this mode changes no result
 
     def __init__(self, outer: Hooks | None) -> None:
         super().__init__()
-        self.outer_hooks = outer
+        self.outer_hooks, self.was_disturbed = outer, False
         self._slots: dict[int, int] = {}  # by the id of a tensor, its index in _tensors
         self._tensors: list[Tensor | None] = []  # sources are kept, other values only until close
         self._versions: list[int] = []
@@ -182,6 +183,7 @@ class ElementwiseRecompute(TorchFunctionMode):
         self._keeps = False
         # If the user's code left a mode or hooks on top of these, the record may be incomplete.
         alone = not self._has_mode and self._pop_hooks()
+        self.was_disturbed = not alone
         gained = done and alone and not self._spoiled and self._is_intact() and self._settle()
         if self.outer_hooks is not None:
             for packed in self._packed:

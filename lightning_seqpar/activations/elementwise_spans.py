@@ -68,8 +68,8 @@ class ElementwiseSpans:
         span, self._span = self._span, None
         assert span is not None
         gained = span.close(done=done)
-        for column in self._columns:
-            # A column whose span saved no memory once is not recorded again.
+        for column in self._columns if not span.was_disturbed else ():
+            # A column whose span saved no memory once is not recorded again; somebody who looked on may be gone next time.
             column.recomputes_elementwise = column.recomputes_elementwise and gained
         self._columns = []
         if not span.release():

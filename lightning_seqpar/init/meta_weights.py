@@ -557,11 +557,17 @@ class LateWeights:
 
         self._fill(self._others, take)
 
-    def fill_parameters(self, record: ShardedModel | None) -> None:
+    @property
+    def count(self) -> int:
+        """How many tensors :meth:`fill_parameters` fills; those that share memory are one."""
+        return len(self._parameters)
+
+    def fill_parameters(self, record: ShardedModel | None, advance: Callable[[], None] = lambda: None) -> None:
         """Give every parameter this rank's part of its values. No more than one whole tensor exists at a time.
 
         Args:
             record: the record of the sharded model; None if it is not sharded.
+            advance: called for each of the :attr:`count` tensors when it is filled.
         """
         rank = record.groups.rank("tp") if record is not None else 0
         # Memory for all parts is allocated first, so that the whole tensors come and go in the same place after them.
@@ -580,7 +586,7 @@ class LateWeights:
                     layout = _layout(record, parameter)
                     _copy_part(place, tensor(place.ref), layout.shard if layout is not None else None, rank)
 
-        self._fill(self._parameters, take, record, rank)
+        self._fill(self._parameters, take, record, rank, advance)
         for module in self._model.modules():
             module.__dict__.pop(_SOURCE, None)
 
@@ -590,6 +596,7 @@ class LateWeights:
         take: Callable[[Sequence[_Place], Callable[[TensorRef], Tensor]], None],
         record: ShardedModel | None = None,
         rank: int = 0,
+        advance: Callable[[], None] = lambda: None,
     ) -> None:
         """Give tensors their values: read from a checkpoint or a file if one has them, else from the record.
 
@@ -598,15 +605,22 @@ class LateWeights:
             take: fills the tensors of one storage from the record; gets them and a function from a reference to the tensor.
             record: the record of the sharded model.
             rank: the tensor-parallel rank.
+            advance: called when the tensors of a storage are filled.
         """
         drawn: dict[int, list[_Place]] = {}
         for key, places in wanted.items():
             read = [self._read(place, record, rank) for place in places]  # a list: every one must be read
-            if not any(read):
+            if any(read):
+                advance()
+            else:
                 drawn[key] = places
+
+        def draw(key: int, tensor: Callable[[TensorRef], Tensor]) -> None:
+            take(drawn[key], tensor)
+            advance()
+
         if drawn:
-            refs = [place.ref for places in drawn.values() for place in places]
-            self._recorder.replay(refs, lambda key, tensor: take(drawn[key], tensor))
+            self._recorder.replay([place.ref for places in drawn.values() for place in places], draw)
 
     def _read(self, place: _Place, record: ShardedModel | None, rank: int) -> bool:
         """Fill a tensor from the checkpoint or a file; returns whether one of them has it."""

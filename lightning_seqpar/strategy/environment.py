@@ -29,6 +29,7 @@ from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.data.broadcast import BroadcastLoader
 from lightning_seqpar.data.sampler import OrderSeed, inject_sampler, replica_workers
 from lightning_seqpar.distributed.collectives import gather_from_sequence_parallel_region
+from lightning_seqpar.distributed.phases import Phases
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_start
 from lightning_seqpar.nn.sharded_logits import whole_logits
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
@@ -169,16 +170,18 @@ class TopologyStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         backend = self.config.process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-        self._connect(backend)
+        with self._phases.phase("meeting the other ranks"):
+            self._connect(backend)
         topology = ProcessTopology.from_config(self.config, dist.get_world_size())
         if self._groups is None or self._groups.topology != topology:
-            self._groups = ParallelGroups(
-                topology,
-                dist.get_rank(),
-                timeout=self.config.timeout,
-                split_rank=self.config.pp_split_rank,
-                gloo_twins=self.config.gloo_twins,
-            )
+            with self._phases.phase("making process groups"):
+                self._groups = ParallelGroups(
+                    topology,
+                    dist.get_rank(),
+                    timeout=self.config.timeout,
+                    split_rank=self.config.pp_split_rank,
+                    gloo_twins=self.config.gloo_twins,
+                )
             self._warn_of_slow_links(topology)
         self._take_over_samplers()
 
@@ -234,6 +237,11 @@ class TopologyStrategy(ParallelStrategy):
         if self._user_sampler_flag is None:
             self._user_sampler_flag = connector.use_distributed_sampler
         connector.use_distributed_sampler = False
+
+    @property
+    def _phases(self) -> Phases:
+        """What reports the phases of the start: on the first rank, with progress bars if the Trainer has one."""
+        return Phases(shows=self.global_rank == 0, bars=self._trainer.progress_bar_callback is not None)
 
     @property
     def _trainer(self) -> Trainer:

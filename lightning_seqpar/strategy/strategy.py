@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_seqpar.checkpoint.atomic_files import on_every_rank
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec, nearest
+from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_model
 from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.init.deferred import DeferredInit
@@ -189,9 +190,12 @@ class SeqParallelStrategy(SavingStrategy):
         share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)
         record = self._parallelize(module)
         if meta_weights is not None:
-            on_every_rank(
-                lambda: meta_weights.fill_parameters(record), self._world, "the model's weights can't be read"
-            )
+            with self._phases.phase("filling the weights", meta_weights.count) as filling:
+                on_every_rank(
+                    lambda: meta_weights.fill_parameters(record, filling.advance),
+                    self._world,
+                    "the model's weights can't be read",
+                )
         self.model_to_device()
         if record is not None:
             record.reset_calls()
@@ -206,9 +210,10 @@ class SeqParallelStrategy(SavingStrategy):
         if fitting:
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)
-            if self.dp_size > 1:
-                self._wrap_ddp(module)
-            self.setup_optimizers(trainer)
+            with self._phases.phase("making optimizers"):
+                if self.dp_size > 1:
+                    self._wrap_ddp(module)
+                self.setup_optimizers(trainer)
             self._watch_all_steps()
             self._note_hooks()
         self.setup_precision_plugin()
@@ -232,19 +237,22 @@ class SeqParallelStrategy(SavingStrategy):
             if earlier.made_by == made_by:
                 return earlier
             unshard(module)  # it was sharded for another topology or by another plan
-        check_agreement(describe_model(module), self._world, self.root_device)
+        with self._phases.phase("comparing the ranks' models"):
+            check_agreement(describe_model(module), self._world, self.root_device)
         self._make_replicas_equal(module)
         if tp == 1:
             self._log_summary(["none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"])
             return None
-        proved = Prover(module, self._trainer, self.config, self.groups, self.root_device).prove()
+        phases = self._phases
+        proved = Prover(module, self._trainer, self.config, self.groups, self.root_device, phases).prove()
         plans = proved.plans
         plan_text = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
         check_agreement({"the plan": plan_text}, self._world, self.root_device)
         hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
-        record = parallelize(
-            module, plans, self.groups, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk
-        )
+        with phases.phase("cutting the model"):
+            record = parallelize(
+                module, plans, self.groups, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk
+            )
         record.made_by = made_by
         self._log_summary([_describe_plan(record, plans), *proved.lines])
         vocabulary = {match.name for match in record.matches if match.rule.style == "vocab"}  # their outputs look whole
@@ -298,15 +306,17 @@ class SeqParallelStrategy(SavingStrategy):
     def _make_replicas_equal(self, module: LightningModule) -> None:
         """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""
         group = self.groups[tuple(sorted(self.groups.topology.axes))]
-        with torch.no_grad():
-            for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
-                if tensor.is_meta:
-                    continue  # it is filled later, from a record or files that are the same on all ranks
+        # One on the meta device is filled later, from a record or files that are the same on all ranks.
+        tensors = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()}.values()
+        total = sum(tensor.nbytes for tensor in tensors)
+        with torch.no_grad(), self._phases.phase("sending the first rank's weights to all", total) as sending:
+            for tensor in tensors:
                 staged = tensor.detach().to(self.root_device).contiguous()
-                if staged.numel():
-                    # As bytes, since backends do not support every dtype.
-                    dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=group)
+                # As bytes, since backends do not support every dtype.
+                dist.broadcast(staged.view(-1).view(torch.uint8), src=0, group=group)
+                if storage_id(staged) != storage_id(tensor):
                     tensor.data.copy_(staged)
+                sending.advance(tensor.nbytes)
 
     def model_to_device(self) -> None:
         """Move the model, which is sharded already, to this rank's device."""

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_seqpar.config import ParallelConfig, PlanSpec
+from lightning_seqpar.distributed.phases import Phases
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.examples import Example, find_examples
@@ -86,6 +87,7 @@ class Prover:
         config: what the user asked for.
         groups: the process groups.
         device: this rank's device.
+        phases: what is told of the phases; None tells nobody.
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class Prover:
         config: ParallelConfig,
         groups: ParallelGroups,
         device: torch.device,
+        phases: Phases | None = None,
     ) -> None:
+        self._phases = phases or Phases(shows=False)
         self._module, self._trainer, self._config, self._groups, self._device = module, trainer, config, groups, device
         self._world = groups[tuple(sorted(groups.topology.axes))]
         self._tp = groups.size("tp")
@@ -123,19 +127,22 @@ class Prover:
     def _proved(self) -> Proved:
         """:meth:`prove` without the hint on adapters."""
         out = Proved()
-        key = self._from_first_rank(self._key) if self._config.self_check else None
-        remembered = self._from_first_rank(lambda: None if key is None else read_proof(key))
+        with self._phases.phase("looking for a remembered proof"):
+            key = self._from_first_rank(self._key) if self._config.self_check else None
+            remembered = self._from_first_rank(lambda: None if key is None else read_proof(key))
         cached = None
         if remembered is not None and remembered["plan"]:
             cached = ShardingPlan.from_yaml_text(remembered["plan"])
         started = time.monotonic()
         if isinstance(self._config.plan, PlanSpec):
             ShardingPlan.from_rules(self._config.plan.rules, source="your plan").match(self._module)
-        out.plans = resolve_plans(self._config.plan, self._module, lambda: cached or self._infer())
+        with self._phases.phase("finding a plan"):
+            out.plans = resolve_plans(self._config.plan, self._module, lambda: cached or self._infer())
         for plan in out.plans:
             plan.match(self._module)
         self._add_vocabulary(out, remembered)
-        self._prove(out, key, remembered is not None, started)
+        with self._phases.phase("proving the plan"):
+            self._prove(out, key, remembered is not None, started)
         out.lines[:0] = self._vocabulary
         if inferred := [plan for plan in out.plans if plan.source == "inferred"]:
             rules = inferred[0].to_yaml().splitlines()[1:]

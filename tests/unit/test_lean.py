@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar.activations.elementwise_recompute import ElementwiseRecompute
+from lightning_seqpar.activations.elementwise_spans import ElementwiseSpans
 from lightning_seqpar.activations.norm_recompute import is_norm, is_repeatable, make_recomputing, norm_of
 from lightning_seqpar.distributed.autograd import saved_tensor_hooks
 from lightning_seqpar.distributed.counters import SavedBytes
@@ -409,6 +412,28 @@ def test_hooks_of_others_end_where_they_end(who):
     column = F.linear(x, weight)
     F.linear(F.silu(column) * column, row).square().sum().backward()
     assert torch.equal(found, weight.grad)
+
+
+@pytest.mark.parametrize("where", ["around the column", "around the row", "nowhere"])
+def test_who_looked_once_changes_nothing_later(where):
+    spans, column = ElementwiseSpans(lambda _: True), SimpleNamespace(recomputes_elementwise=True)
+    weight, row = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
+    kept = []
+    for looks in (True, False):
+        saved = SavedBytes(exclude=[weight, row])
+        with saved if not looks else nullcontext():
+            with Others("themselves", []) if looks and where == "around the column" else nullcontext():
+                made = F.linear(torch.randn(2, 4, 8), weight)
+                spans.after_column(made, column)
+            inner = F.gelu(F.silu(made) * made)
+            with Others("themselves", []) if looks and where == "around the row" else nullcontext(), spans.row():
+                out = F.linear(inner, row)
+            spans.drop()
+        out.sum().backward()
+        kept.append(saved.total)
+        assert saved_tensor_hooks() is None
+    assert column.recomputes_elementwise
+    assert kept[1] == 2 * 4 * (8 + 16) * 4, "the column's input and its output"
 
 
 def test_what_else_reads_the_stretch_gets_its_gradient():
