@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.proof_cache import fingerprint, read_proof, write_proof
+from lightning_seqpar.verify.proof_cache import Fingerprint, fingerprint, read_proof, write_proof
 from lightning_seqpar.verify.self_check import SelfCheckError, self_check
 
 _WAYS_OUT = (
@@ -87,7 +86,9 @@ class Prover:
         self._tp = groups.size("tp")
         self._search: _ExampleSearch | None = None
         self._is_shared = False  # whether every rank has the first rank's search
-        self._digest = ""  # of the numbers that the model computes from the example
+        self._offered = find_examples(module, trainer)
+        self._found: list[Example] = []
+        self._failed: Exception | None = None  # what ended the offers
         self._reasons: list[str] = []
 
     def prove(self) -> Proved:
@@ -107,7 +108,7 @@ class Prover:
     def _proved(self) -> Proved:
         """:meth:`prove` without the hint on adapters."""
         out = Proved()
-        key = self._from_first_rank(self._key) if self._config.self_check else None
+        key, unread = self._from_first_rank(self._key) if self._config.self_check else (None, "")
         remembered = self._from_first_rank(lambda: None if key is None else read_proof(key))
         cached = None
         if remembered is not None and remembered["plan"]:
@@ -119,6 +120,8 @@ class Prover:
         for plan in out.plans:
             plan.match(self._module)
         self._prove(out, key, remembered is not None, started)
+        if unread:
+            out.lines.append(f"self-check: not remembered, because {unread}")
         if inferred := [plan for plan in out.plans if plan.source == "inferred"]:
             rules = inferred[0].to_yaml().splitlines()[1:]
             out.lines[:0] = [f"why: {reason}" for reason in self._reasons] + [
@@ -142,7 +145,7 @@ class Prover:
             )
             return
         if is_remembered:
-            out.lines.append("self-check: passed before, for the same source, plan, versions and numbers")
+            out.lines.append("self-check: passed before, for the same model, source, plan and versions")
             return
         passed = self._check_or_widen(out, [plan for plan in out.plans if plan.source == "inferred"])
         inferred = [plan for plan in out.plans if plan.source == "inferred"]
@@ -175,18 +178,27 @@ class Prover:
             raise CantInferError(box[1])
         return box[0]
 
-    def _key(self) -> str | None:
-        """The key under which a proof is remembered: the fingerprint, and the numbers that the model computes.
+    def _key(self) -> Fingerprint:
+        """The key under which a proof is remembered, or what can't be read of the model. No model is run."""
+        topology = self._groups.topology
+        sizes = {axis: topology.get_dim(axis) for axis in topology.axes}
+        try:
+            first = next(self._candidates(), None)
+        except Exception:  # a loader that can't be read: the search says so, if no other example works
+            first = None
+        return fingerprint(self._module, self._trainer, self._config, sizes, first)
 
-        Attributes, sources and versions don't show everything (a global, a hook, the content of a buffer); the loss and
-        the gradients of the example do. None if there is no fingerprint or no example.
-        """
-        facts = fingerprint(self._module, self._config, self._tp)
-        if self._search is None:
-            self._search = self._seek_example()
-        if facts is None or self._search.example is None or not self._digest:
-            return None
-        return hashlib.sha256((facts + self._digest).encode()).hexdigest()
+    def _candidates(self) -> Iterator[Example]:
+        """The inputs that the module and the trainer offer; each is made once, however often they are asked for."""
+        yield from self._found
+        try:
+            for candidate in self._offered:
+                self._found.append(candidate)
+                yield candidate
+        except Exception as error:
+            self._failed = error
+        if self._failed is not None:
+            raise self._failed
 
     def _example(self) -> _ExampleSearch:
         """The first rank's search for an example, on every rank; collective over the world at its first call."""
@@ -201,7 +213,7 @@ class Prover:
         """Try the inputs that the module and the trainer offer, with and without random draws, until one works."""
         failures: list[str] = []
         try:
-            for candidate in find_examples(self._module, self._trainer):
+            for candidate in self._candidates():
                 # A large model that is on the meta device may not fit into memory in float64.
                 late = any(parameter.is_meta for parameter in self._module.parameters())
                 precise = torch.float32 if late and is_large(self._module) else torch.float64
@@ -217,7 +229,7 @@ class Prover:
         return _ExampleSearch(None, None, failures)
 
     def _try(self, example: Example, dtype: torch.dtype | None) -> str | None:
-        """Run the example on a whole copy; what is wrong, or None. Then a digest of its loss and gradients is kept."""
+        """Run the example on a whole copy; what is wrong, or None."""
         with kept_streams(self._device), default_dtype(dtype):
             try:
                 copied = detached_copy(self._module, self._device, dtype)
@@ -230,11 +242,6 @@ class Prover:
                     loss.backward()
             except Exception as error:  # shown to the user if no other example works
                 return describe_failure(error)
-            digest = hashlib.sha256(repr(float(loss.detach())).encode())
-            for name, parameter in copied.named_parameters():
-                grad = parameter.grad
-                digest.update(f"{name}: {None if grad is None else float(grad.double().norm())}".encode())
-            self._digest = digest.hexdigest()
         return None
 
     def _infer(self, *, sums: bool = True) -> ShardingPlan:

@@ -245,7 +245,7 @@ def test_a_plan_file_that_changes_is_proved_again(cache, tmp_path):
         run(cache, "einsum", str(file))
 
 
-SWITCH = {"on": False}  # read by Global's forward, and told by no attribute
+SWITCH = {"on": False}  # read by Global's step, and told by no attribute
 
 
 class Global(zoo.Zoo):
@@ -266,7 +266,7 @@ def fit_switched(cache: str, on: bool) -> None:
         trainer.fit(Global("einsum"), models.loader(4))
 
 
-def test_a_proof_holds_for_the_numbers_that_it_was_made_with(cache):
+def test_a_proof_holds_for_the_globals_that_it_was_made_with(cache):
     for on in (False, True, False):
         run_distributed(fit_switched, 2, str(cache), on)
     assert len(proofs(cache)) == 2
@@ -425,18 +425,23 @@ def fail_on_shards(module: torch.nn.Module, args: Any) -> None:
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
     with pytest.raises(RankFailedError) as caught:
         run_distributed(check_with_one_that_fails, 2, False)
-    said = r"rank 1, which raised RuntimeError: mine alone, while other ranks \(0\) go on and wait for it"
+    said = r"rank 1, which raised RuntimeError: mine alone \(test_selfcheck\.py, line \d+: .*\), while other ranks \(0\) go on and wait for it"
     assert re.search(
         rf"--- rank 1: FailedAloneError: self_check: the sharded model does not run on {said}", str(caught.value)
     )
 
 
 def test_ranks_that_all_fail_say_so_together():
-    assert run_distributed(check_with_one_that_fails, 2, True) == [["it does not run: RuntimeError: on every rank"]] * 2
+    (first,), (second,) = run_distributed(check_with_one_that_fails, 2, True)
+    assert first == second
+    assert first.startswith("it does not run: RuntimeError: on every rank (test_selfcheck.py, line ")
 
 
-def test_a_step_that_needs_the_trainer_says_so():
-    with pytest.raises(RankFailedError, match=r"Batches.* object has no attribute .scale"):
+def test_a_step_that_fails_at_its_trainer_says_where():
+    with pytest.raises(
+        RankFailedError,
+        match=r"IndexError: list index out of range \(test_selfcheck\.py, line \d+: .*callbacks\[0\]\.scale\)",
+    ):
         run_distributed(fit_needing, 2)
 
 
