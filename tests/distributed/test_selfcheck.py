@@ -425,7 +425,8 @@ def fail_on_shards(module: torch.nn.Module, args: Any) -> None:
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
     with pytest.raises(RankFailedError) as caught:
         run_distributed(check_with_one_that_fails, 2, False)
-    said = r"rank 1, which raised RuntimeError: mine alone \(test_selfcheck\.py, line \d+: .*\), while other ranks \(0\) go on and wait for it"
+    at = r"\(test_selfcheck\.py, line \d+: .*\)"
+    said = rf"rank 1, which raised RuntimeError: mine alone {at}, while other ranks \(0\) go on and wait for it"
     assert re.search(
         rf"--- rank 1: FailedAloneError: self_check: the sharded model does not run on {said}", str(caught.value)
     )

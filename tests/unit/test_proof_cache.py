@@ -231,6 +231,11 @@ def run_time_class(model: Model) -> None:
     model.__class__ = Model
 
 
+def another_class(model: Model) -> None:
+    space = {"__module__": nn.Linear.__module__, "forward": with_cell(3)}
+    model.first.__class__ = type("Linear", (nn.Linear,), space)
+
+
 def patched_instance(model: Model) -> None:
     forward = type(model.first).forward
     model.first.forward = types.MethodType(lambda self, x: forward(self, x).flip(1), model.first)  # type: ignore[method-assign]
@@ -247,7 +252,7 @@ CHANGES: dict[str, Any] = {
     "hook": lambda model: model.first.register_forward_hook(lambda module, args, out: out * 2),
     "hook before": lambda model: model.first.register_forward_pre_hook(with_cell(1)),
     "hook of a gradient": lambda model: model.first.weight.register_hook(with_cell(1)),
-    "class": lambda model: setattr(model.first, "__class__", type("Linear", (nn.Linear,), {"__module__": nn.Linear.__module__, "forward": with_cell(3)})),
+    "class": another_class,
     "class at run time": run_time_class,
     "method of an instance": patched_instance,
     "attribute": lambda model: setattr(model.first, "in_features", 3),
