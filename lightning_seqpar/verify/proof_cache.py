@@ -5,11 +5,11 @@ wrong answer would train with an unproved plan, so what can't be read into the d
 
 Why two models with one key behave alike, though neither is run:
 
-- The code that runs is the same. Files of the user's modules go in whole, and of every function that the model reaches (its
-  classes' methods, hooks, functions that it holds, and what these name as globals) the byte code with all constants, closures
-  and defaults: a function made at run time, or patched into a class, differs there. Code of installed packages is told by the
-  versions of all of them and the source files of the model's own classes; what the user put into a loaded module, class or table of
-  theirs is looked for and goes in as the user's code does.
+- The code that runs is the same. Files of the user's loaded modules go in whole, and of every function that the model reaches
+  (its classes' methods, hooks, functions that it holds, and what these name as globals) the byte code with all constants,
+  closures and defaults: a function made at run time, or patched into a class, differs there. Installed packages are told by
+  the versions of all of them and by the loaded files of those that the model's classes are from; what the user put into a
+  loaded module, class or table of theirs is looked for and goes in as the user's code does.
 - What that code reads is the same: every attribute of every module, to any depth, with the content of buffers and tensors;
   the globals that the user's functions name; hyperparameters; of the trainer what the user's code names of it.
 - What is left of the weights does not matter to a proof, which is made on weights that were moved off theirs: names, shapes,
@@ -89,6 +89,7 @@ def fingerprint(
         "file": Path(base).read_text() if base.endswith((".yaml", ".yml")) else "",
         "sizes": dict(sizes),
         "dtype": torch.get_default_dtype(),
+        "device": trainer.strategy.root_device.type,
         "example": _structure(example),
     }
     try:
@@ -102,7 +103,7 @@ def fingerprint(
         _add_trainer(digest, trainer)
     except UnreadableError as error:
         return Fingerprint(None, str(error))
-    for file in sorted(_sources(module)):
+    for file in sorted(_sources(packages)):
         digest.add(hashlib.sha256(Path(file).read_bytes()).hexdigest(), file)
     return Fingerprint(digest.hexdigest())
 
@@ -184,15 +185,20 @@ def _installed() -> list[str]:
     return sorted(found)
 
 
-def _sources(module: LightningModule) -> set[str]:
-    """Source files of the user's loaded modules, and of the modules that define the model's classes."""
-    files = {getattr(loaded, "__file__", None) for loaded in list(sys.modules.values())}
-    own = {file for file in files if isinstance(file, str) and not is_installed(file)}
-    for cls in {base for part in module.modules() for base in type(part).__mro__}:
-        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-        if file is not None:
-            own.add(file)
-    return {file for file in own if file.endswith(".py") and os.path.isfile(file)}
+def _sources(packages: set[str]) -> set[str]:
+    """Source files of the user's loaded modules, and of the packages that the model's classes are from.
+
+    Args:
+        packages: their names; torch and Lightning, which are large, are told by their versions alone.
+    """
+    files: set[str] = set()
+    for name, loaded in list(sys.modules.items()):
+        file = getattr(loaded, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        if name.partition(".")[0] in packages - {"torch", "lightning"} or not is_installed(file):
+            files.add(file)
+    return {file for file in files if os.path.isfile(file)}
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------

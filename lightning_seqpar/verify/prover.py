@@ -186,7 +186,10 @@ class Prover:
             first = next(self._candidates(), None)
         except Exception:  # a loader that can't be read: the search says so, if no other example works
             first = None
-        return fingerprint(self._module, self._trainer, self._config, sizes, first)
+        try:
+            return fingerprint(self._module, self._trainer, self._config, sizes, first)
+        except Exception as error:  # of a property or a method of the user's; it is no reason not to train
+            return Fingerprint(None, f"reading the model raised {describe_failure(error)}")
 
     def _candidates(self) -> Iterator[Example]:
         """The inputs that the module and the trainer offer; each is made once, however often they are asked for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +23,7 @@ from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify import self_check as selfcheck
 from lightning_seqpar.verify.run_comparison import worst_gradient
 from lightning_seqpar.verify.self_check import self_check
-from tests.helpers import models, zoo
+from tests.helpers import families, models, zoo
 from tests.helpers.fit import fit, quiet_trainer
 
 CPU = torch.device("cpu")
@@ -270,6 +271,86 @@ def test_a_proof_holds_for_the_globals_that_it_was_made_with(cache):
     for on in (False, True, False):
         run_distributed(fit_switched, 2, str(cache), on)
     assert len(proofs(cache)) == 2
+
+
+CALLS: list[int] = []  # of steps in this process
+
+
+class Noting(zoo.Zoo):
+    """Counts its steps, on copies too, and holds what many models hold."""
+
+    def __init__(self, kind: str, held: Any = None) -> None:
+        super().__init__(kind)
+        self.held, self.itself = held, [self]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        CALLS.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+class NotingGPT2(families.HuggingFace):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        CALLS.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def steps_of(kind: Any, folders: list[str], *args: Any) -> int:
+    """How many steps ran, on copies and in training, each rank with a folder for proofs of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folders[torch.distributed.get_rank()])
+        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+        trainer.fit(kind(*args), models.loader(4))
+    return len(CALLS)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Noting, "einsum"), (NotingGPT2, "gpt2")])
+def test_a_remembered_proof_runs_no_copy(cache, kind, name):
+    first = run_distributed(steps_of, 2, kind, [str(cache)] * 2, name)
+    assert min(first) > 1
+    assert run_distributed(steps_of, 2, kind, [str(cache)] * 2, name) == [1, 1]
+
+
+def test_the_first_ranks_memory_counts(cache):
+    file = cache / "file"
+    file.write_text("no folder")
+    ours, nowhere = str(cache), str(file)
+    assert min(run_distributed(steps_of, 2, Noting, [nowhere, ours], "einsum")) > 1
+    assert proofs(cache) == []
+    assert min(run_distributed(steps_of, 2, Noting, [ours, nowhere], "einsum")) > 1
+    assert run_distributed(steps_of, 2, Noting, [ours, nowhere], "einsum") == [1, 1]
+    assert min(run_distributed(steps_of, 2, Noting, [nowhere, ours], "einsum")) > 1
+    (proof,) = cache.rglob("*.json")
+    proof.write_text(proof.read_text()[:-9])
+    assert min(run_distributed(steps_of, 2, Noting, [ours, nowhere], "einsum")) > 1
+    assert run_distributed(steps_of, 2, Noting, [ours, nowhere], "einsum") == [1, 1]
+
+
+class Unreadable:
+    """Holds a generator, and is the same in every copy."""
+
+    def __init__(self) -> None:
+        self.lines = (line for line in "ab")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+def told_of_memory() -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.extend(record.getMessage().splitlines())  # type: ignore[method-assign]
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    trainer.fit(Noting("einsum", Unreadable()), models.loader(4))
+    return [line.strip() for line in told if "remembered" in line]
+
+
+def test_what_keeps_a_model_from_being_remembered_is_said_once():
+    said = "self-check: not remembered, because model.held.lines is a generator whose content can't be read"
+    first, other = run_distributed(told_of_memory, 2)
+    assert (first, other) == ([said], [])
 
 
 class SmallAndWrong(zoo.PreNorm):

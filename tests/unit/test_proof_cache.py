@@ -399,7 +399,7 @@ def test_a_proof_is_read_as_it_was_written_or_not_at_all(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, caplog):
     (tmp_path / "lightning_seqpar").write_text("a file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with caplog.at_level(logging.INFO, logger="lightning_utilities.core.rank_zero"):
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         write_proof("k", "")
     assert "the proof is not remembered, its folder can't be written" in caplog.text
     assert read_proof("k") is None
@@ -413,7 +413,7 @@ def test_a_user_without_a_home(monkeypatch, caplog):
         raise KeyError(number)
 
     monkeypatch.setattr("pwd.getpwuid", nobody)
-    with caplog.at_level(logging.INFO, logger="lightning_utilities.core.rank_zero"):
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         write_proof("k", "")
     assert "the proof is not remembered" in caplog.text
     assert read_proof("k") is None
