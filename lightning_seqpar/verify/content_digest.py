@@ -397,44 +397,59 @@ def users_code_in(packages: Iterable[str]) -> Iterator[tuple[str, Any]]:
         Where it was found, and what.
     """
     packages = set(packages)
-    known: dict[str, bool] = {}
+    of_user: dict[str, bool] = {}  # by a module's name, and by a file's
 
-    def of_user(module: str) -> bool:
-        if module not in known:
+    def is_users(module: str) -> bool:
+        if module not in of_user:
             file = getattr(sys.modules.get(module), "__file__", None)
-            known[module] = module == "__main__" or not is_installed(file)
-        return known[module]
+            of_user[module] = module == "__main__" or not is_installed(file)
+        return of_user[module]
 
-    def own(value: Any) -> bool:
-        if isinstance(value, staticmethod | classmethod):
+    def is_own(value: Any) -> bool:
+        kind = type(value)
+        if kind is property:
+            value = value.fget
+        elif kind in (staticmethod, classmethod):
             value = value.__func__
-        if isinstance(value, types.FunctionType):
+        if type(value) is types.FunctionType:
             file = value.__code__.co_filename
-            if file.startswith("<"):  # made by exec, as methods of dataclasses are
-                return of_user(value.__globals__.get("__name__", ""))
-            if file not in known:
-                known[file] = not is_installed(file)
-            return known[file]
-        return isinstance(value, type) and of_user(value.__module__)
+            if file not in of_user:
+                if file.startswith("<"):  # made by exec, as methods of dataclasses are
+                    return is_users(value.__globals__.get("__name__", ""))
+                of_user[file] = not is_installed(file)
+            return of_user[file]
+        return isinstance(value, type) and is_users(value.__module__)
 
     for name, module in sorted(sys.modules.items()):
-        if name.partition(".")[0] not in packages or not isinstance(module, types.ModuleType) or of_user(name):
+        if name.partition(".")[0] not in packages or not isinstance(module, types.ModuleType) or is_users(name):
             continue
         for key, value in list(vars(module).items()):
-            where = f"{name}.{key}"
-            if own(value):
-                yield where, value
-            tables = [(where, value)]
-            if isinstance(value, type) and value.__module__ == name:
-                tables = [(where, dict(vars(value)))]
-                tables += [(f"{where}.{k}", v) for k, v in vars(value).items() if type(v) is dict]
-            elif not isinstance(value, type | types.ModuleType) and type(getattr(value, "__dict__", None)) is dict:
-                tables += [(f"{where}.{k}", v) for k, v in vars(value).items() if type(v) is dict]
-            for place, table in tables:
-                if type(table) in (dict, collections.OrderedDict) and not key.startswith("__"):
-                    for at, item in list(table.items()):
-                        if own(item):
-                            yield f"{place}[{at!s}]", item
+            if type(value) in _DULL or key.startswith("__"):
+                continue
+            if is_own(value):
+                yield f"{name}.{key}", value
+            for at, item in _table_of(value, name):
+                if type(item) not in _DULL and is_own(item):
+                    yield f"{name}.{key}[{at}]", item
+
+
+_DULL = {str, int, float, bool, type(None), types.ModuleType, types.BuiltinFunctionType, types.GetSetDescriptorType}
+"""Types of values that are no function or class of the user's and hold none."""
+
+
+def _table_of(value: Any, module: str) -> list[tuple[str, Any]]:
+    """What a dict, a class of the module itself, or an object holds, with the dicts that class or object has."""
+    if type(value) in (dict, collections.OrderedDict):
+        return [(str(key), item) for key, item in value.items()]
+    if type(value) is types.FunctionType or (isinstance(value, type) and value.__module__ != module):
+        return []
+    own = getattr(value, "__dict__", None)
+    if own is None or (not isinstance(value, type) and type(own) is not dict):
+        return []
+    items = list(own.items())
+    return items + [
+        (f"{at}.{key!s}", item) for at, table in items if type(table) is dict for key, item in table.items()
+    ]
 
 
 def hooks_of(module: nn.Module) -> dict[str, Any]:
