@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DATA ?=
 ARGS ?=
 
-.PHONY: help install demo unit test parity matrix crash check lint format types mutants convergence bench clean
+.PHONY: help install demo unit test parity matrix crash check lint format types mutants convergence bench scale startup clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -59,8 +59,14 @@ crash: $(STAMP)  ## kill ranks while they write checkpoints; look at what is lef
 convergence: $(STAMP)  ## 300 steps of the demo model in every form, drawn over each other
 	$(BIN)/python benchmarks/convergence.py $(ARGS)
 
-bench: $(STAMP)  ## time, memory and traffic beside DTensor, DDP and one process (40 minutes)
+bench: $(STAMP)  ## time, memory and traffic beside DTensor, DDP and one process (an hour)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+scale: $(STAMP)  ## what one rank of 512 does before it trains Llama-3-8B and -70B
+	$(BIN)/python benchmarks/scale.py $(ARGS)
+
+startup: $(STAMP)  ## time and memory until the first step, with the self-check and without
+	$(BIN)/python benchmarks/startup.py $(ARGS)
 
 clean:  ## remove the environment and what runs left
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache *.egg-info

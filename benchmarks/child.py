@@ -1,10 +1,11 @@
-"""One way, trained in a process of its own per rank; rank 0 writes what was measured as JSON.
+"""One way, trained in a process of its own per rank; each writes what it measured, or why it failed, as JSON.
 
-python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/child.py '{"way": "ours", "dim": 128}' out.json
+python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/child.py '{"way": "ours", "dim": 128}' folder
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import logging
@@ -23,34 +24,12 @@ import lightning as L  # noqa: E402
 import peers  # noqa: E402
 import torch  # noqa: E402
 from lightning.pytorch.callbacks import Callback  # noqa: E402
+from memory import forget_peak, limit, used  # noqa: E402
 
 from lightning_seqpar.measure import StepMeter  # noqa: E402
 
 CHECKED = 17  # steps until run-time checks have become rare; they are taken with short batches
-SHORT = 32
-
-
-def resident(key: str) -> int:
-    """Bytes of this process in memory (``VmRSS``), or the most so far (``VmHWM``)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}")
-
-
-def used(peak: bool = False) -> int:
-    """Bytes that this rank uses, on its GPU where it has one."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
-    return resident("VmHWM" if peak else "VmRSS")
-
-
-def forget_peak() -> None:
-    """Peaks count from now on."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
+SHORT = (2, 33)
 
 
 class Clock(Callback):
@@ -86,34 +65,82 @@ class Clock(Callback):
         return found
 
 
+class StartupClock(Callback):
+    """When the first step and each after it began, and the peaks of the time before and of the steps."""
+
+    def __init__(self) -> None:
+        self.times = [time.perf_counter()]
+        self.startup_peak = 0
+        forget_peak()
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if len(self.times) == 1:
+            self.startup_peak = used(peak=True)
+            forget_peak()
+        self.times.append(time.perf_counter())
+
+    def on_train_end(self, *args: Any) -> None:
+        self.times.append(time.perf_counter())
+        self.training_peak = used(peak=True)
+
+    def measured(self) -> dict[str, float]:
+        """Seconds until the first step and of a later one (the median), and both peaks in bytes of the whole process."""
+        start, first, *later = self.times
+        return {
+            "startup_s": first - start,
+            "step_s": statistics.median(b - a for a, b in itertools.pairwise(later)),
+            "startup_peak": float(self.startup_peak),
+            "training_peak": float(self.training_peak),
+        }
+
+
 def run(
     way: str,
-    dim: int,
-    length: int,
+    dim: int = 0,
+    length: int = 128,
     batch: int = 4,
     layers: int = 4,
     vocab: int = 512,
+    model: str | None = None,
     steps: int = 10,
     recompute: bool = False,
     counts: bool = False,
     memory: bool = False,
+    startup: bool = False,
+    room: int | None = None,
 ) -> dict[str, Any]:
     """Train this rank's part and say what was measured.
 
     Args:
+        way: a way of ``peers.make``.
+        dim: features of the decoder of ``peers.py``; likewise ``layers`` and ``vocab``.
+        length: tokens of a sequence.
+        batch: sequences of a batch.
+        model: a model of ``hf_models.MODELS`` in place of that decoder.
         steps: timed steps, behind one of full length that is not.
+        recompute: recompute the decoder's blocks, by its own code.
         counts: count what is kept and sent in place of timing.
         memory: measure this rank's peak.
+        startup: measure the time and the peak before the first step in place of steps.
+        room: bytes past which an allocation fails; None for no limit.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if room is not None and not torch.cuda.is_available():
+        limit(room)
     tp = int(os.environ["WORLD_SIZE"])
-    clock, meter = Clock(memory), StepMeter(batch=CHECKED)
-    module, strategy = peers.make(way, tp, dim, layers, vocab, recompute=recompute)
+    module, strategy = peers.make(way, tp, model or (dim, layers, vocab), recompute=recompute)
+    words = module.vocab
     numbers = torch.Generator().manual_seed(0)
-    lengths = [SHORT] * CHECKED + [length] * (1 if counts else steps + 1)
-    data = [torch.randint(0, vocab, (batch, one + 1), generator=numbers) for one in lengths]
+    full = (batch, length + 1)
+    sizes = [full] * steps if startup else [SHORT] * CHECKED + [full] * (1 if counts else steps + 1)
+    data = [torch.randint(0, words, size, generator=numbers) for size in sizes]
+    clock, meter = Clock(memory), StepMeter(batch=CHECKED)
+    callback: Callback = meter if counts else clock
+    if startup:
+        gc.collect()
+        callback = starting = StartupClock()
     trainer = L.Trainer(
         accelerator="auto",
         devices=1 if tp == 1 or way == peers.ALONE else int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -125,15 +152,23 @@ def run(
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[meter if counts else clock],
+        callbacks=[callback],
     )
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+    if startup:
+        return dict(starting.measured())
     if counts:
         return {"kept": meter.saved_bytes, "calls": meter.calls, "sent": meter.bytes}
-    return clock.measured(CHECKED + 1)
+    return dict(clock.measured(CHECKED + 1))
 
 
 if __name__ == "__main__":
-    told = run(**json.loads(sys.argv[1]))
-    if os.environ["RANK"] == "0":
-        Path(sys.argv[2]).write_text(json.dumps(told))
+    out = Path(sys.argv[2], f"{int(os.environ['RANK']):05}.json")
+    try:
+        told = run(**json.loads(sys.argv[1]))
+    except Exception as error:
+        said = " ".join(str(error).split())[:400]
+        why = said if isinstance(error, peers.NoPlanError) else f"{type(error).__name__}: {said}"
+        out.write_text(json.dumps({"error": why}))
+        raise
+    out.write_text(json.dumps(told))

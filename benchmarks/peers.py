@@ -1,9 +1,10 @@
-"""One model, and the ways to train it that people choose between: ours, and what they would pick instead."""
+"""A decoder, and the ways to train it that people choose between: ours, and what they would pick instead."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import hf_models
 import lightning as L
 import torch
 import torch.nn.functional as F
@@ -95,7 +96,7 @@ class Module(L.LightningModule):
     def __init__(self, dim: int, layers: int, vocab: int, recompute: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model = Decoder(dim, layers, vocab, recompute)
+        self.model, self.vocab = Decoder(dim, layers, vocab, recompute), vocab
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         logits = self.model(batch[:, :-1])
@@ -111,9 +112,6 @@ class PartModule(Module):
     def __init__(self, dim: int, layers: int, vocab: int, parts: int) -> None:
         super().__init__(dim, 0, vocab)
         self.model, self.vocab = Decoder(dim, layers, vocab, parts=parts), vocab // parts
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(batch % self.vocab, batch_idx)
 
 
 class DTensorModule(Module):
@@ -173,31 +171,45 @@ class DTensorNoSP(DTensorModule):
 
 OURS: dict[str, dict[str, Any]] = {
     "ours": {},
-    "ours, gathered again": {"regather": True},
+    "ours, unchecked": {"self_check": False},
     "ours, gathered kept": {"regather": False},
     "ours, no sp": {"sp": False},
     "ours, loss in chunks": {"loss_chunk": 256},
 }
-"""Our ways, and their options."""
+"""Our ways, and what they set; the first sets nothing."""
 ALONE = "a rank's part, alone"
 
 
+class NoPlanError(ValueError):
+    """The way has no plan for the model."""
+
+
 def make(
-    way: str, tp: int, dim: int, layers: int, vocab: int, *, recompute: bool = False
-) -> tuple[L.LightningModule, Any]:
-    """A module and the strategy of one way."""
-    args = (dim, layers, vocab, recompute)
-    if way == "dtensor":
-        return DTensorModule(*args), ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=tp)
-    if way == "dtensor, no sp":
-        return DTensorNoSP(*args), ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=tp)
-    if way == "ddp":
-        return Module(*args), DDPStrategy()
+    way: str, tp: int, model: str | tuple[int, int, int], *, recompute: bool = False
+) -> tuple[Module | hf_models.CausalModule, Any]:
+    """A module and the strategy of one way.
+
+    Args:
+        way: a key of :data:`OURS`, ``dtensor``, ``dtensor, no sp``, ``ddp``, ``plain`` or :data:`ALONE`.
+        tp: ranks that share the model.
+        model: a model of ``hf_models``, or dim, layers and vocabulary of the decoder.
+        recompute: recompute the decoder's blocks, by its own code.
+
+    Raises:
+        NoPlanError: for a model that torch's styles can't cut.
+    """
     if way == ALONE:
-        return PartModule(dim, layers, vocab, tp), "auto"
-    if way == "plain":
-        return Module(*args), "auto"
-    plan: dict[str, Any] = {"base": "infer"}
-    if tp > 1:  # the peer's plan shards the vocabulary too
-        plan["rules"] = [{"pattern": "model.{tokens,head}", "style": "vocab"}]
-    return Module(*args), SeqParallelStrategy(tp=tp, plan=plan, **OURS[way])
+        assert not isinstance(model, str)
+        return PartModule(*model, tp), "auto"
+    if way.startswith("dtensor"):
+        sp = way == "dtensor"
+        strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=tp)
+        if not isinstance(model, str):
+            return (DTensorModule if sp else DTensorNoSP)(*model, recompute), strategy
+        if (why := hf_models.NO_PLAN.get(hf_models.MODELS[model][0])) is not None:
+            raise NoPlanError(why)
+        return (hf_models.DTensorLlama if sp else hf_models.DTensorLlamaNoSP)(model), strategy
+    module = hf_models.CausalModule(model) if isinstance(model, str) else Module(*model, recompute)
+    if way == "ddp":
+        return module, DDPStrategy(gradient_as_bucket_view=True, static_graph=True)
+    return module, "auto" if way == "plain" else SeqParallelStrategy(tp=tp, **OURS[way])

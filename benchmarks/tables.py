@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,22 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 BASE = "dtensor"
-MIB = 2**20
-COLORS = {"ours": "#f0a202", "dtensor": "#1f5fbf", "ddp": "#8a8f98", "plain": "#c9ced6"}
+MIB, GIB = 2**20, 2**30
+COLORS = {
+    "ours": "#f0a202",
+    "dtensor": "#1f5fbf",
+    "ddp": "#8a8f98",
+    "plain": "#c9ced6",
+    "self": "#f0a202",
+    "proof": "#f0a202",
+}
 
 
 def write(results: dict[str, Any], out: Path) -> None:
     """``bench.md`` and a picture for each part that was measured."""
     parts = {
         "steps": _steps,
+        "startup": _startup,
         "host": _host,
         "overlap": _overlap,
         "kept": _kept,
@@ -54,14 +61,24 @@ def _color(way: str) -> str:
     return next((color for name, color in COLORS.items() if way.startswith(name)), "#555555")
 
 
-def _timed(times: dict[str, list[float]], base: str = BASE) -> list[str]:
-    """Rows of a way's times, and of its ratio to the base in the same round."""
+def _timed(times: dict[str, list[float] | str], base: str = BASE) -> list[str]:
+    """Rows of a way's times, and of its ratio to the base in the same round; a sentence for a way that did not run."""
     lines = _head("way", "ms, median", "min–max", f"of {base}'s")
     for way, own in times.items():
-        ratios = [a / b for a, b in zip(own, times[base], strict=True)]
-        shown = f"{statistics.median(ratios):.2f}"
-        lines.append(_row(way, f"{statistics.median(own):.1f}", f"{min(own):.1f}–{max(own):.1f}", shown))
+        if isinstance(own, str):
+            lines.append(_row(way, own, "", ""))
+        else:
+            shown = "" if (ratio := _ratio(times, way, base)) is None else f"{ratio:.2f}"
+            lines.append(_row(way, f"{statistics.median(own):.1f}", f"{min(own):.1f}–{max(own):.1f}", shown))
     return lines
+
+
+def _ratio(times: dict[str, list[float] | str], way: str, base: str) -> float | None:
+    """The median over rounds of a way's time to the base's; None if one of them did not run."""
+    own, other = times[way], times.get(base, "")
+    if isinstance(own, str) or isinstance(other, str):
+        return None
+    return statistics.median([a / b for a, b in zip(own, other, strict=False)])
 
 
 def _bars(file: Path, groups: dict[str, dict[str, float]], label: str) -> None:
@@ -89,18 +106,18 @@ def _bars(file: Path, groups: dict[str, dict[str, float]], label: str) -> None:
 
 def _steps(found: dict[str, Any], out: Path) -> list[str]:
     one = found.get("one rank")
-    dims = {dim: times for dim, times in found.items() if dim != "one rank"}
     lines = ["## Step time"]
     ratios: dict[str, dict[str, float]] = {}
-    for dim, times in dims.items():
-        lines += ["", f"Dim {dim}, tp 2, {len(times[BASE])} rounds:", "", *_timed(times)]
-        ratios[f"dim {dim}"] = {
-            way: statistics.median([a / b for a, b in zip(own, times[BASE], strict=True)]) for way, own in times.items()
-        }
+    for shape, times in ((shape, times) for shape, times in found.items() if shape != "one rank"):
+        base = BASE if isinstance(times.get(BASE), list) else "ddp"  # where torch's plan does not run
+        rounds = max((len(own) for own in times.values() if isinstance(own, list)), default=0)
+        lines += ["", f"{shape}, tp 2, {rounds} round{'s' * (rounds != 1)}:", "", *_timed(times, base)]
+        shown = {way: _ratio(times, way, base) for way in times}
+        ratios[f"{shape}\nof {base}'s"] = {way: ratio for way, ratio in shown.items() if ratio is not None}
     if one:
-        lines += ["", "One rank, beside plain Lightning:", "", *_timed(one, "plain")]
+        lines += ["", f"One rank, {one['shape']}, beside plain Lightning:", "", *_timed(one["times"], "plain")]
     lines += ["", "![step time](steps.png)"]
-    _bars(out / "steps.png", ratios, "step time, of dtensor's")
+    _bars(out / "steps.png", ratios, "step time")
     return lines
 
 
@@ -161,38 +178,61 @@ def _overlap(found: dict[str, Any], out: Path) -> list[str]:
 
 def _kept(found: dict[str, Any], out: Path) -> list[str]:
     lines = ["## Kept for the backward, and sent in a step", ""]
-    lines += _head("dim", "tp", "way", "kept, MiB", "of dtensor's", "collectives", "sent, MiB")
+    lines += _head("shape", "tp", "way", "kept, MiB", "of dtensor's", "collectives", "sent, MiB")
+    cases: dict[tuple[str, int], dict[str, Any]] = {}
     for key, one in found.items():
-        dim, tp, way = key.split("/")
-        base = found.get(f"{dim}/{tp}/{BASE}", {}).get("kept")
+        shape, tp, way = key.split("|")
+        if isinstance(one, str):
+            lines.append(_row(shape, tp, way, one, "", "", ""))
+            continue
+        cases.setdefault((shape, int(tp)), {})[way] = one
+        base = found.get(f"{shape}|{tp}|{BASE}", "")
         calls, sent = sum(one["calls"].values()), sum(one["sent"].values()) / MIB
-        share = f"{one['kept'] / base:.2f}" if base else ""
-        lines.append(_row(dim, tp, way, f"{one['kept'] / MIB:.1f}", share, calls, f"{sent:.1f}"))
-    keys = [key.split("/") for key in found]
-    sizes = sorted({int(tp) for _, tp, way in keys if way == BASE})
-    dim = keys[0][0]
-    figure, panel = plt.subplots(figsize=(6, 3.8))
-    whole = found.get(f"{dim}/{sizes[0]}/plain", {}).get("kept")
-    for way in dict.fromkeys(way for _, _, way in keys):
-        values = [found[f"{dim}/{tp}/{way}"]["kept"] / MIB for tp in sizes if f"{dim}/{tp}/{way}" in found]
-        if len(values) == len(sizes) and way != "plain":
-            x, y = ([1, *sizes], [whole / MIB, *values]) if whole else (sizes, values)
-            style = "-" if way in ("ours", BASE) else "--"
-            panel.plot(x, y, style, marker="o", color=_color(way), alpha=1.0 if style == "-" else 0.5, label=way)
-    panel.set(xlabel="tp", ylabel="kept for the backward, MiB", xticks=[1, *sizes], ylim=(0, None))
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(out / "kept.png", dpi=120)
-    plt.close(figure)
-    groups = {
-        f"tp {tp}": {
-            k.split("/")[2]: sum(v["sent"].values()) / MIB for k, v in found.items() if k.split("/")[1] == str(tp)
-        }
-        for tp in sizes
-    }
-    _bars(out / "sent.png", {title: {w: v for w, v in one.items() if v} for title, one in groups.items()}, "MiB sent")
+        share = "" if isinstance(base, str) else f"{one['kept'] / base['kept']:.2f}"
+        lines.append(_row(shape, tp, way, f"{one['kept'] / MIB:.1f}", share, calls, f"{sent:.1f}"))
+    for what, title in (("kept", "kept for the backward, MiB"), ("sent", "sent in a step, MiB")):
+        groups = {}
+        for (shape, tp), ways in cases.items():
+            bytes_of = {w: one["kept"] if what == "kept" else sum(one["sent"].values()) for w, one in ways.items()}
+            groups[f"{shape}\ntp {tp}"] = {way: count / MIB for way, count in bytes_of.items() if count}
+        _bars(out / f"{what}.png", groups, title)
     return [*lines, "", "![kept](kept.png)", "", "![sent](sent.png)"]
+
+
+def _startup(found: dict[str, Any], out: Path) -> list[str]:
+    groups = {
+        shape: {case: one["startup_s"] for case, one in cases.items() if isinstance(one, dict)}
+        for shape, cases in found.items()
+    }
+    _bars(out / "startup.png", groups, "from fit to the first step, s")
+    lines = [
+        "## Starting",
+        "",
+        "From `fit` to the first step, tp 2, and the most memory of a rank's process, its code included (the larger rank's):",
+        "",
+    ]
+    return [*lines, *startup_table(found), "", "![starting](startup.png)"]
+
+
+def startup_table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Rows of every case of every shape that ``startup.measure`` measured; peaks beside those without a self-check."""
+    peaks = ("peak until then, GiB", "peak of steps, GiB", "the larger, of the first row's")
+    lines = _head("shape", "case", "until the first step, s", "a step, s", *peaks)
+    for shape, cases in found.items():
+        base = cases.get("self_check=False")
+        for case, one in cases.items():
+            if isinstance(one, str):
+                lines.append(_row(shape, case, one, *[""] * 4))
+                continue
+            seconds = f"{one['startup_s']:.1f}", f"{one['step_s']:.2f}"
+            bytes_of = (f"{one[name] / GIB:.2f}" for name in ("startup_peak", "training_peak"))
+            share = f"{_most(one) / _most(base):.2f}" if isinstance(base, dict) else ""
+            lines.append(_row(shape, case, *seconds, *bytes_of, share))
+    return lines
+
+
+def _most(one: dict[str, float]) -> float:
+    return max(one["startup_peak"], one["training_peak"])
 
 
 def _loss(found: dict[str, Any], out: Path) -> list[str]:
@@ -259,14 +299,48 @@ def _shown(peaks: dict[str, float], budget: float) -> str:
 
 
 def _scale(found: dict[str, Any], out: Path) -> list[str]:
-    names: Sequence[str] = list(next(iter(found.values())))
+    return world_table(found)
+
+
+def world_table(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Seconds of ``scale.measure_world``, a row for each number of ranks."""
+    names = next(list(one) for one in found.values() if "error" not in one)
     lines = [
-        "## One rank of many",
+        "## Groups of many ranks",
         "",
         "Seconds before training, tp 8 × pp 4 × dp, 24 layers of dim 512, torch's fake backend:",
+        "",
+        *_head("world", *names),
     ]
-    lines += ["", *_head("world", *names)]
-    return [*lines, *(_row(world, *(f"{one[name]:.3f}" for name in names)) for world, one in found.items())]
+    for world, one in found.items():
+        cells = [one["error"]] if "error" in one else [f"{one[name]:.3f}" for name in names]
+        lines.append(_row(world, *cells, *[""] * (len(names) - len(cells))))
+    return lines
+
+
+def scale_table(found: dict[str, dict[str, Any]], dp: int, tp: int) -> list[str]:
+    """What ``scale.measure_model`` measured, a row for each piece of work of each model."""
+    does = {
+        "model": "the model on the meta device",
+        "groups": "process groups",
+        "plan": "the plan",
+        "proof": "the self-check's work",
+        "cut": "cutting",
+    }
+    lines = ["## Large models", "", f"dp {dp} × tp {tp}, the first rank, torch's fake backend:"]
+    lines += ["", *_head("model", "parameters", "on the rank", "whole / rank")]
+    for name, one in found.items():
+        if "error" in one:
+            lines.append(_row(name, one["error"], "", ""))
+        else:
+            whole, rank = one["whole"], one["rank"]
+            lines.append(_row(name, f"{whole / 1e9:.2f} B", f"{rank / 1e9:.3f} B", f"{whole / rank:.2f}"))
+    lines += ["", *_head("model", "work", "s", "peak over what was held, MiB", "")]
+    for name, one in found.items():
+        for key, what in () if "error" in one else does.items():
+            note = {"plan": one.get("plan", ""), "proof": one.get("proof", "")}.get(key, "")
+            lines.append(_row(name, what, f"{one['seconds'][key]:.2f}", f"{one['peaks'][key] / MIB:,.0f}", note))
+    return lines
 
 
 if __name__ == "__main__":

@@ -233,9 +233,12 @@ class ParallelConfig(FrozenModel):
     regather: Literal["auto"] | bool = "auto"
     """Gather a column linear's input again in the backward, and make norms and activations again, instead of keeping them.
     ``auto``: where the whole activation has more than 2 MiB; smaller ones are kept."""
+    vocab: bool = True
+    """Shard embeddings and heads over a vocabulary, and the loss on their logits, over the tensor-parallel ranks, wherever they
+    are found and a plan that you write whole does not say otherwise."""
     loss_chunk: int | None = None
-    """Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary (a ``vocab`` rule);
-    the backward makes them once more. None makes all at once."""
+    """Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary; the backward makes
+    them once more. None makes all at once."""
     compile: bool = False
     """Compile the model. Not run yet."""
     self_check: bool = True

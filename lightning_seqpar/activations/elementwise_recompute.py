@@ -17,15 +17,24 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from lightning_seqpar.activations.norm_recompute import apply_mask, dropout, drops
+from lightning_seqpar.activations.outer_hooks import (
+    HandedOver,
+    HandedOverSource,
+    Hooks,
+    can_be_source,
+    fills_its_storage,
+)
+from lightning_seqpar.activations.policy import hooks_in_force
 from lightning_seqpar.activations.replay import REPLAYED, Autocast, is_constant, is_plain
 from lightning_seqpar.distributed.autograd import (
     function_mode,
+    is_of_checkpoint,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     saved_tensor_hooks,
+    saved_tensor_hooks_allowed,
     storage_id,
 )
-from lightning_seqpar.distributed.counters import SavedBytes
 
 
 class _Slot(NamedTuple):
@@ -53,14 +62,24 @@ class _Step(NamedTuple):
 
 
 class _SavedTensor:
-    """What a graph node saves in place of a tensor: the tensor itself, or the place in the span from which it is recomputed."""
+    """What a graph node saves in place of a tensor.
 
-    __slots__ = ("_offset", "_shape", "_slot", "_span", "_stride", "_version", "tensor")
+    The tensor itself; what somebody else's hooks made of it; or the place in the span from which it is recomputed.
+    """
+
+    __slots__ = ("_handed", "_offset", "_shape", "_slot", "_span", "_stride", "_version", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
         self._version = tensor._version
+        self._handed: HandedOver | None = None
         self._slot, self._span = -1, cast(ElementwiseRecompute | None, None)
+
+    def hand_over(self, hooks: Hooks) -> None:
+        """Let somebody else's hooks keep the tensor, unless it was let go of, or changed so that nobody may have it."""
+        tensor = self.tensor
+        if tensor is not None and tensor._version == self._version:
+            self._handed, self.tensor = HandedOver(hooks, tensor), None
 
     def drop(self, span: ElementwiseRecompute, slot: int) -> None:
         """Let go of the tensor, whose memory is that of the value ``slot`` of ``span``, which can be recomputed."""
@@ -82,6 +101,8 @@ class _SavedTensor:
                     "operation, and the backward needs it as it was; write the change as a new tensor"
                 )
             return self.tensor
+        if self._handed is not None:
+            return self._handed.take()
         assert self._span is not None
         made = self._span.value(self._slot, self)
         return made.as_strided(self._shape, self._stride, self._offset)
@@ -90,20 +111,26 @@ class _SavedTensor:
 class ElementwiseRecompute(TorchFunctionMode):
     """Records the functions that run on the outputs of column linears, and what autograd saves, until :meth:`close`.
 
-    It is a function mode and a pair of saved-tensor hooks, which are opened and closed around the user's code.
+    It is a function mode and a pair of saved-tensor hooks, which are opened and closed around the user's code. Where somebody
+    else's hooks are active, its own take their place on torch's stack, so that the stack is as deep as before and whoever
+    leaves the context of theirs removes ours; what is kept in the end goes through theirs.
 
     Args:
-        outer: the counter of saved bytes whose hooks were active; it counts what is kept in the end.
+        outer: somebody else's hooks, if there are any.
+
+    Attributes:
+        outer_hooks: those that these hooks stand in for.
     """
 
     is_transparent = True  # this mode changes no result
 
-    def __init__(self, outer: SavedBytes | None) -> None:
+    def __init__(self, outer: Hooks | None) -> None:
         super().__init__()
-        self._outer = outer
+        self.outer_hooks = outer
         self._slots: dict[int, int] = {}  # by the id of a tensor, its index in _tensors
         self._tensors: list[Tensor | None] = []  # sources are kept, other values only until close
         self._versions: list[int] = []
+        self._handed: dict[int, HandedOverSource] = {}  # by index, sources that somebody else's hooks keep
         self._steps: list[_Step] = []
         self._sources: list[int] = []
         self._homes: dict[int, int] = {}  # by storage, the index of the value that was made in it
@@ -119,17 +146,18 @@ class ElementwiseRecompute(TorchFunctionMode):
     def open() -> ElementwiseRecompute | None:
         """Open a span, which records from now on.
 
-        None where it must not: under somebody's function mode, or where other saved-tensor hooks decide what is kept
-        (activation checkpointing).
+        None where it must not: under somebody's function mode, or in an activation checkpoint, where whatever is saved is let
+        go of anyway and must be saved alike in the recomputation.
         """
         if function_mode() is not None:
             return None  # it may change what functions do, and would not see the recomputation
-        top = saved_tensor_hooks()
-        outer = getattr(top[0], "__self__", None) if top is not None else None
-        if top is not None and not isinstance(outer, SavedBytes):
+        outer = hooks_in_force()
+        if is_of_checkpoint(outer) or not saved_tensor_hooks_allowed():
             return None
         made = ElementwiseRecompute(outer)
         made.__enter__()  # type: ignore[no-untyped-call]
+        if outer is not None:
+            pop_saved_tensor_hooks()
         push_saved_tensor_hooks(made._pack, made._unpack)
         return made
 
@@ -155,20 +183,25 @@ class ElementwiseRecompute(TorchFunctionMode):
         # If the user's code left a mode or hooks on top of these, the record may be incomplete.
         alone = not self._has_mode and self._pop_hooks()
         gained = done and alone and not self._spoiled and self._is_intact() and self._settle()
-        for packed in self._packed:
-            self._count_for_outer(packed.tensor)
+        if self.outer_hooks is not None:
+            for packed in self._packed:
+                packed.hand_over(self.outer_hooks)
         if not gained:
             self._steps, self._sources = [], []
         self._slots, self._homes, self._packed = {}, {}, []
-        needed = set(self._sources)
+        needed = {at for at in self._sources if at not in self._handed}
         self._tensors = [tensor if at in needed else None for at, tensor in enumerate(self._tensors)]
         return gained
 
     def release(self) -> bool:
-        """Remove its mode and hooks if they are on top of their stacks; whether both are gone."""
+        """Remove its mode and hooks if they are on top of their stacks.
+
+        Returns:
+            Whether nothing is left to do: hooks that stand in for others may stay, since they hand everything on.
+        """
         self._pop_mode()
         self._pop_hooks()
-        return not self._has_mode and not self._has_hooks
+        return not self._has_mode and (not self._has_hooks or self.outer_hooks is not None)
 
     def _pop_mode(self) -> None:
         """Remove the function mode if it is the innermost."""
@@ -177,10 +210,12 @@ class ElementwiseRecompute(TorchFunctionMode):
             self._has_mode = False
 
     def _pop_hooks(self) -> bool:
-        """Remove the saved-tensor hooks if they are the innermost; whether they are gone."""
+        """Remove the saved-tensor hooks if they are the innermost, and put back those they stand in for; whether they are gone."""
         top = saved_tensor_hooks()
         if self._has_hooks and top is not None and top[0] == self._pack:
             pop_saved_tensor_hooks()
+            if self.outer_hooks is not None:
+                push_saved_tensor_hooks(*self.outer_hooks)
             self._has_hooks = False
         return not self._has_hooks
 
@@ -265,19 +300,14 @@ class ElementwiseRecompute(TorchFunctionMode):
         packed = _SavedTensor(tensor)
         if self._keeps:
             self._packed.append(packed)
-        else:
-            self._count_for_outer(tensor)
+        elif self.outer_hooks is not None:
+            packed.hand_over(self.outer_hooks)
         return packed
 
     @staticmethod
     def _unpack(kept: _SavedTensor) -> Tensor:
         """The hook that autograd calls to read a saved tensor."""
         return kept.unpack()
-
-    def _count_for_outer(self, tensor: Tensor | None) -> None:
-        """Tell the counter around the span that a tensor is kept."""
-        if self._outer is not None and tensor is not None:
-            self._outer.keep(tensor)
 
     def _is_intact(self) -> bool:
         """Whether no recorded tensor was changed in place."""
@@ -305,8 +335,11 @@ class ElementwiseRecompute(TorchFunctionMode):
         gain = {storage_id(home): home.nbytes() for _, home in homes if storage_id(home) in self._homes}
         if sum(tensor.untyped_storage().nbytes() for tensor in extra.values()) >= sum(gain.values()):
             return False
-        for tensor in extra.values():
-            self._count_for_outer(tensor)
+        if self.outer_hooks is not None:
+            given = {at: tensor for at, tensor in kept_sources if not isinstance(tensor, Parameter)}
+            if not all(can_be_source(tensor) for tensor in given.values()):
+                return False  # what their hooks return could not be laid out as it was
+            dropped += self._hand_over(given)
         self._steps, self._sources = steps[::-1], sources
         for at, tensor in kept_sources:
             self._tensors[at] = tensor.detach()  # with its graph, the graph would refer to itself and never be freed
@@ -314,6 +347,31 @@ class ElementwiseRecompute(TorchFunctionMode):
             packed.drop(self, slot)
         self._dropped = frozenset(id(packed) for packed, _ in dropped)
         return True
+
+    def _hand_over(self, sources: dict[int, Tensor]) -> list[tuple[_SavedTensor, int]]:
+        """Let somebody else's hooks keep the sources, each once.
+
+        Args:
+            sources: by index.
+
+        Returns:
+            What nodes saved of a source's memory, with the source's index: it is read off the source, and not kept twice.
+        """
+        assert self.outer_hooks is not None
+        homes: dict[int, int] = {}
+        for at, tensor in sources.items():
+            self._handed[at] = HandedOverSource(self.outer_hooks, tensor.detach())
+            if fills_its_storage(tensor) and not (tensor.is_conj() or tensor.is_neg()):
+                homes.setdefault(storage_id(tensor), at)
+        found = []
+        for packed in self._packed:
+            saved = packed.tensor
+            where = None if saved is None else homes.get(storage_id(saved))
+            if saved is None or where is None or saved.is_conj() or saved.is_neg():
+                continue
+            if saved.dtype == sources[where].dtype and saved._version == self._versions[where]:
+                found.append((packed, where))
+        return found
 
     def _keep_odd_views(self) -> None:
         """Keep memory that a node reads as another type than it was made as, or conjugated: a view would give other numbers."""
@@ -351,6 +409,9 @@ class ElementwiseRecompute(TorchFunctionMode):
         """
         values: dict[int, Tensor] = {}
         for at in self._sources:
+            if (handed := self._handed.get(at)) is not None:
+                values[at] = handed.take()
+                continue
             tensor = self._tensors[at]
             assert tensor is not None
             if tensor._version != self._versions[at]:

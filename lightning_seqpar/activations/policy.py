@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_seqpar.distributed.autograd import saved_tensor_hooks
+from lightning_seqpar.distributed.autograd import is_of_checkpoint, is_offloading, saved_tensor_hooks
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,60 @@ class SavePolicy:
         return whole_bytes > self.overlap_from or self.regather != "auto"
 
 
-def keeper() -> Any:
-    """The saved-tensor hook that is active, as a weak reference; None if there is none, or one that changes nothing.
+def hooks_in_force() -> tuple[Any, Any] | None:
+    """The pair of saved-tensor hooks that decides what is kept: the innermost, or the one that it stands in for."""
+    hooks = saved_tensor_hooks()
+    while hooks is not None and (outer := getattr(_owner(hooks), "outer_hooks", None)) is not None:
+        hooks = outer
+    return hooks
 
-    Two calls compare equal if they ran under the same hook. Activation checkpointing installs one, and runs the forward again
-    in the backward from the checkpoint's inputs, which then have no history. So what is saved in place of a tensor must not
-    depend on operations before the checkpoint began: whoever replaces a tensor compares the keepers.
+
+@dataclass(frozen=True)
+class Keeper:
+    """Saved-tensor hooks that may do more with a tensor than keep it; equal to that of the same hooks.
+
+    Attributes:
+        pack: the hook, as a weak reference where that is possible: it may hold what a checkpoint runs again.
+        is_checkpoint: whether it is an activation checkpoint's.
     """
-    top = saved_tensor_hooks()
-    if top is None or getattr(getattr(top[0], "__self__", None), "is_transparent", False):
+
+    pack: Any
+    is_checkpoint: bool
+
+
+def keeper() -> Keeper | None:
+    """Whose saved-tensor hooks are active; None if there are none, or such as are known to give back what they got.
+
+    Activation checkpointing installs hooks, and runs the forward again in the backward from the checkpoint's inputs, which then
+    have no history. So what is saved in place of a tensor must not depend on operations before the checkpoint began: whoever
+    replaces a tensor compares the keepers (:func:`is_same_keeper`).
+    """
+    hooks = hooks_in_force()
+    if hooks is None or getattr(_owner(hooks), "is_transparent", False) or is_offloading(hooks):
         return None
-    if inspect.ismethod(top[0]):
-        return weakref.WeakMethod(top[0])
-    return weakref.ref(top[0]) if inspect.isfunction(top[0]) else top[0]
+    pack = hooks[0]
+    held = (
+        weakref.WeakMethod(pack) if inspect.ismethod(pack) else weakref.ref(pack) if inspect.isfunction(pack) else pack
+    )
+    return Keeper(held, is_of_checkpoint(hooks))
+
+
+def is_same_keeper(then: Keeper | None) -> bool:
+    """Whether the hooks of a keeper are still those that decide, so that less may be saved in place of a tensor made then.
+
+    Warns where hooks came or went that need not be a checkpoint's, but might be, and more is kept for that reason.
+    """
+    now = keeper()
+    if then != now and not any(one is not None and one.is_checkpoint for one in (then, now)):
+        warnings.warn(
+            "saved-tensor hooks that are not torch's own begin or end between a norm (or a gather) and a column-parallel linear "
+            "that reads it. They might run the forward again as an activation checkpoint does, so the linear keeps its own input "
+            "rather than the norm's; begin them around the whole block to keep less",
+            stacklevel=2,
+        )
+    return then == now
+
+
+def _owner(hooks: tuple[Any, Any]) -> Any:
+    """The object whose method a pack hook is; None if it is no method."""
+    return getattr(hooks[0], "__self__", None)

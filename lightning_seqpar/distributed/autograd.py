@@ -168,6 +168,27 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     return hooks
 
 
+def saved_tensor_hooks_allowed() -> bool:
+    """Whether hooks on saved tensors may be added now; in ``torch.func``'s transforms they may not."""
+    allowed: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return allowed
+
+
+def is_of_checkpoint(hooks: tuple[Any, Any] | None) -> bool:
+    """Whether a pair of hooks on saved tensors is an activation checkpoint's: that of its forward, or of its recomputation.
+
+    They count what is saved, and compare: nothing may be left out that the other run saves.
+    """
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def is_offloading(hooks: tuple[Any, Any] | None) -> bool:
+    """Whether a pair of hooks on saved tensors is that of ``save_on_cpu``, which gives back the tensors that it got."""
+    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.autograd.graph":
+        return False
+    return str(getattr(hooks[0], "__qualname__", "")).startswith("save_on_cpu.")
+
+
 def push_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
     """Add an innermost pair of hooks on saved tensors, until :func:`pop_saved_tensor_hooks`.
 

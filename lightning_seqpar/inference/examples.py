@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.rng import kept_streams
+from lightning_seqpar.inference.reduction import IDS, WHOLE, Reduction, Repeats
 from lightning_seqpar.inference.trainer_view import NoExampleError, answer_harmlessly
 
 
@@ -38,6 +39,7 @@ class Example:
         kwargs: named arguments.
         draws: whether the method needs random draws to be random.
         path: name of the submodule that takes it; empty for the model itself.
+        reduction: how a copy that takes it is smaller than the model.
     """
 
     source: str
@@ -46,6 +48,40 @@ class Example:
     kwargs: Mapping[str, Any]
     draws: bool = False
     path: str = ""
+    reduction: Reduction = WHOLE
+
+    @property
+    def length(self) -> int | None:
+        """How long its sequences of tokens are; None if it has no tokens ``[b, s]``."""
+        for tensor in tensors_in((self.args, dict(self.kwargs))):
+            if tensor.ndim > 1 and tensor.dtype in IDS:
+                return tensor.shape[1]
+        return None
+
+    @property
+    def longest(self) -> int:
+        """The largest dim of its tensors behind the first; 0 without tensors."""
+        return max(
+            (size for tensor in tensors_in((self.args, dict(self.kwargs))) for size in tensor.shape[1:]), default=0
+        )
+
+    def repeats(self, copied: nn.Module) -> Repeats:
+        """A context in which equal blocks of a copy are computed twice, if it is a reduced one."""
+        return Repeats(copied if self.reduction.skips_repeats else None)
+
+    def reduced(self, reduction: Reduction) -> Example:
+        """The part of it that a smaller copy is run on."""
+        if reduction == WHOLE:
+            return self
+        tensors = [tensor for tensor in tensors_in((self.args, dict(self.kwargs))) if tensor.ndim]
+        counts = {tensor.shape[0] for tensor in tensors}
+        samples = reduction.samples if len(counts) == 1 and any(tensor.ndim > 1 for tensor in tensors) else None
+
+        def part(tensor: Tensor) -> Tensor:
+            return reduction.of_tensor(tensor if samples is None or not tensor.ndim else tensor[:samples])
+
+        args, kwargs = map_tensors(part, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs, reduction=reduction)
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> Example:
         """The same input on a device, floating-point tensors in ``dtype``; None keeps their types."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +22,8 @@ from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.gather_points import read_blocks
 from lightning_seqpar.inference.isolated_block import Block
-from lightning_seqpar.inference.model_copy import (
-    Quiet,
-    default_dtype,
-    detached_copy,
-    is_large,
-    repeats_skipped,
-    without_checkpoints,
-)
+from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, without_checkpoints
+from lightning_seqpar.inference.reduction import Reduction, is_large, owner_of
 from lightning_seqpar.inference.stacks import activation, find_exit, find_stacks
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.adapters import without_adapters
@@ -81,12 +74,12 @@ def infer_plan(
     if not isinstance(example, Example):
         kwargs = dict(example) if isinstance(example, Mapping) else {}
         args = () if kwargs else example if isinstance(example, tuple) else (example,)
-        example = Example("the example", "forward", args, kwargs)
+        example = Example("the example", "forward", args, kwargs, reduction=Reduction(skips_repeats=is_large(model)))
     cpu = torch.device("cpu")
     if dtype is torch.float64 and is_large(model):
         dtype = torch.float32
     with kept_streams(cpu), default_dtype(dtype):
-        copied = without_checkpoints(without_adapters(detached_copy(model, cpu, dtype)))
+        copied = without_checkpoints(without_adapters(detached_copy(model, cpu, dtype, example.reduction)))
         prepare(copied)
         try:
             return _infer(copied, example.to(cpu, dtype), tp, own, sums=sums)
@@ -103,7 +96,7 @@ def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None
     """:func:`infer_plan` on the copy itself."""
     trace = ForwardTrace(model)
     user_rules = _UserRules(model, own)
-    with repeats_skipped(model) if is_large(model) else nullcontext(), trace.watch(), Quiet(draws=example.draws):
+    with example.repeats(model), trace.watch(), Quiet(draws=example.draws):
         seed_streams()
         example.run(model)
     if not trace.calls:
@@ -118,7 +111,7 @@ def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None
         )
     rules: list[dict[str, Any]] = []
     reasons: list[str] = []
-    owners = [_owner(model, calls[0].name) for calls in stacks]
+    owners = [owner_of(model, calls[0].name) for calls in stacks]
     for calls, owner in zip(stacks, owners, strict=True):
         more_rules, more_reasons = _plan_stack(
             trace, model, calls, tp, user_rules, alone=owners.count(owner) == 1, sums=sums
@@ -154,14 +147,6 @@ class _UserRules:
         """Whether the rules decide these modules: one of them is computed whole, or all have a rule of their own."""
         whole = any(inside(name, one) for name in names for one in self._wholes)
         return whole or all(name in self._linears for name in names)
-
-
-def _owner(model: nn.Module, block: str) -> str:
-    """Name of the module that runs a block: the first module around it that is no list."""
-    owner = block.rpartition(".")[0]
-    while owner and isinstance(model.get_submodule(owner), nn.ModuleList | nn.Sequential | nn.ModuleDict):
-        owner = owner.rpartition(".")[0]
-    return owner
 
 
 def _plan_stack(
@@ -257,7 +242,7 @@ def _exit_rules(
         blocks: the pattern of the blocks.
         alone: whether no other stack has the same owner.
     """
-    owner = _owner(model, names[0])
+    owner = owner_of(model, names[0])
     if type(model.get_submodule(owner)) is nn.TransformerEncoder:
         return [{"pattern": owner, "style": "replace"}, {"pattern": owner, "style": "exit"}]
     exit_at = find_exit(trace, names)

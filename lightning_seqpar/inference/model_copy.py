@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +13,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LARGE = 30_000_000
-"""Number of parameters above which equal blocks of a copy share one block's weights."""
+from lightning_seqpar.inference.reduction import (
+    WHOLE,
+    Reduction,
+    cut_vocabularies,
+    share_equal_blocks,
+    tell_vocabularies,
+)
 
 
 class Quiet(TorchDispatchMode):
@@ -60,61 +64,24 @@ class Quiet(TorchDispatchMode):
 # ---- copies ----------------------------------------------------------------------------------------------------
 
 
-def kind_of(module: nn.Module) -> Any:
-    """A key that is equal for blocks of a stack that are alike: classes, shapes and settings, but not a block's own index."""
-
-    def settings(part: nn.Module) -> tuple[Any, ...]:
-        return tuple(
-            (key, value)
-            for key, value in sorted(vars(part).items())
-            if isinstance(value, bool | int | float | str) and not _INDEX.search(key)
-        )
-
-    return tuple(
-        (name, type(part), settings(part), tuple((n, tuple(p.shape)) for n, p in part.named_parameters(recurse=False)))
-        for name, part in module.named_modules()
-    )
-
-
-_INDEX = re.compile(r"(idx|index|layer_id|layer_number|depth)$", re.IGNORECASE)
-"""Names of attributes that hold a block's own index in its stack."""
-
-
-def _share_equal_blocks(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Write into ``memo`` that equal blocks of a stack are copied as one module, so that they need the memory of one.
-
-    Args:
-        model: the model that will be copied.
-        memo: for ``copy.deepcopy``.
-    """
-    for stack in model.modules():
-        if not isinstance(stack, nn.ModuleList | nn.Sequential) or len(stack) < 3:
-            continue
-        first: dict[Any, Any] = {}
-        for block in stack:
-            if id(block) in memo or not any(True for _ in block.children()):
-                continue
-            kind = kind_of(block)
-            if kind not in first:
-                first[kind] = copy.deepcopy(block, memo)
-            memo[id(block)] = first[kind]
-
-
-def is_large(model: nn.Module) -> bool:
-    """Whether a copy of the model shares its equal blocks' weights."""
-    return sum(parameter.numel() for parameter in model.parameters()) > LARGE
-
-
-def detached_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | None = torch.float64) -> nn.Module:
+def detached_copy(
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype | None = torch.float64,
+    reduction: Reduction = WHOLE,
+    rules: Mapping[str, str] | None = None,
+) -> nn.Module:
     """A copy of ``model`` that no trainer knows, with weights at which no wrong gradient stays hidden.
 
     Weights are those of the model with seeded noise added (zeros, ones and tiny scales would hide wrong gradients), or
-    noise alone for a model on the meta device. Equal blocks of a large model share their weights.
+    noise alone for a model on the meta device.
 
     Args:
         model: the model, on any device.
         device: of the copy.
         dtype: of the copy; None keeps the model's own types.
+        reduction: how the copy is smaller than the model.
+        rules: what a plan says of modules and parameters, by name; only blocks of which it says the same share one module.
     """
     memo: dict[int, Any] = {}
     for attribute in ("_trainer", "_fabric"):
@@ -124,10 +91,14 @@ def detached_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | N
                 memo[id(trainer)] = None
     for module in model.modules():  # metrics hold the process group that they sync over, which can't be copied
         memo |= {id(value): value for value in module.__dict__.values() if isinstance(value, ProcessGroup)}
-    if is_large(model):
-        _share_equal_blocks(model, memo)
+    if reduction.vocabularies:
+        cut_vocabularies(model, reduction.vocabularies, memo)
+    if reduction.skips_repeats:
+        share_equal_blocks(model, rules or {}, memo)
     copied = copy.deepcopy(model, memo)
-    if is_large(model):
+    if reduction.vocabularies:
+        tell_vocabularies(copied, model, reduction)
+    if reduction.skips_repeats:
         _without_caches(copied)
     _without_meta(copied, device)
     copied = copied.to(device)
@@ -139,6 +110,13 @@ def detached_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | N
         if not module.training and name:
             copied.get_submodule(name).train(False)  # a frozen tower in evaluation mode stays so
     return copied
+
+
+def release(copied: nn.Module) -> None:
+    """Free the memory of a copy's parameters and gradients now; the modules are in cycles, which are collected later."""
+    for parameter in copied.parameters():
+        parameter.grad = None
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 def _without_caches(model: nn.Module) -> None:
@@ -183,40 +161,6 @@ def _move_weights(model: nn.Module) -> None:
             if parameter.ndim == 1 and float(parameter.detach().abs().max()) < 0.05:
                 noise += 0.5  # a layer scale near zero would hide its branch
             parameter.add_(noise.to(device=parameter.device, dtype=parameter.dtype))
-
-
-@contextmanager
-def repeats_skipped(model: nn.Module) -> Iterator[None]:
-    """While open, a module of a large model's copy that stands for more than two blocks is computed at its first two calls.
-
-    Later calls return the second output again, which is all that a record of the data flow needs.
-    """
-    names: dict[int, int] = {}
-    for _, module in model.named_modules(remove_duplicate=False):
-        names[id(module)] = names.get(id(module), 0) + 1
-    patched = []
-    for module in model.modules():
-        if names[id(module)] > 2 and any(True for _ in module.children()):
-            module.forward = _Repeat(module.forward)
-            patched.append(module)
-    try:
-        yield
-    finally:
-        for module in patched:
-            del module.forward
-
-
-class _Repeat:
-    """A forward that is computed at its first two calls, and returns the second output at later ones."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward, self._calls, self._last = forward, 0, None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls += 1
-        if self._calls <= 2:
-            self._last = self._forward(*args, **kwargs)
-        return self._last
 
 
 @contextmanager

@@ -280,6 +280,17 @@ def _scaled(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dic
     return logits.with_local(func(logits.local, *args, **kwargs))
 
 
+def _added(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sum or difference of logits over the same vocabulary (a head and its adapter), or with a plain number."""
+    (other, *rest) = args or (kwargs.get("other"),)
+    if not isinstance(other, ShardedLogits):
+        return _scaled(func, logits, args, kwargs)
+    alike = (other.shape, other._shard, other._group) == (logits.shape, logits._shard, logits._group)
+    if not alike or rest or kwargs.keys() - {"alpha", "other"}:
+        return None
+    return logits.with_local(func(logits.local, other.local, **{k: v for k, v in kwargs.items() if k != "other"}))
+
+
 def _reshape(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A reshape, if its last dim stays the vocabulary."""
     shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
@@ -342,8 +353,10 @@ _SCALINGS = (
     Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, Tensor.tanh, torch.mul, torch.div, torch.tanh,
     Tensor.__neg__, Tensor.neg,
 )  # fmt: skip
+_SUMS = (Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.sub, Tensor.__sub__, torch.add, torch.sub)
 _KEEPING: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_SCALINGS, _scaled),
+    **dict.fromkeys(_SUMS, _added),
     **dict.fromkeys(_CASTS, _cast),
     **dict.fromkeys(_COPIES, _same),
     **dict.fromkeys(

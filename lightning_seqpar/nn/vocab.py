@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dis
+import itertools
+import types
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
@@ -14,6 +19,99 @@ from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import shrink
 from lightning_seqpar.nn.logits_storage import can_read_values
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
+
+
+class _ReadPart(torch.autograd.Function):
+    """A rank's part of a weight or bias, as its own layer reads it: the tensor itself, forward and backward.
+
+    Its node in the graph tells the layer from other code that reads the parameter, which would take the part for the whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        return part.view_as(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+READERS = (_ReadPart,)
+"""Autograd functions through which these layers read their parameters."""
+
+
+def _read(part: Tensor) -> Tensor:
+    read: Tensor = _ReadPart.apply(part)  # type: ignore[no-untyped-call]
+    return read
+
+
+def unfit_forward(module: nn.Module, base: type[nn.Module]) -> str | None:
+    """Why the forward of a user's subclass of ``base`` can't be kept around a parallel layer; None if it can.
+
+    A forward that leaves the product, or the lookup, to ``super().forward`` works as it is: a scale on an embedding's output.
+    One that computes with the weight itself would see this rank's part.
+
+    Args:
+        module: of the class ``base`` or a subclass.
+        base: ``nn.Embedding`` or ``nn.Linear``.
+    """
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    kind = type(module)
+    for own in kind.__mro__[: kind.__mro__.index(base)]:
+        if "__call__" in vars(own):
+            return f"{own.__name__} has a __call__ of its own"
+        forward = vars(own).get("forward")
+        if forward is not None and not (isinstance(forward, types.FunctionType) and _leaves_it_to_super(forward)):
+            return f"the forward of {own.__name__} computes with the weight itself, rather than by super().forward"
+    return None
+
+
+def _leaves_it_to_super(forward: types.FunctionType) -> bool:
+    """Whether a method calls ``super().forward``, and asks its weight and bias for nothing but their type and device."""
+    steps = list(dis.get_instructions(forward))
+    names = {step.argval for step in steps if isinstance(step.argval, str)}
+    reads = [
+        after.argval
+        for step, after in itertools.pairwise(steps)
+        if step.opname.startswith("LOAD") and step.argval in ("weight", "bias", "_parameters", "parameters")
+    ]
+    return {"super", "forward"} <= names and all(name in ("dtype", "device") for name in reads)
+
+
+def _parallel_class(parallel: Any, own: Any, base: Any) -> Any:
+    """The class that a module of the user's becomes: ``parallel``, behind the user's own forward where there is one."""
+    if own is base or own.__module__.startswith("torch.nn."):
+        return parallel
+    body = {"__doc__": own.__doc__, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    return type(own.__name__, (own, parallel), body)
+
+
+@dataclass(frozen=True)
+class VocabPart:
+    """Which part of a vocabulary a layer on this rank has; copies of the layer have the same.
+
+    Attributes:
+        shard: how the vocabulary is split.
+        group: the tensor-parallel group.
+        rank: this rank in it.
+        loss_chunk: of a head: tokens of which a loss makes the logits at a time; None to make them all where it is called.
+    """
+
+    shard: Shard
+    group: ProcessGroup
+    rank: int
+    loss_chunk: int | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> VocabPart:
+        """Itself: process groups are not copied."""
+        return self
+
+    @property
+    def shown(self) -> str:
+        """For a layer's text: which rank of how many this is."""
+        return f"rank {self.rank} of tp={self.group.size()}"
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -32,47 +130,38 @@ class VocabParallelEmbedding(nn.Embedding):
     ids in its weight's gradient. Ids and masks are saved, and no activation.
     """
 
-    shard: Shard
-    group: ProcessGroup
-    rank: int
+    _vocab_part: VocabPart
 
     @classmethod
-    def adopt(cls, embedding: nn.Embedding, shard: Shard, group: ProcessGroup, rank: int, *, cut: bool) -> None:
-        """Turn ``embedding`` into this class in place.
+    def adopt(cls, embedding: nn.Embedding, part: VocabPart, *, cut: bool) -> None:
+        """Turn ``embedding`` into this class in place; a subclass with a forward of its own keeps it, around this one.
 
         Args:
             embedding: the user's module.
-            shard: how the vocabulary is split.
-            group: the tensor-parallel group.
-            rank: this rank in it.
+            part: which part of the vocabulary this rank has.
             cut: whether to cut the weight; False if a module that it is tied to did so.
         """
-        embedding.__class__ = cls
+        embedding.__class__ = _parallel_class(cls, type(embedding), nn.Embedding)
         layer: Any = embedding
-        layer.shard, layer.group, layer.rank = shard, group, rank
+        layer._vocab_part = part
         if cut:
-            shrink(layer.weight, shard, rank)
+            shrink(layer.weight, part.shard, part.rank)
 
     @staticmethod
-    def check(embedding: nn.Embedding, name: str) -> None:
-        """Refuse options that have no form over a part of the vocabulary.
-
-        Raises:
-            ValueError: naming the module and the option.
-        """
+    def unfit(embedding: nn.Embedding) -> str | None:
+        """Why it has no form over a part of the vocabulary: an option, or a forward of its own; None if it has."""
         for option, wrong in (
             ("max_norm", embedding.max_norm is not None),
             ("scale_grad_by_freq", embedding.scale_grad_by_freq),
             ("sparse", embedding.sparse),
         ):
             if wrong:
-                raise ValueError(
-                    f"{name}: an nn.Embedding with {option} can't be sharded by vocabulary; leave it whole"
-                )
+                return f"an nn.Embedding with {option} can't be sharded by vocabulary"
+        return unfit_forward(embedding, nn.Embedding)
 
     def extra_repr(self) -> str:
         """The whole shape, and which rank of how many this is."""
-        return f"{super().extra_repr()}, rank {self.rank} of tp={self.group.size()}"
+        return f"{super().extra_repr()}, {self._vocab_part.shown}"
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids ``[b, s]`` → ``[b, s, h]``; collective over tp.
@@ -80,22 +169,23 @@ class VocabParallelEmbedding(nn.Embedding):
         Raises:
             IndexError: for an id outside the vocabulary (on the CPU; as in torch, a device assertion elsewhere).
         """
-        inside = (ids >= 0) & (ids < self.shard.length)
+        shard, group, rank = self._vocab_part.shard, self._vocab_part.group, self._vocab_part.rank
+        inside = (ids >= 0) & (ids < shard.length)
         if not can_read_values(inside):
             torch._assert_async(inside.all(), "a token id lies outside the vocabulary")
         elif not bool(inside.all()):
             raise IndexError(
-                f"token id {int(ids[~inside][0])} is out of range: the embedding has {self.shard.length} rows; resize it to "
+                f"token id {int(ids[~inside][0])} is out of range: the embedding has {shard.length} rows; resize it to "
                 "the tokenizer before training, or mask the id"
             )
-        ((start, stop),) = self.shard.ranges[self.rank]
+        ((start, stop),) = shard.ranges[rank]
         mine = (ids >= start) & (ids < stop)
         local = (ids - start).masked_fill(~mine, 0)
-        out = F.embedding(local, self.weight) * mine.unsqueeze(-1)
+        out = F.embedding(local, _read(self.weight)) * mine.unsqueeze(-1)
         if self.padding_idx is not None:  # the padding's row gets no gradient
             pads = ids == self.padding_idx
             out = out.detach() * pads.unsqueeze(-1) + out * ~pads.unsqueeze(-1)
-        return reduce_from_tensor_parallel_region(out, self.group)
+        return reduce_from_tensor_parallel_region(out, group)
 
 
 class VocabParallelHead(nn.Linear):
@@ -112,52 +202,39 @@ class VocabParallelHead(nn.Linear):
     Forward: ``y = x Wᵀ + b`` for this rank's rows of ``W``. Backward: ``dx = Σ_tp dy W`` by an all-reduce (the input is
     copied to the ranks, f in arXiv 1909.08053), ``dW = dyᵀ x`` and ``db = Σ dy``.
 
-    With :attr:`loss_chunk` the output is not computed before somebody reads it; a cross entropy computes it for that many tokens
-    at a time.
+    With :attr:`VocabPart.loss_chunk` the output is not computed before somebody reads it; a cross entropy computes it for that many
+    tokens at a time.
     """
 
-    shard: Shard
-    group: ProcessGroup
-    rank: int
-    loss_chunk: int | None
+    _vocab_part: VocabPart
 
     @classmethod
-    def adopt(
-        cls,
-        head: nn.Linear,
-        shard: Shard,
-        group: ProcessGroup,
-        rank: int,
-        *,
-        cut: bool,
-        loss_chunk: int | None = None,
-    ) -> None:
-        """Turn ``head`` into this class in place.
+    def adopt(cls, head: nn.Linear, part: VocabPart, *, cut: bool) -> None:
+        """Turn ``head`` into this class in place; a subclass with a forward of its own keeps it, around this one.
 
         Args:
             head: the user's module.
-            shard: how the vocabulary is split.
-            group: the tensor-parallel group.
-            rank: this rank in it.
+            part: which part of the vocabulary this rank has.
             cut: whether to cut the weight; False if a module that it is tied to did so.
-            loss_chunk: tokens of which a loss makes the logits at a time; None to make them all here.
         """
-        head.__class__ = cls
+        head.__class__ = _parallel_class(cls, type(head), nn.Linear)
         layer: Any = head
-        layer.shard, layer.group, layer.rank, layer.loss_chunk = shard, group, rank, loss_chunk
+        layer._vocab_part = part
         if cut:
-            shrink(layer.weight, shard, rank)
-        if layer.bias is not None:
-            shrink(layer.bias, shard, rank)
+            shrink(layer.weight, part.shard, part.rank)
+        if layer.bias is not None and layer.bias.shape[0] == part.shard.length:  # one that two heads share is cut once
+            shrink(layer.bias, part.shard, part.rank)
 
     def extra_repr(self) -> str:
         """The whole shape, and which rank of how many this is."""
-        return f"{super().extra_repr()}, rank {self.rank} of tp={self.group.size()}"
+        return f"{super().extra_repr()}, {self._vocab_part.shown}"
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h]`` → :class:`ShardedLogits` of the shape ``[..., v]``."""
-        x = copy_to_tensor_parallel_region(x, self.group)
-        where = (self.shard, self.group, self.rank)
-        if self.loss_chunk is not None:
-            return ShardedLogits.product(x, self.weight, self.bias, self.loss_chunk, *where)
-        return ShardedLogits.wrap(F.linear(x, self.weight, self.bias), *where)
+        part = self._vocab_part
+        x = copy_to_tensor_parallel_region(x, part.group)
+        weight, bias = _read(self.weight), None if self.bias is None else _read(self.bias)
+        where = (part.shard, part.group, part.rank)
+        if part.loss_chunk is not None:
+            return ShardedLogits.product(x, weight, bias, part.loss_chunk, *where)
+        return ShardedLogits.wrap(F.linear(x, weight, bias), *where)

@@ -109,7 +109,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         level = (hard + soft * ctx.heavy if smoothing else hard) / total
         out = rows.collect(ctx.needs_input_grad)
         for some in rows.chunks if stop > start else ():
-            z = rows.logits(some).sub_(top[some].unsqueeze(-1)).exp_().mul_(level[some].unsqueeze(-1))
+            z = rows.shifted(rows.logits(some), top[some], out.room(some)).exp_().mul_(level[some].unsqueeze(-1))
             z.scatter_add_(-1, at[some].unsqueeze(-1), -(hard * mine)[some].unsqueeze(-1))
             if smoothing:
                 z -= soft[some].unsqueeze(-1) * (1.0 if weights is None else weights[start:stop])
@@ -155,14 +155,25 @@ class _LogitChunks:
         return tensor.to(self._compute)
 
     def logits(self, some: slice) -> Tensor:
-        """The logits of a chunk without padding, ``[c, count]``, in memory of their own."""
+        """The logits of a chunk without padding, ``[c, count]``: made of the head's input, or as they are."""
         if self._head is None:
-            own = self._x[some, : self.count]
-            return own.to(self.wide, copy=True)
+            return self._x[some, : self.count]
         with torch.autocast(self._x.device.type, enabled=False):
             bias = None if self._bias is None else self._cast(self._bias[: self.count])
             made = F.linear(self._cast(self._x[some]), self._cast(self._head[: self.count]), bias)
             return made.to(self.wide)
+
+    def shifted(self, z: Tensor, by: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits of a chunk less a number for each token, in the wider type and in memory that may be written to.
+
+        Args:
+            z: what :meth:`logits` returned, ``[c, count]``; logits that were made are overwritten.
+            by: ``[c]``, in the wider type.
+            out: where to put the result of logits that were not made; None for memory of its own.
+        """
+        if self._head is None:
+            return torch.sub(z, by.unsqueeze(-1), out=out)
+        return z.sub_(by.unsqueeze(-1))
 
     def statistics(self, at: Tensor, mine: Tensor, weights: Tensor | None, smoothing: float) -> Tensor:
         """What the loss must know of this rank's logits ``z``, ``[3, n]``, or ``[4, n]`` with smoothing.
@@ -180,9 +191,9 @@ class _LogitChunks:
         out[0].fill_(float("-inf"))
         for some in self.chunks if self.count else ():
             z = self.logits(some)
-            largest = z.amax(-1)
+            largest = z.amax(-1).to(self.wide)
             shift = largest.masked_fill(largest == float("-inf"), 0.0)  # where all of this rank's logits are masked out
-            z = z.sub_(shift.unsqueeze(-1))
+            z = self.shifted(z, shift)
             out[0, some] = largest
             out[2, some] = z.gather(-1, at[some].unsqueeze(-1)).squeeze(-1).masked_fill(~mine[some], 0.0)
             if smoothing:
@@ -201,19 +212,28 @@ class _ChunkGrads:
     def __init__(self, rows: _LogitChunks, needs: tuple[bool, ...]) -> None:
         self._rows = rows
         x, head, bias = rows._x, rows._head, rows._bias
-        self.grads: list[Tensor | None] = [torch.zeros_like(x) if needs[0] else None, None, None]
+        of_x = torch.empty_like(x) if needs[0] else None  # every chunk writes its rows
+        if of_x is not None and (head is None or not rows.count):
+            of_x[:, rows.count :] = 0  # padding, or all where this rank has no column
+        self._in_place = head is None and of_x is not None and of_x.dtype == rows.wide
+        self.grads: list[Tensor | None] = [of_x, None, None]
         # They are sums over chunks, so they are kept in float32 at least.
         if head is not None and needs[1]:
             self.grads[1] = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32))
         if bias is not None and needs[2]:
             self.grads[2] = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
 
+    def room(self, some: slice) -> Tensor | None:
+        """Where the gradient of a chunk's logits, ``[c, count]``, can be made; None if it has another type than they."""
+        of_x = self.grads[0]
+        return of_x[some, : self._rows.count] if self._in_place and of_x is not None else None
+
     def add(self, some: slice, z: Tensor) -> None:
-        """Take the gradient ``dz`` of a chunk's logits, ``[c, count]``, into account."""
+        """Take the gradient ``dz`` of a chunk's logits, ``[c, count]``, into account; it may lie in :meth:`room` already."""
         rows, (of_x, of_head, of_bias) = self._rows, self.grads
         if rows._head is None:
-            if of_x is not None:
-                of_x[some, : rows.count] = z.to(of_x.dtype)
+            if of_x is not None and not self._in_place:
+                of_x[some, : rows.count] = z
             return
         with torch.autocast(z.device.type, enabled=False):
             d = rows._cast(z)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -51,6 +52,7 @@ class ResolvedPlan(PlannedModel):
     ) -> None:
         matches = [match for plan in plans for match in plan.match(model)]
         super().__init__(model, matches, list(STYLES), size, sp, loss_chunk)
+        self._aliases = self._other_names_of_vocabularies()
         self._check_tensors()
         for match in self.decided:
             match.rule.check(match.name, self)
@@ -84,8 +86,8 @@ class ResolvedPlan(PlannedModel):
         if self.loss_chunk is not None and not heads:
             raise ValueError(
                 f"loss_chunk={self.loss_chunk}: no head of this plan is sharded by vocabulary, so its logits are made whole; "
-                "add a rule {pattern: HEAD, style: vocab} with the head's name (and its embedding's, if they are tied), or "
-                "leave loss_chunk out"
+                "set vocab=True, which shards the heads that are found, or add a rule {pattern: HEAD, style: vocab} with the "
+                "head's name (and its embedding's, if they are tied), or leave loss_chunk out"
             )
 
     def _check_pointwise(self) -> None:
@@ -111,9 +113,9 @@ class ResolvedPlan(PlannedModel):
         vocabs = self.named("vocab")
         for tied in names.values():
             facts = {self._fact(name) for name in tied}
-            if len(facts) == 1 and all(name.rpartition(".")[0] in vocabs for name in tied):
+            left = [name for name in tied if name.rpartition(".")[0] not in vocabs and name not in self._aliases]
+            if len(facts) == 1 and not left:
                 continue
-            left = [name for name in tied if name.rpartition(".")[0] not in vocabs]
             if left and len(left) < len(tied):
                 raise ValueError(
                     f"{' and '.join(tied)} are one tied parameter, of which 'vocab' names a part only; name {', '.join(left)} too "
@@ -127,6 +129,17 @@ class ResolvedPlan(PlannedModel):
 
     # ---- layouts -----------------------------------------------------------------------------------------------
 
+    def _other_names_of_vocabularies(self) -> dict[str, str]:
+        """Names of sharded heads' biases in modules around the heads, and in the heads: BERT keeps its decoder's bias twice."""
+        vocabs = self.named("vocab")
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        held = {id(p): name for name, p in parameters.items() if name.rpartition(".")[0] in vocabs and p.ndim == 1}
+        return {
+            name: held[id(p)]
+            for name, p in parameters.items()
+            if id(p) in held and name.rpartition(".")[0] not in vocabs and inside(held[id(p)], name.rpartition(".")[0])
+        }
+
     def _fact(self, parameter: str) -> tuple[Shard | None, bool]:
         layout, _ = self.layout_of(parameter)
         return layout.shard, layout.is_partial
@@ -137,6 +150,8 @@ class ResolvedPlan(PlannedModel):
         A style that names the parameter or a module around it may decide; else the parameter is whole, and what it sees
         tells whether its gradient is partial.
         """
+        if (held := self._aliases.get(parameter)) is not None:
+            return replace(self.layout_of(held)[0], name=parameter), False
         for name in _around(parameter):
             for match in self.at(name):
                 layout = match.rule.layout(parameter, name, self)

@@ -47,6 +47,14 @@ _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 """Hooks between the backward and the update, in which a user's code may change gradients."""
 
 
+def _with_whole_extras(out: Any) -> Any:
+    """What a training step returns beside its loss, with sharded logits made whole: callbacks may read them on one rank alone."""
+    if not isinstance(out, dict) or not any(isinstance(x, ShardedLogits) for x in tensors_in(out)):
+        return out
+    with torch.no_grad():  # Lightning detaches them
+        return {key: value if key == "loss" else map_tensors(whole_logits, value) for key, value in out.items()}
+
+
 class SteppingStrategy(TopologyStrategy):
     """The part of the strategy that runs steps and updates, in every loop; a subclass sets up the model.
 
@@ -113,6 +121,7 @@ class SteppingStrategy(TopologyStrategy):
         record.check_closed(out)
         if loop == "training":
             schedule.note_draws(record.drawn(), watched=watched)
+            out = _with_whole_extras(out)
         else:
             if any(isinstance(tensor, ShardedLogits) for tensor in tensors_in(out)):
                 out = map_tensors(whole_logits, out)  # gathered here, since it may next be read on one rank alone

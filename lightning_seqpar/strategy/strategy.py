@@ -81,8 +81,10 @@ class SeqParallelStrategy(SavingStrategy):
         recompute: Activation recompute by the strategy. Not run yet; checkpointing inside your model works.
         regather: Gather a column linear's input again in the backward, and make norms and activations again, instead of
             keeping them. ``auto``: where the whole activation has more than 2 MiB; smaller ones are kept.
-        loss_chunk: Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary (a
-            ``vocab`` rule); the backward makes them once more. None makes all at once.
+        vocab: Shard embeddings and heads over a vocabulary, and the loss on their logits, over the tensor-parallel ranks, wherever
+            they are found and a plan that you write whole does not say otherwise.
+        loss_chunk: Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary; the
+            backward makes them once more. None makes all at once.
         compile: Compile the model. Not run yet.
         self_check: Prove the plan before training: a copy of the model whole against sharded, losses and gradients.
         check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ...
@@ -126,6 +128,7 @@ class SeqParallelStrategy(SavingStrategy):
         fsdp: dict[str, Any] | None = None,
         recompute: Literal["none", "selective", "full"] = "none",
         regather: Literal["auto"] | bool = "auto",
+        vocab: bool = True,
         loss_chunk: int | None = None,
         compile: bool = False,
         self_check: bool = True,
@@ -224,7 +227,7 @@ class SeqParallelStrategy(SavingStrategy):
         tp = self.groups.size("tp")
         earlier = record_of(module)
         config = self.config
-        made_by = (self.groups.topology, config.sp, config.plan, config.regather, config.loss_chunk)
+        made_by = (self.groups.topology, config.sp, config.plan, config.regather, config.vocab, config.loss_chunk)
         if earlier is not None:
             if earlier.made_by == made_by:
                 return earlier
@@ -244,7 +247,8 @@ class SeqParallelStrategy(SavingStrategy):
         )
         record.made_by = made_by
         self._log_summary([_describe_plan(record, plans), *proved.lines])
-        if seen := [name for name in hooked if record.is_inside(name)]:
+        vocabulary = {match.name for match in record.matches if match.rule.style == "vocab"}  # their outputs look whole
+        if seen := [name for name in hooked if record.is_inside(name) and name not in vocabulary]:
             rank_zero_warn(
                 f"lightning_seqpar: forward hooks of yours sit on {', '.join(seen[:3])}{' ...' if len(seen) > 3 else ''}; "
                 "they will see this rank's part of the activations"

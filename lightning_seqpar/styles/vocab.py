@@ -8,8 +8,20 @@ from torch import nn
 
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead, VocabPart, unfit_forward
 from lightning_seqpar.styles.style import Application, PlannedModel, Rule
+
+
+def unfit_for_vocab(module: nn.Module) -> str | None:
+    """Why a module can't be sharded by vocabulary, in words; None if it can."""
+    if not isinstance(module, nn.Embedding | nn.Linear):
+        return f"'vocab' takes an nn.Embedding or an nn.Linear, and this is a {type(module).__name__}"
+    weight = module._parameters.get("weight")
+    if weight is None or not weight.is_floating_point():
+        return f"the weight of this {type(module).__name__} is no floating-point parameter of its own"
+    if isinstance(module, nn.Embedding):
+        return VocabParallelEmbedding.unfit(module)
+    return unfit_forward(module, nn.Linear)
 
 
 class VocabRule(Rule):
@@ -18,33 +30,33 @@ class VocabRule(Rule):
     style: Literal["vocab"] = "vocab"
 
     def check(self, name: str, plan: PlannedModel) -> None:
-        """It is an embedding or a linear, and lies outside the blocks."""
-        module = plan.modules[name]
+        """It is an embedding or a linear, and runs outside the blocks, where activations are whole."""
         if any(stack.covers(name) for stack in plan.stacks):
             raise ValueError(
                 f"{name}: 'vocab' takes an embedding or a head outside the blocks; use column and row inside"
             )
-        if isinstance(module, nn.Embedding):
-            VocabParallelEmbedding.check(module, name)
-        elif plan.kind_of(name) != "out_in":
+        if (unfit := unfit_for_vocab(plan.modules[name])) is not None:
+            raise ValueError(f"{name}: {unfit}; leave it whole")
+        if plan.stack_reaching(name) is not None:
             raise ValueError(
-                f"{name}: 'vocab' takes an nn.Embedding or an nn.Linear, and this is a {type(module).__name__}; leave it whole"
+                f"{name}: 'vocab' takes an embedding or a head that runs where activations are whole, and the region of "
+                "activations on shards ends behind this one; end it earlier ({pattern: ..., style: exit}), or leave it whole"
             )
         plan.shards[name] = Shard.by_vocabulary(plan.tensor(f"{name}.weight").shape[0], plan.size)
 
     def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
         """Weight and bias are cut by vocabulary."""
-        if parameter.rpartition(".")[0] != name:
+        if parameter not in (f"{name}.weight", f"{name}.bias"):
             return None
-        return plan.make_layout(parameter, Reason.VOCAB, shard=plan.shards[name], free=True)
+        return plan.make_layout(parameter, Reason.VOCAB, shard=plan.shards[name])
 
     def apply(self, name: str, application: Application) -> None:
         """The module becomes the parallel class; of two that share a weight, the first cuts it."""
         module, shard = application.module(name), application.plan.shards[name]
         assert isinstance(module, nn.Embedding | nn.Linear)
         first = module.weight.shape[0] == shard.length
+        part = VocabPart(shard, application.group, application.rank, application.plan.loss_chunk)
         if isinstance(module, nn.Embedding):
-            VocabParallelEmbedding.adopt(module, shard, application.group, application.rank, cut=first)
+            VocabParallelEmbedding.adopt(module, part, cut=first)
         else:
-            chunk = application.plan.loss_chunk
-            VocabParallelHead.adopt(module, shard, application.group, application.rank, cut=first, loss_chunk=chunk)
+            VocabParallelHead.adopt(module, part, cut=first)

@@ -1,4 +1,4 @@
-"""``whole``: a module inside the blocks that every rank computes whole."""
+"""``whole``: a module that every rank computes whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedMod
 class WholeRule(ArgumentsRule):
     """A module inside the blocks that every rank computes whole: inputs gathered, output sliced again.
 
-    For what mixes positions and can't be dealt out: attention with head counts written into it, a convolution.
+    For what mixes positions and can't be dealt out: attention with head counts written into it, a convolution. Outside the
+    blocks it undoes what earlier rules say: an embedding or a head that would be sharded by vocabulary.
     """
 
     style: Literal["whole"] = "whole"
@@ -42,7 +43,8 @@ class WholeRule(ArgumentsRule):
                 f"{name} is computed whole on every rank, but {attentions[0]} around it is replaced with all that is in it; have "
                 f"{attentions[0]} computed whole, or drop this rule"
             )
-        plan.stack_of(name)
+        if _holds_blocks(name, plan) or plan.stack_reaching(name) is not None:
+            plan.stack_of(name)
 
     def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
         """Every rank computes the same: gradients are identical."""
@@ -50,9 +52,18 @@ class WholeRule(ArgumentsRule):
 
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Its arguments are gathered."""
+        if application.plan.stack_reaching(name) is None:
+            return
         hook = make_whole(application.region_of(name), name, self.args)
         yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
 
     def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Its output is sliced again."""
+        if application.plan.stack_reaching(name) is None:
+            return
         yield application.module(name).register_forward_hook(make_shards(application.region_of(name), name))
+
+
+def _holds_blocks(name: str, plan: PlannedModel) -> bool:
+    """Whether blocks lie inside the module."""
+    return any(inside(block, name) for stack in plan.stacks for block in stack.blocks)

@@ -32,6 +32,7 @@ from lightning_seqpar.parallel.grad_sync import step_traffic
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.plan.vocabulary import with_vocabulary
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.traced_step import TracedStep
@@ -173,9 +174,14 @@ def describe(
         planned = without_numbers(model)
         with unset_fake_temporarily():
             step = TracedStep.find(planned, example, batch, batch_size, length)
-        record, plans = None, []
+        record, plans, whole = None, [], []
         if config.tp > 1:
             plans = resolve_plans(config.plan, planned, lambda: _infer(model, step, config))
+            if config.vocab:
+                choice = with_vocabulary(
+                    plans, config.plan, planned, config.tp, config.sp, certain=not config.self_check
+                )
+                plans, whole = choice.plans, choice.whole
             refuse_compiled(model, (match.name for plan in plans for match in plan.match(planned)))
             silent = ParallelGroups.silent(topology)
             record = parallelize(
@@ -186,6 +192,7 @@ def describe(
         out = _totals(planned, record, plans, topology, config, optimizer)
         if any(plan.source == "inferred" for plan in plans):
             out.notes.append("the plan was inferred and is not proved here; the strategy proves it before it trains")
+        out.notes += [f"vocabulary: {line}" for line in whole]
         _trace(out, planned, record, step, topology)
         if record is not None and step.sizes:
             out.activation_bytes_by_formula = _formula(record, planned, *step.sizes)

@@ -20,7 +20,6 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.graph import check_readers
-from lightning_seqpar.verify.parity import gather_grads
 
 
 class RandomDraw(NamedTuple):
@@ -78,7 +77,7 @@ class ObservedRun:
 
     Attributes:
         loss: the loss.
-        grads: whole gradients by parameter name, gathered and summed over tp; None where there is none.
+        grads: of a whole copy, gradients by parameter name, None where there is none; a sharded one's stay where they are.
         outputs: name and (first) output of the planned modules, in the order in which they returned; local on the sharded copy.
         narrow: whether something was computed in less than float64.
         buffers: the buffers after the run, by name.
@@ -151,7 +150,8 @@ def observe_run(
     observer = _Observer(draws=example.draws, regions=record.regions if record is not None else [])
     seed_streams()
     sync = GradSync(record.layout, groups, record.doubtful) if record is not None else None
-    with torch.enable_grad(), _noting_outputs(model, names, outputs), _noting_modules(model, ran, observer), observer:
+    noting = _noting_outputs(model, names, outputs), _noting_modules(model, ran, observer)
+    with torch.enable_grad(), noting[0], noting[1], example.repeats(model) as repeats, observer:
         if record is not None:
             record.reset_calls()
         loss = example.run(model)
@@ -163,15 +163,15 @@ def observe_run(
         if sync is not None:
             sync.attach()  # a parameter may thaw in the step
         model.zero_grad()
+        repeats.compute_all()
         loss.backward()  # under the observer too, which makes the draws of activation checkpoints constant
     if record is not None and sync is not None:
         sync.flush_all(check=True)
         sync.remove()
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
     changed = {name for name, buffer in buffers.items() if name in before and not _equal(buffer, before[name])}
-    return ObservedRun(
-        float(loss.detach()), gather_grads(model), outputs, observer.narrow, buffers, changed, ran, drawn
-    )
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()} if record is None else {}
+    return ObservedRun(float(loss.detach()), grads, outputs, observer.narrow, buffers, changed, ran, drawn)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

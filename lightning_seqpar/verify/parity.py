@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,18 +58,21 @@ def gather_grads(model: nn.Module, only: Collection[int] | None = None) -> dict[
         model: the model.
         only: ids of the parameters to gather; None for all. Gradients of the others may not be summed over tp yet.
     """
+    return dict(each_gradient(model, only))
+
+
+def each_gradient(model: nn.Module, only: Collection[int] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+    """The items of :func:`gather_grads` one by one, each gathered when it is asked for; every rank must ask for all."""
     record = record_of(model)
-    grads: dict[str, Tensor | None] = {}
     for name, parameter in model.named_parameters():
         if only is not None and id(parameter) not in only:
             continue
         if parameter.grad is None:
-            grads[name] = None
+            yield name, None
         elif record is not None:
-            grads[name] = whole_tensor(parameter.grad, record.layout[name], record.groups).cpu()
+            yield name, whole_tensor(parameter.grad, record.layout[name], record.groups).cpu()
         else:
-            grads[name] = parameter.grad.detach().clone().cpu()
-    return grads
+            yield name, parameter.grad.detach().clone().cpu()
 
 
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:

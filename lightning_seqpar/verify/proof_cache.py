@@ -218,23 +218,26 @@ def read_proof(key: str) -> dict[str, str] | None:
     """What :func:`write_proof` remembered under a key.
 
     Returns:
-        ``{"plan": ...}`` with the plan as YAML (empty if it was not inferred), or None if nothing is remembered, or not as it was
-        written.
+        ``{"plan": ..., "whole": ...}`` with the plan as YAML (empty if it was not inferred) and why the vocabulary stays whole
+        (empty if it does not), or None if nothing is remembered, or not as it was written.
     """
     try:
         content = json.loads((_folder() / f"{key}.json").read_text())
-        plan, seal = content["plan"], content["seal"]
+        plan, whole, seal = content["plan"], content["whole"], content["seal"]
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         return None
-    return {"plan": plan} if isinstance(plan, str) and seal == _seal(key, plan) else None
+    if not isinstance(plan, str) or not isinstance(whole, str) or seal != _seal(key, plan, whole):
+        return None
+    return {"plan": plan, "whole": whole}
 
 
-def write_proof(key: str, plan: str) -> None:
+def write_proof(key: str, plan: str, whole: str = "") -> None:
     """Remember that a model passed the self-check; a folder that can't be written is reported and otherwise ignored.
 
     Args:
         key: names the file.
         plan: the inferred plan as YAML, so that it need not be inferred again; empty for any other plan.
+        whole: why the vocabulary stays whole, though the model has one; empty if what was found of it was proved.
     """
     try:
         folder = _folder()
@@ -242,12 +245,12 @@ def write_proof(key: str, plan: str) -> None:
         # A name of its own, since runs of several machines may write one proof to one folder at once.
         handle, part = tempfile.mkstemp(prefix=f"{key}.", suffix=".part", dir=folder)
         with os.fdopen(handle, "w") as file:
-            json.dump({"plan": plan, "seal": _seal(key, plan)}, file)
+            json.dump({"plan": plan, "whole": whole, "seal": _seal(key, plan, whole)}, file)
         Path(part).replace(folder / f"{key}.json")
     except (OSError, RuntimeError) as error:
         rank_zero_info(f"lightning_seqpar: the proof is not remembered, its folder can't be written ({error})")
 
 
-def _seal(key: str, plan: str) -> str:
+def _seal(key: str, plan: str, whole: str) -> str:
     """A digest by which a file that was cut off or changed is told."""
-    return hashlib.sha256(f"{key}\n{plan}".encode()).hexdigest()
+    return hashlib.sha256(json.dumps([key, plan, whole]).encode()).hexdigest()

@@ -17,11 +17,13 @@ from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.examples import Example, find_examples
 from lightning_seqpar.inference.infer import Inference, infer_plan
-from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, is_large
+from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, release
+from lightning_seqpar.inference.reduction import Reduction
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
+from lightning_seqpar.plan.vocabulary import SOURCE, with_vocabulary, without_vocabulary
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.proof_cache import Fingerprint, fingerprint, read_proof, write_proof
 from lightning_seqpar.verify.self_check import SelfCheckError, self_check
@@ -44,6 +46,18 @@ class _ExampleSearch(NamedTuple):
     example: Example | None
     dtype: torch.dtype | None
     failures: list[str]
+
+
+class _Failure(NamedTuple):
+    """Why an input does not work.
+
+    Attributes:
+        text: for the user.
+        at_any_size: whether no larger or smaller copy would help.
+    """
+
+    text: str
+    at_any_size: bool
 
 
 @dataclass
@@ -90,6 +104,8 @@ class Prover:
         self._found: list[Example] = []
         self._failed: Exception | None = None  # what ended the offers
         self._reasons: list[str] = []
+        self._vocabulary: list[str] = []  # lines on what of it is sharded
+        self._whole = ""  # why it stays whole after all
 
     def prove(self) -> Proved:
         """Find the plans for the model and prove them.
@@ -119,9 +135,11 @@ class Prover:
         out.plans = resolve_plans(self._config.plan, self._module, lambda: cached or self._infer())
         for plan in out.plans:
             plan.match(self._module)
+        self._add_vocabulary(out, remembered)
         self._prove(out, key, remembered is not None, started)
         if unread:
             out.lines.append(f"self-check: not remembered, because {unread}")
+        out.lines[:0] = self._vocabulary
         if inferred := [plan for plan in out.plans if plan.source == "inferred"]:
             rules = inferred[0].to_yaml().splitlines()[1:]
             out.lines[:0] = [f"why: {reason}" for reason in self._reasons] + [
@@ -151,7 +169,7 @@ class Prover:
         inferred = [plan for plan in out.plans if plan.source == "inferred"]
         if passed:
             if key is not None and dist.get_rank(self._world) == 0:
-                write_proof(key, inferred[0].to_yaml() if inferred else "")
+                write_proof(key, inferred[0].to_yaml() if inferred else "", self._whole)
             example = self._example().example
             assert example is not None
             out.lines.append(f"self-check: passed, with {example.source}, in {time.monotonic() - started:.1f} s")
@@ -217,34 +235,41 @@ class Prover:
         failures: list[str] = []
         try:
             for candidate in self._candidates():
-                # A large model that is on the meta device may not fit into memory in float64.
-                late = any(parameter.is_meta for parameter in self._module.parameters())
-                precise = torch.float32 if late and is_large(self._module) else torch.float64
-                for dtype, draws in ((precise, False), (precise, True), (None, False)):
-                    example = replace(candidate, draws=draws)
-                    if (wrong := self._try(example, dtype)) is None:
-                        return _ExampleSearch(example.to(torch.device("cpu"), None), dtype, failures)
-                    failures.append(f"{example.method} with {example.source}: {wrong}")
+                reductions = Reduction.variants(self._module, self._tp, candidate.length, candidate.longest)
+                for narrow, draws in ((False, False), (False, True), (True, False)):
+                    wrong = None
+                    for reduction in reductions:
+                        dtype = None if narrow else reduction.dtype(self._module)
+                        example = replace(candidate, draws=draws).reduced(reduction)
+                        if (wrong := self._try(example, dtype)) is None:
+                            return _ExampleSearch(example.to(torch.device("cpu"), None), dtype, failures)
+                        if wrong.at_any_size:
+                            break
+                    assert wrong is not None
+                    failures.append(f"{example.method} with {example.source}: {wrong.text}")
         except NoExampleError as error:
             failures.append(str(error))
         except Exception as error:  # of the user's loader: training would meet it too, and raise it as it is
             failures.append(f"the loader raised {type(error).__name__}: {error}")
         return _ExampleSearch(None, None, failures)
 
-    def _try(self, example: Example, dtype: torch.dtype | None) -> str | None:
+    def _try(self, example: Example, dtype: torch.dtype | None) -> _Failure | None:
         """Run the example on a whole copy; what is wrong, or None."""
         with kept_streams(self._device), default_dtype(dtype):
             try:
-                copied = detached_copy(self._module, self._device, dtype)
+                copied = detached_copy(self._module, self._device, dtype, example.reduction)
                 attach_view(copied, self._trainer)
                 seed_streams()
-                with Quiet(draws=example.draws):
+                with example.repeats(copied) as repeats, Quiet(draws=example.draws):
                     loss = example.to(self._device, dtype).run(copied)
                     if not bool(torch.isfinite(loss.detach())):
-                        return f"the loss is {float(loss.detach())}"
+                        return _Failure(f"the loss is {float(loss.detach())}", at_any_size=True)
+                    repeats.compute_all()
                     loss.backward()
             except Exception as error:  # shown to the user if no other example works
-                return describe_failure(error)
+                # Its text alone: the error's frames hold the copy.
+                return _Failure(describe_failure(error), isinstance(error, NoExampleError))
+            release(copied)
         return None
 
     def _infer(self, *, sums: bool = True) -> ShardingPlan:
@@ -304,7 +329,7 @@ class Prover:
             SelfCheckError: the first failure, if no variant passes.
         """
         try:
-            return self._check(out)
+            return self._check_vocabulary(out)
         except ValueError as error:
             if not inferred or not (self._config.sp or _has_sums(inferred)):
                 raise
@@ -314,11 +339,10 @@ class Prover:
                 raise error from None
             if not self._config.sp:
                 return True
-            why = str(error).partition("): ")[2].partition(".\nThe rules were")[0] or str(error)
             rank_zero_warn(
                 "lightning_seqpar: sequence parallelism is off for this model's blocks, which are right on whole sequences only: "
-                f"{why}. Tensor parallelism is on. plan={{'rules': [...]}} can say more: what mixes positions outside attention "
-                "may be computed whole ({pattern: ..., style: whole})"
+                f"{_cause(error)}. Tensor parallelism is on. plan={{'rules': [...]}} can say more: what mixes positions outside "
+                "attention may be computed whole ({pattern: ..., style: whole})"
             )
             out.lines.append("sequence parallelism is off for the blocks: they are right on whole sequences only")
             return True
@@ -331,10 +355,56 @@ class Prover:
                 wide = [self._infer(sums=False) if again else plan for plan in inferred]
                 out.plans = [plan for plan in narrow if plan not in inferred]
                 out.plans[:0] = [plan.without_sp() for plan in wide]
-                return self._check(out)
+                return self._check_vocabulary(out)
             except ValueError:
                 continue  # the error of the plan on shards is the one that is raised
         return False
+
+    def _add_vocabulary(self, out: Proved, remembered: dict[str, str] | None) -> None:
+        """Add the rules for embeddings and heads over a vocabulary to the plans; what no proof will show must be certain.
+
+        Args:
+            out: whose plans are extended.
+            remembered: the proof that is remembered, if any, which also says if the vocabulary must stay whole.
+        """
+        if not self._config.vocab:
+            self._vocabulary = ["vocabulary: whole, as vocab=False says"]
+            return
+        if remembered is not None and remembered["whole"]:
+            self._keep_whole(out, remembered["whole"])
+            return
+        certain = not self._config.self_check or (remembered is None and self._example().example is None)
+        choice = with_vocabulary(out.plans, self._config.plan, self._module, self._tp, self._config.sp, certain=certain)
+        out.plans, self._vocabulary = choice.plans, choice.lines
+
+    def _check_vocabulary(self, out: Proved) -> bool:
+        """Run the self-check; if it fails, try the plans with a whole vocabulary, unless the user's own rules shard it.
+
+        Other code may read an embedding's weight than the embedding: a projection back to tokens, a penalty.
+        """
+        try:
+            return self._check(out)
+        except ValueError as error:
+            sharded, out.plans = out.plans, without_vocabulary(out.plans)
+            if len(sharded) == len(out.plans):
+                raise
+            try:
+                passed = self._check(out)
+            except ValueError:
+                out.plans = sharded
+                raise error from None
+            self._keep_whole(out, _cause(error))
+            return passed
+
+    def _keep_whole(self, out: Proved, why: str) -> None:
+        """Leave the vocabulary whole, and say so."""
+        out.plans, self._whole = without_vocabulary(out.plans), why
+        self._vocabulary = [f"vocabulary: whole, since it is not right sharded: {why}"]
+        rank_zero_warn(
+            f"lightning_seqpar: the vocabulary stays whole on every rank, since the model is not right with it sharded: {why}. "
+            "Code that reads the weight of an embedding or a head must do it through the module; vocab=False says that it is "
+            "meant so"
+        )
 
     def _check(self, out: Proved) -> bool:
         """Run the self-check on the plans of ``out``; collective over the world.
@@ -350,7 +420,7 @@ class Prover:
         sources = ", ".join(dict.fromkeys(plan.source for plan in out.plans))
         if example is None:
             problem = f"the plan ({sources}) can't be proved: no example input: {'; '.join(dict.fromkeys(failures))}"
-            if all(plan.source.startswith("family") for plan in out.plans):
+            if all(plan.source.startswith("family") or plan.source == SOURCE for plan in out.plans):
                 rank_zero_warn(
                     f"lightning_seqpar: {problem}. It was proved on this source when it was shipped; {_WAYS_OUT}"
                 )
@@ -386,6 +456,11 @@ class Prover:
                 f"{' ...' if len(verdict.idle) > 5 else ''}: the plan is not proved for them"
             )
         return True
+
+
+def _cause(error: Exception) -> str:
+    """What a self-check found, out of its error's text."""
+    return (str(error).partition("): ")[2].partition(".\nThe rules were")[0] or str(error)).rstrip(".")
 
 
 def _has_sums(plans: Sequence[ShardingPlan]) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.observed_run import ObservedRun, RandomDraw
-from lightning_seqpar.verify.parity import norm_of
+from lightning_seqpar.verify.parity import each_gradient, norm_of
 
 LIMIT = 1e-8
 """Largest error in float64: of the loss, relative to itself; of a gradient, relative to the global gradient norm."""
@@ -60,7 +60,7 @@ def compare_runs(
     ran = {name for name, _ in dense.outputs}
     verdict.idle = [name for name in names if name not in ran and not any(inside(one, name) for one in ran)]
     error = abs(dense.loss - sharded.loss) / max(abs(dense.loss), 1e-12)
-    worst, where = worst_gradient(dense.grads, sharded.grads, narrow=dense.narrow)
+    worst = worst_gradient(dense.grads, each_gradient(record.model), narrow=dense.narrow)
     verdict.wrong += _unproved_modules(dense, record)
     shared = any(layout.shard is not None and layout.shard.has_shared for layout in record.layout.values())
     verdict.wrong += _wrong_draws(dense.drawn, sharded.drawn, groups.size("tp") if shared else 0)
@@ -69,47 +69,58 @@ def compare_runs(
     if not error <= limit:
         verdict.wrong.append(f"the loss differs: {sharded.loss:.9g} instead of {dense.loss:.9g}")
     # It says where an error begins. By itself it is no error, since outputs may be changed later.
-    if first and (verdict.wrong or where):
+    if first and (verdict.wrong or worst):
         verdict.wrong.append(first)
-    if where:
-        ratio = norm_of({"": sharded.grads[where]}) / max(norm_of({"": dense.grads[where]}), 1e-300)
+    if worst:
         verdict.wrong.append(
-            f"the gradient of {where} is {ratio:.4g} times as large as it should be (error {worst:.1e} of the global norm)"
+            f"the gradient of {worst.name} is {worst.ratio:.4g} times as large as it should be (error {worst.error:.1e} of the "
+            "global norm)"
         )
     return verdict
 
 
+class WrongGradient(NamedTuple):
+    """A gradient that is not the whole model's.
+
+    Attributes:
+        error: its largest error, relative to the global norm.
+        name: the parameter's.
+        ratio: its norm, relative to the norm that it should have.
+    """
+
+    error: float
+    name: str
+    ratio: float
+
+
 def worst_gradient(
-    whole: Mapping[str, Tensor | None], sharded: Mapping[str, Tensor | None], *, narrow: bool
-) -> tuple[float, str]:
-    """The largest error of a gradient that is wrong, relative to the global norm, and the parameter's name.
+    whole: Mapping[str, Tensor | None], sharded: Iterable[tuple[str, Tensor | None]], *, narrow: bool
+) -> WrongGradient | None:
+    """The wrong gradient with the largest error relative to the global norm; None if all are right.
 
     A gradient is wrong if its error exceeds the limit relative to the global norm, or, since a small one may stay below
     that, :data:`OWN_LIMIT` relative to its own size.
 
     Args:
         whole: gradients of the whole model, by parameter name.
-        sharded: gathered gradients of the sharded one.
+        sharded: names and gathered gradients of the sharded one, one by one: only one of them need be in memory.
         narrow: whether something was computed in less than float64.
-
-    Returns:
-        The error and the name; ``(0.0, "")`` if all are right.
     """
     limit = NARROW_LIMIT if narrow else LIMIT
     norm = max(norm_of(whole), 1e-300)
-    worst, where = 0.0, ""
-    for name, grad in whole.items():
-        other = sharded.get(name)
+    worst: WrongGradient | None = None
+    for name, other in sharded:
+        grad = whole.get(name)
         if grad is None and other is None:
             continue
-        a = (grad if grad is not None else torch.zeros_like(other)).to_dense()  # type: ignore[arg-type]
+        a = (grad if grad is not None else torch.zeros_like(other)).to_dense().cpu()  # type: ignore[arg-type]
         b = (other if other is not None else torch.zeros_like(a)).to_dense()
         gap = float((a.double() - b.double()).abs().max()) / norm if a.numel() else 0.0
         own = gap * norm / max(float(a.abs().max()), 1e-300) if a.numel() else 0.0
         wrong = not gap <= limit or (own > OWN_LIMIT and gap > NOISE[narrow])
-        if wrong and not gap <= worst:
-            worst, where = gap, name
-    return worst, where
+        if wrong and (worst is None or not gap <= worst.error):
+            worst = WrongGradient(gap, name, norm_of({"": b}) / max(norm_of({"": a}), 1e-300))
+    return worst
 
 
 def _unproved_modules(dense: ObservedRun, record: ShardedModel) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from torch import nn
 
 from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.examples import Example
-from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, is_large
+from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, release
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.grad_checks import check_replicated
@@ -75,14 +74,15 @@ def self_check(
         FailedAloneError: on a rank whose sharded copy raises while others wait for it.
     """
     example = example.to(device, dtype)
+    rules = _rules_by_name(model, plans)
 
     def compare_copies() -> Verdict:  # a function of its own, so that the copies are freed when it returns
-        whole = detached_copy(model, device, dtype)
+        whole = detached_copy(model, device, dtype, example.reduction, rules)
         prepare(whole)
         names = _planned_modules(whole, plans)
         dense = observe_run(whole, None, example, names, groups)
-        del whole
-        copied = detached_copy(model, device, dtype)
+        release(whole)  # the run's record has the gradients
+        copied = detached_copy(model, device, dtype, example.reduction, rules)
         prepare(copied)
         try:
             record = parallelize(copied, plans, groups, sp=sp, regather=regather, loss_chunk=loss_chunk)
@@ -95,6 +95,7 @@ def self_check(
             check_replicated(copied.parameters(), record.layout, groups)
         except RuntimeError as error:
             verdict.wrong.append(str(error))
+        release(copied)
         return verdict
 
     failure: str | None = None
@@ -106,8 +107,6 @@ def self_check(
             raise ValueError(str(error.__cause__)) from None  # raised on every rank alike, before anything was run
         except Exception as error:  # every rank hears of it below
             failure = describe_failure(error)
-    if is_large(model):
-        gc.collect()  # modules and their hooks refer to each other, so that reference counts alone would not free the copies
     return _share_verdict(verdict, failure, groups)
 
 
@@ -169,6 +168,16 @@ def _hint(failure: str) -> str:
             "or a length that is read from this rank's part of the sequence?)"
         )
     return ""
+
+
+def _rules_by_name(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, str]:
+    """What the plans say of each module and parameter: its rules without their patterns, as text."""
+    found: dict[str, list[str]] = {}
+    for match in (match for plan in plans for match in plan.match(model)):
+        found.setdefault(match.name, []).append(
+            repr(sorted(match.rule.model_dump(exclude={"pattern"}).items(), key=str))
+        )
+    return {name: "; ".join(rules) for name, rules in found.items()}
 
 
 def _planned_modules(model: nn.Module, plans: Sequence[ShardingPlan]) -> list[str]:

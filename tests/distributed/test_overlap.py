@@ -8,8 +8,10 @@ import gc
 import json
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.activations.wgrad_overlap import BackwardExchange, DeferredWgrad, WgradProduct
+from lightning_seqpar.distributed.counters import SavedBytes
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.grad_sync import GradSync
@@ -165,6 +168,46 @@ def recomputed_from_copies(model: Decoder, batch: Tensor, at: int) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
         loss = loss_of(model, batch)
     loss.backward()
+
+
+def offloaded(model: Decoder, batch: Tensor, at: int) -> None:
+    """Around everything, around a block, around a part of a block, inside a checkpoint."""
+    around_all, around_block, around_part = at == 0, at == 1, at == 2
+    model.calls[1] = _within(torch.autograd.graph.save_on_cpu) if around_block else lambda layer, x: layer(x)
+    model.calls[2] = _recomputed(False)
+    if around_part:
+        model.layers[0].mlp.run = _within(torch.autograd.graph.save_on_cpu)
+    if at == 3:
+        model.calls[2] = lambda layer, x: checkpoint(
+            _within(torch.autograd.graph.save_on_cpu), layer, x, use_reentrant=False
+        )
+    with torch.autograd.graph.save_on_cpu() if around_all else nullcontext():
+        loss = loss_of(model, batch)
+    loss.backward()
+    model.layers[0].mlp.run = Within.run
+
+
+def _within(hooks: Callable[[], Any]) -> Callable[[Any, Tensor], Tensor]:
+    def call(layer: Any, x: Tensor) -> Tensor:
+        with hooks():
+            return layer(x)
+
+    return call
+
+
+def watched(model: Decoder, batch: Tensor, at: int) -> None:
+    """Somebody counts, inside and around checkpoints of both kinds."""
+
+    def counting() -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x.nbytes) or x, lambda x: x)
+
+    seen: list[int] = []
+    model.calls[1] = _recomputed(at % 2 == 0)
+    model.calls[2] = lambda layer, x: checkpoint(_within(counting), layer, x, use_reentrant=at % 2 == 1)
+    with counting():
+        loss = loss_of(model, batch)
+    loss.backward()
+    assert seen
 
 
 def retained(model: Decoder, batch: Tensor, at: int) -> None:
@@ -421,7 +464,8 @@ USES = {
     use.__name__: use
     for use in (
         plain, micro_batches, detached, detached_inside, no_grad_below, skipped, other_orders, recomputed, recomputed_reentrant,
-        recomputed_in_the_middle, recomputed_inside, recomputed_twice, recomputed_from_copies, retained, under_anomaly_mode,
+        recomputed_in_the_middle, recomputed_inside, recomputed_twice, recomputed_from_copies, offloaded,
+        watched, retained, under_anomaly_mode,
         two_forwards, some_weights, some_then_all, some_leaves, some_after_all, frozen_in_turn, frozen_between, hooked,
         hooked_at_nodes, backward_in_a_hook, skipped_under_hooks, hooked_inside, flattened, column_beside, cut_behind_a_column,
         cut_behind_columns, cut_behind_a_part, read_beside, given_up,
@@ -710,6 +754,76 @@ def hooks_left() -> bool:
 
 def test_a_checkpoint_goes_with_what_it_kept():
     assert run_distributed(hooks_left, 2) == [False, False]
+
+
+def kept(use: str, looks: bool) -> tuple[int, int]:
+    """Bytes that a counter of ours and one of somebody else see."""
+    model, _, _ = make(2, True)
+    owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    homes: dict[int, torch.UntypedStorage] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if (home := x.untyped_storage()).data_ptr() not in owned:
+            homes[home.data_ptr()] = home
+        return x
+
+    counting = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    if use == "recomputed":
+        model.calls[1] = _recomputed(False)
+    if use == "around a block" and looks:
+        model.calls = [_within(lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x))] * 3
+    batch = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with (
+            SavedBytes(exclude=model.parameters()) as saved,
+            counting if looks and use != "around a block" else nullcontext(),
+        ):
+            loss_of(model, batch)
+    assert not told
+    return saved.total, sum(home.nbytes() for home in homes.values())
+
+
+def check_kept() -> None:
+    for use in ("plain", "recomputed", "around a block"):
+        (ours, _), (rest, theirs) = kept(use, False), kept(use, True)
+        assert theirs > 0, use
+        assert ours == rest + theirs, (use, ours, rest, theirs)
+
+
+def test_what_is_kept_does_not_depend_on_who_looks():
+    run_distributed(check_kept, 2)
+
+
+def told(who: Callable[[], Any]) -> list[str]:
+    """What is said where hooks begin between a norm and the columns that read it; gradients are right in any case."""
+    model, record, groups = make(2, True)
+    torch.manual_seed(0)
+    reference, sync = Decoder(3).double(), GradSync(record.layout, groups)
+
+    def use(one: Decoder, batch: Tensor, at: int) -> None:
+        mlp = one.layers[1].mlp
+        one.calls[1] = lambda layer, x: (lambda y: y + _within(who)(mlp, layer.mlp_norm(y)))(
+            x + layer.attn(layer.attn_norm(x))
+        )
+        loss_of(one, batch).backward()
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        round_of(use, 0, model, record, sync, reference)
+    return [str(one.message) for one in warned]
+
+
+def check_told() -> None:
+    unknown = told(lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+    assert unknown
+    assert all("begin or end between a norm (or a gather)" in one for one in unknown)
+    assert not told(torch.autograd.graph.save_on_cpu)
+    assert not told(SavedBytes)
+
+
+def test_hooks_that_might_be_a_checkpoint_are_told():
+    run_distributed(check_told, 2)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, Se
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.model_copy import Quiet
+from lightning_seqpar.inference.reduction import Reduction
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify import self_check as selfcheck
 from lightning_seqpar.verify.run_comparison import worst_gradient
@@ -374,14 +375,56 @@ def test_a_small_gradient_that_is_wrong_is_seen():
 def test_a_small_gradient_that_is_counted_twice_is_seen(narrow):
     small = torch.full((3,), 1e-6 if narrow else 1e-10, dtype=torch.float64)
     grads = {"large": torch.ones(4, dtype=torch.float64), "small": small}
-    assert worst_gradient(grads, grads, narrow=narrow) == (0.0, "")
-    _, where = worst_gradient(grads, {**grads, "small": 2 * small}, narrow=narrow)
-    assert where == "small"
+
+    def worst(whole: Any, sharded: Any) -> Any:
+        return worst_gradient(whole, sharded.items(), narrow=narrow)
+
+    assert worst(grads, grads) is None
+    assert worst(grads, {**grads, "small": 2 * small}).name == "small"
     sparse = {**grads, "large": grads["large"].to_sparse()}
-    assert worst_gradient(sparse, grads, narrow=narrow) == (0.0, "")
-    assert worst_gradient(sparse, {**sparse, "large": 2 * sparse["large"]}, narrow=narrow)[1] == "large"
+    assert worst(sparse, grads) is None
+    assert worst(sparse, {**sparse, "large": 2 * sparse["large"]}).name == "large"
     noise = {**grads, "small": small * (1 + 1e-3)}
-    assert worst_gradient(grads, noise, narrow=narrow) == (0.0, "")
+    assert worst(grads, noise) is None
+
+
+# ---- reduced copies --------------------------------------------------------------------------------------------
+
+
+class Kinds(zoo.Zoo):
+    """Six blocks of two kinds in turn: with grouped heads, and with a norm on each head."""
+
+    def __init__(self) -> None:
+        super().__init__("gqa")
+        normed = [zoo.PreNorm(32, zoo.Attention(32, 8, 8, "head"), zoo.FeedForward(32, 48)) for _ in range(3)]
+        grouped = [zoo.BLOCKS["gqa"]() for _ in range(3)]
+        self.net.h = torch.nn.ModuleList(block for pair in zip(grouped, normed, strict=True) for block in pair)
+        zoo.perturb(self)
+
+
+def verdicts_of_kinds(narrowed: list[tuple[str, str]]) -> list[str]:
+    """What a reduced copy of :class:`Kinds` shows, with its plan, and where a style's rule holds for some blocks only."""
+    model, tp = Kinds(), 2
+    groups = ParallelGroups(ProcessTopology.from_config(ParallelConfig(tp=tp), tp), torch.distributed.get_rank())
+    small = example().reduced(Reduction(skips_repeats=True, vocabularies={31: 13}, lengths=(9, 7), samples=2))
+    rules = [rule.dump() for rule in infer_plan(model, example(), tp).plan.rules]
+    out = []
+    for style, blocks in narrowed:
+        changed = [
+            {**rule, "pattern": rule["pattern"].replace("*", blocks)} if rule["style"] == style else rule
+            for rule in rules
+        ]
+        assert changed != rules or blocks == "*"
+        plan = ShardingPlan.from_rules(changed)
+        out.append("; ".join(self_check(model, [plan], groups, small, sp=True, regather=True, device=CPU).wrong))
+    return out
+
+
+def test_a_reduced_copy_shows_what_is_wrong_in_one_kind_of_block_or_in_one_block():
+    narrowed = [("set", "*"), ("set", "{0,2,4}"), ("set", "{1,3,5}"), ("set", "{0,1,2,3,4}"), ("gather", "{0,1,2,3,4}")]
+    (right, *wrong), _ = run_distributed(verdicts_of_kinds, 2, narrowed)
+    assert right == ""
+    assert all(wrong), wrong
 
 
 # ---- examples --------------------------------------------------------------------------------------------------

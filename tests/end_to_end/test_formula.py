@@ -29,26 +29,30 @@ class Family(NamedTuple):
     settings: dict[str, Any]
     kv: int  # features of all key heads
     columns: int  # of the MLP: f for each
-    ends: float  # kept by modules around the blocks
+    ends: float  # kept by modules around the blocks, whole on every rank
 
 
-IDS = 2.0  # int64, kept by the embedding and as targets
+IDS = 2.0  # int64, kept by an embedding and as targets
+FLAG = 0.25  # a bool for each token
+LOSS = IDS + FLAG + 3  # targets, which of them count and how much, the largest logit, and the sum of exponentials
+WORDS = IDS + FLAG  # the embedding's ids, and which of them are this rank's
 FAMILIES = {
-    # Rotary angles are shared by the batch; the head keeps its input, the loss its log-probabilities.
-    "llama": Family({**COMMON, "num_key_value_heads": 4, "head_dim": 8}, 32, 2 * FFN, IDS + 2 * 8 / B + H + VOCAB),
+    # Rotary angles are shared by the batch; the head keeps its input. Its logits are this rank's.
+    "llama": Family({**COMMON, "num_key_value_heads": 4, "head_dim": 8}, 32, 2 * FFN, WORDS + 2 * 8 / B + H + LOSS),
     "gpt2": Family(
         {"n_embd": H, "n_inner": FFN, "n_head": HEADS, "n_layer": LAYERS, "vocab_size": VOCAB, "n_positions": 128,
          "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
         H,
         FFN,
-        IDS + 2 / B + H + VOCAB,  # and the ids of the positions
+        WORDS + 2 / B + H + LOSS,  # and the ids of the positions
     ),
-    # Before the blocks a norm (its input, mean and scale); behind them a linear, an activation, a norm and the head.
+    # Before the blocks ids of types, which ids are no padding, a norm (its input, mean and scale); behind them a linear, an
+    # activation, a norm and the head.
     "bert": Family(
         {**COMMON, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         H,
         FFN,
-        IDS + IDS + 2 / B + (H + 2) + H + H + (H + 2) + H + VOCAB,
+        WORDS + FLAG + IDS + 2 / B + (H + 2) + H + H + (H + 2) + H + LOSS,
     ),
 }  # fmt: skip
 
@@ -88,19 +92,25 @@ def kept(family: Family, t: int, sp: bool) -> float:
     attention = (2 * H + 2 * family.kv + HEADS) / t  # q, k, v, the result, and one number per head
     layer = norms + attention + family.columns / t
     # The final norm's input; or, where norms stand behind what they follow, the first block's.
-    return TOKENS * BYTES * (LAYERS * layer + H / shards + family.ends)
+    return TOKENS * BYTES * (LAYERS * layer + H / shards + family.ends + VOCAB / t)
 
 
 def sent(t: int, sp: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Collectives of the blocks, and the bytes that a rank gives to them; the norms' sum aside."""
+    """Collectives of the blocks and the vocabulary, and the bytes that a rank gives to them; the norms' sum aside."""
     whole = TOKENS * H * BYTES
+    ends, loss = (
+        2,
+        3 * TOKENS * BYTES,
+    )  # sums of the embedding and of the gradient of the head's input; three numbers a token
     if not sp:
-        return {"all_reduce": 4 * LAYERS}, {"all_reduce": 4 * LAYERS * whole}  # f and f̄ of two parts, each way
+        sums = 4 * LAYERS + ends  # f and f̄ of two parts, each way
+        return {"all_reduce": sums, "all_gather": 1}, {"all_reduce": sums * whole, "all_gather": loss}
     # Each way two gathers and two reduce-scatters a layer, two gathers again, the region's end, and its begin's gradient.
     gathers, scatters = 6 * LAYERS + 2, 4 * LAYERS
-    return {"all_gather": gathers, "reduce_scatter": scatters}, {
-        "all_gather": gathers * whole // t,
+    return {"all_gather": gathers + 1, "reduce_scatter": scatters, "all_reduce": ends}, {
+        "all_gather": gathers * whole // t + loss,
         "reduce_scatter": scatters * whole,
+        "all_reduce": ends * whole,
     }
 
 

@@ -14,7 +14,7 @@ from lightning_seqpar import ParallelConfig, SeqParallelStrategy, ShardingPlan, 
 from lightning_seqpar.layout.attribute_override import AttributeOverride
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead
+from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead, VocabPart
 from lightning_seqpar.styles.registry import STYLES, parse_rule
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import compare
@@ -147,9 +147,9 @@ def test_a_vocabulary_that_does_not_divide(tied, world, tp, sp):
 def embedded(ids: list[int]) -> tuple[Any, ...]:
     torch.manual_seed(0)
     embedding, head = torch.nn.Embedding(31, 8), torch.nn.Linear(8, 31)
-    where = (Shard.by_vocabulary(31, 2), dist.group.WORLD, dist.get_rank())
-    VocabParallelEmbedding.adopt(embedding, *where, cut=True)
-    VocabParallelHead.adopt(head, *where, cut=True)
+    part = VocabPart(Shard.by_vocabulary(31, 2), dist.group.WORLD, dist.get_rank())
+    VocabParallelEmbedding.adopt(embedding, part, cut=True)
+    VocabParallelHead.adopt(head, part, cut=True)
     logits = head(embedding(torch.tensor([ids])))
     return logits.view(-1, head.out_features).shape, embedding.num_embeddings, repr(embedding), repr(head)
 

@@ -92,6 +92,25 @@ def test_activation_checkpointing_inside_blocks(reentrant, sp):
     check("InnerRecompute", {"reentrant": reentrant}, sp=sp, steps=4)
 
 
+@pytest.mark.parametrize("where", ["step", "block", "checkpoint"])
+@pytest.mark.parametrize("who", ["offloads", "counts"])
+def test_saved_tensor_hooks_of_somebody_else(who, where):
+    check("UnderHooks", {"who": who, "where": where}, steps=4)
+
+
+def fit_offloaded(*args, **kwargs):
+    with torch.autograd.graph.save_on_cpu():
+        return fit(*args, **kwargs)
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_a_fit_that_is_offloaded_as_a_whole(sp):
+    args = "Recomputed", {"reentrant": False}
+    expected = fit(*args, steps=4)
+    for trace in run_distributed(fit_offloaded, 2, *args, world=2, strategy={"tp": 2, "sp": sp}, steps=4):
+        compare(expected, trace).raise_if_failed()
+
+
 @pytest.mark.parametrize("sp", [True, False])
 def test_repeated_and_aborted_forwards_without_an_owner(sp):
     check("Direct", {}, sp=sp, steps=4)

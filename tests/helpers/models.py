@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -234,6 +235,45 @@ class Recomputed(GPT):
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         logits = model.head(model.norm(x))
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class UnderHooks(GPT):
+    """Under saved-tensor hooks of somebody else: around the step or around a block, with a checkpoint inside or around it."""
+
+    def __init__(self, who: str, where: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.who, self.where, self.seen = who, where, 0
+
+    def hooks(self) -> Any:
+        if self.who == "offloads":
+            return torch.autograd.graph.save_on_cpu()
+        return torch.autograd.graph.saved_tensors_hooks(self._count, lambda x: x)
+
+    def _count(self, x: Tensor) -> Tensor:
+        self.seen += x.nbytes
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        (tokens,) = batch
+        model, inputs = self.model, tokens[:, :-1]
+
+        def watched(block: nn.Module, x: Tensor) -> Tensor:
+            with self.hooks():
+                return block(x)
+
+        with self.hooks() if self.where == "step" else nullcontext():
+            x = model.tokens(inputs) + model.positions(torch.arange(inputs.shape[1]))
+            first, *others = model.blocks
+            if self.where == "checkpoint":
+                x = checkpoint(watched, first, x, use_reentrant=False)
+            else:
+                x = checkpoint(first, x, use_reentrant=False)
+            for block in others:
+                x = watched(block, x) if self.where == "block" else block(x)
+            logits = model.head(model.norm(x))
+            return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class CheckpointedBlock(nn.Module):

@@ -104,7 +104,9 @@ def test_a_70b_folder_on_1024_ranks(folder, capsys):
     text = run(capsys, str(folder), "tp=8", "--world-size", "1024", "--length", "4096")
     assert max(map(len, text.splitlines())) <= 100
     assert "1,024 ranks: dp 128 × tp 8, sequence parallel; 70,553,706,496 parameters" in text
-    local = 2 * 128256 * 8192 + 80 * ((8192 * 8192 * 2 + 2 * 1024 * 8192 + 3 * 8192 * 28672) // 8 + 2 * 8192) + 8192
+    local = (
+        2 * 128256 * 8192 // 8 + 80 * ((8192 * 8192 * 2 + 2 * 1024 * 8192 + 3 * 8192 * 28672) // 8 + 2 * 8192) + 8192
+    )
     assert f"{local:,} on a rank" in text
     assert human(2 * local) in text
     for piece in ("80 ×", "model.layers.*", ".self_attn.q_proj", "weight [8192→1024, 8192]", "family llama", "sum tp"):

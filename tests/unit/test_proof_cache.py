@@ -361,7 +361,7 @@ def test_a_proof_is_read_as_it_was_written_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert read_proof("k") is None
     write_proof("k", "- a plan\n")
-    assert read_proof("k") == {"plan": "- a plan\n"}
+    assert read_proof("k") == {"plan": "- a plan\n", "whole": ""}
     (file,) = tmp_path.rglob("*.json")
     text = file.read_text()
     for broken in (text[:-5], "", "[]", "null", "7", text.replace("a plan", "b plan"), '{"plan": ""}', "\xff"):
@@ -403,5 +403,5 @@ def test_two_runs_write_at_once(tmp_path, monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert read_proof("k") == {"plan": "plan\n" * 10000}
+    assert read_proof("k") == {"plan": "plan\n" * 10000, "whole": ""}
     assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["k.json"]

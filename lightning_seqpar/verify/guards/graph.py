@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_seqpar.activations.wgrad_overlap import READERS
 from lightning_seqpar.distributed.autograd import backward_classes, children, reach
+from lightning_seqpar.nn import vocab
 from lightning_seqpar.nn.linear import GatherLinear, ShardedLinear
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 
@@ -29,7 +30,7 @@ def check_readers(loss: Tensor, record: ShardedModel, *, inside: bool = True) ->
         PartialSumError: naming a module whose partial sum reaches the loss before it is reduced.
     """
     check_sums(loss, record)
-    allowed = backward_classes((ShardedLinear, GatherLinear, *READERS))
+    allowed = backward_classes((ShardedLinear, GatherLinear, *READERS, *vocab.READERS))
 
     def made_inside(node: Any) -> bool:
         return any(region.made(node) for region in record.regions)

@@ -1,0 +1,377 @@
+"""Embeddings and heads over a vocabulary, found on a model without running it, and the rules that shard them.
+
+Their names lie in no family's plan: a head stands above the module that a family's rules are relative to. Whatever this finds is
+right to shard, since a sharded embedding or head computes what the whole one does; what it must not take is a weight that
+other code reads past its module, which no look at the modules shows. The self-check sees that, and the vocabulary then stays
+whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lightning_seqpar.config import PlanSpec
+from lightning_seqpar.layout.adapters import BASE, is_adapted
+from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.styles.registry import STYLES
+from lightning_seqpar.styles.style import PlannedModel
+from lightning_seqpar.styles.vocab import VocabRule, unfit_for_vocab
+
+SOURCE = "vocabulary"
+"""Source of the plan that is added."""
+
+_NO_VOCABULARY = {"pos", "position", "positions", "positional", "wpe", "type", "types", "segment", "segments", "time", "timestep",
+                  "timesteps", "rel", "relative", "class", "classes", "label", "labels"}  # fmt: skip
+"""Words in the names of embeddings that are not over a vocabulary."""
+
+_VOCABULARY = {"wte", "tok", "toks", "token", "tokens", "word", "words", "subword", "subwords", "vocab", "vocabulary", "byte",
+               "bytes", "char", "chars"}  # fmt: skip
+"""Words in the names of embeddings that are."""
+
+_EMBEDDING = {
+    "embed",
+    "embeds",
+    "emb",
+    "embs",
+    "embedding",
+    "embeddings",
+    "embedder",
+    "lookup",
+    "shared",
+    "encoder",
+    "decoder",
+}
+"""Words that say no more than that a module is an embedding; the word of the module around it counts too."""
+
+_HEAD = {
+    "head",
+    "logits",
+    "unembed",
+    "unembedding",
+    "output",
+    "out",
+    "decoder",
+    "generator",
+    "classifier",
+    "predictions",
+}
+"""Words in the names of heads."""
+
+_COUNT = re.compile(r"vocab|voc_size|n_?tokens?$|num_?tokens?$|n_?words$|dictionary_size", re.IGNORECASE)
+"""Names of attributes that say how many tokens a vocabulary has."""
+
+_LENGTH = re.compile(r"max_(pos|seq|len|source|target)|position|block_size|context|seq_?len|max_?len", re.IGNORECASE)
+"""Names of attributes that say how many positions a sequence has."""
+
+_WRAPPERS = (BASE, "original_module", "modules_to_save")
+"""Names that PEFT puts between a module's own name and the module."""
+
+
+@dataclass(frozen=True)
+class VocabularyChoice:
+    """What :func:`with_vocabulary` returns.
+
+    Attributes:
+        plans: the plans, with the one that shards the vocabulary among them if anything is to be sharded.
+        outcome: what is sharded, or why nothing is, in a few words.
+        whole: for each module over a vocabulary that stays whole, why.
+    """
+
+    plans: list[ShardingPlan]
+    outcome: str
+    whole: list[str] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[str]:
+        """All of it, for the start-up summary."""
+        return [f"vocabulary: {text}" for text in (self.outcome, *self.whole) if text]
+
+
+@dataclass
+class _Found:
+    """An embedding or a head over a vocabulary.
+
+    Attributes:
+        name: the module's first name.
+        module: the module.
+        is_certain: whether more than a name or a number says so.
+    """
+
+    name: str
+    module: nn.Embedding | nn.Linear
+    is_certain: bool
+
+    @property
+    def rows(self) -> int:
+        """Size of the vocabulary."""
+        return self.module.weight.shape[0]
+
+
+def with_vocabulary(
+    plans: Sequence[ShardingPlan],
+    spec: str | PlanSpec,
+    model: nn.Module,
+    size: int,
+    sp: bool,
+    *,
+    certain: bool = False,
+) -> VocabularyChoice:
+    """The plans of a model, with rules for its embeddings and heads over a vocabulary between the base's and the user's own.
+
+    A rule of the user's for one of these modules decides about it, and about what is tied to it. A plan that the user wrote
+    whole (a file, or ``base: none``) says itself what is sharded: nothing is added.
+
+    Args:
+        plans: what :func:`~lightning_seqpar.plan.choice.resolve_plans` found.
+        spec: the config's field ``plan``.
+        model: the whole model.
+        size: number of tensor-parallel ranks.
+        sp: whether activations between blocks are shards along the sequence.
+        certain: take only what the library's accessors, ties or equal numbers of rows show to be over a vocabulary, for plans
+            that nothing proves.
+    """
+    base = spec if isinstance(spec, str) else spec.base
+    if base == "none" or base.endswith((".yaml", ".yml")):
+        return VocabularyChoice(list(plans), "as your plan says")
+    try:
+        planned = PlannedModel(model, [m for plan in plans for m in plan.match(model)], list(STYLES), size, sp)
+    except ValueError:
+        return VocabularyChoice(list(plans), "")  # carrying it out raises this, with its own message
+    found = _Search(planned).found(certain)
+    sharded: dict[int, list[_Found]] = defaultdict(list)
+    whole = []
+    for group in _tied_groups(found):
+        if (reason := _why_whole(group, planned)) is None:
+            sharded[group[0].rows] += group
+        else:
+            whole.append(f"{', '.join(one.name for one in group)} whole: {reason}")
+    outcome = "" if found else "none found outside the blocks"
+    if sharded:
+        outcome = f"sharded: {'; '.join(_shown(*one, size) for one in sharded.items())}"
+    named = planned.named("vocab")
+    rules = [VocabRule(pattern=one.name) for group in sharded.values() for one in group if one.name not in named]
+    own = [plans[-1]] if isinstance(spec, PlanSpec) else []
+    first = plans[: len(plans) - len(own)]
+    added = [ShardingPlan(tuple(rules), source=SOURCE)] if rules else []
+    return VocabularyChoice([*first, *added, *own], outcome, whole)
+
+
+def _shown(rows: int, found: Sequence[_Found], size: int) -> str:
+    """Names of modules over vocabularies of one size, and how that is dealt out to ``size`` ranks."""
+    part = -(-rows // size)
+    padding = f", {part * size - rows} more as padding" if part * size > rows else ""
+    return f"{', '.join(one.name for one in found)} ({rows:,} rows, {part:,} on a rank{padding})"
+
+
+def without_vocabulary(plans: Sequence[ShardingPlan]) -> list[ShardingPlan]:
+    """The plans without what :func:`with_vocabulary` added."""
+    return [plan for plan in plans if plan.source != SOURCE]
+
+
+# ---- what is over a vocabulary -----------------------------------------------------------------------------------
+
+
+class _Search:
+    """A look at the embeddings and linears outside the sequence regions of a model.
+
+    Args:
+        planned: the model, with the rules that say where its blocks are.
+    """
+
+    def __init__(self, planned: PlannedModel) -> None:
+        self._planned = planned
+        outside = {
+            name: module
+            for name, module in planned.modules.items()
+            if planned.canonical[name] == name and planned.stack_reaching(name) is None and _has_matrix(module)
+        }
+        self._embeddings = {name: one for name, one in outside.items() if isinstance(one, nn.Embedding)}
+        self._linears = {name: one for name, one in outside.items() if isinstance(one, nn.Linear)}
+        self._accessed = {id(one) for one in _accessed(planned.model)}
+        self._found: dict[str, _Found] = {}
+
+    def found(self, certain: bool) -> list[_Found]:
+        """What is over a vocabulary, in the model's order.
+
+        Args:
+            certain: leave out what names or numbers alone say.
+        """
+        for name, embedding in self._embeddings.items():
+            if (is_certain := self._is_certain_embedding(name, embedding)) or self._speaks_of_tokens(name, embedding):
+                self._found[name] = _Found(name, embedding, is_certain)
+        self._take_the_largest()
+        rows = {one.rows: one.is_certain for one in self._found.values()}
+        for name, linear in self._linears.items():
+            if id(linear) in self._accessed or self._is_tied(linear):
+                self._found[name] = _Found(name, linear, True)
+            elif linear.out_features in rows and self._may_be_head(name, linear):
+                self._found[name] = _Found(name, linear, rows[linear.out_features] or self._matches_a_head(linear))
+            elif _words(name) & _HEAD and self._count_named(name, linear.out_features, _COUNT):
+                self._found[name] = _Found(name, linear, False)
+        weights = {id(one.module.weight): one.is_certain for one in self._found.values()}
+        modules: dict[str, nn.Embedding | nn.Linear] = {**self._embeddings, **self._linears}
+        for name, module in modules.items():
+            if name not in self._found and id(module.weight) in weights:
+                self._found[name] = _Found(name, module, weights[id(module.weight)])
+        kept = [one for one in self._found.values() if one.is_certain or not certain]
+        return [one for one in kept if one.rows > 1 and not (certain and _is_in_unknown_adapter(one, self._planned))]
+
+    def _is_certain_embedding(self, name: str, embedding: nn.Embedding) -> bool:
+        """Whether it is the library's input embedding, is tied to a linear, or has as many rows as a head."""
+        if id(embedding) in self._accessed or self._is_tied(embedding):
+            return True
+        if _words(name) & _NO_VOCABULARY or self._count_named(name, embedding.num_embeddings, _LENGTH):
+            return False
+        return self._matches_a_head(embedding)
+
+    def _speaks_of_tokens(self, name: str, embedding: nn.Embedding) -> bool:
+        """Whether its name says tokens, or a vocabulary's size is an attribute near it."""
+        words = _words(name)
+        if words & _NO_VOCABULARY:
+            return False
+        return bool(words & _VOCABULARY) or self._count_named(name, embedding.num_embeddings, _COUNT)
+
+    def _take_the_largest(self) -> None:
+        """If no embedding speaks for itself, the one with the most rows whose name says that it is just an embedding."""
+        plain = {
+            name: one
+            for name, one in self._embeddings.items()
+            if _words(name) & _EMBEDDING and not _words(name) & _NO_VOCABULARY and not self._positions(name, one)
+        }
+        if plain and not any(isinstance(one.module, nn.Embedding) for one in self._found.values()):
+            name = max(plain, key=lambda one: plain[one].num_embeddings)
+            self._found[name] = _Found(name, plain[name], False)
+
+    def _positions(self, name: str, embedding: nn.Embedding) -> bool:
+        return self._count_named(name, embedding.num_embeddings, _LENGTH)
+
+    def _is_tied(self, module: nn.Module) -> bool:
+        """Whether the weight is that of an embedding and of a linear."""
+        return all(
+            any(one.weight is module.weight for one in held.values()) for held in (self._embeddings, self._linears)
+        )
+
+    def _matches_a_head(self, module: nn.Embedding | nn.Linear) -> bool:
+        """Whether a head, and an embedding whose name does not say positions, have as many rows as this."""
+        rows = module.weight.shape[0]
+        heads = any(one.out_features == rows and self._may_be_head(n, one) for n, one in self._linears.items())
+        return heads and any(
+            one.num_embeddings == rows and not _words(n) & _NO_VOCABULARY for n, one in self._embeddings.items()
+        )
+
+    @staticmethod
+    def _may_be_head(name: str, linear: nn.Linear) -> bool:
+        """Whether a linear that has the rows of a vocabulary is a head; a square one may be anything, unless it is called so."""
+        return linear.in_features != linear.out_features or bool(_words(name) & _HEAD)
+
+    def _count_named(self, name: str, rows: int, pattern: re.Pattern[str]) -> bool:
+        """Whether the module, one around it, or its config has a number ``rows`` under a name that the pattern finds."""
+        path = name.split(".")
+        for at in range(len(path) + 1):
+            module = self._planned.modules[".".join(path[:at])]
+            for key, value in _numbers_of(module):
+                if value == rows and pattern.search(key):
+                    return True
+        return False
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None) if isinstance(module, nn.Embedding | nn.Linear) else None
+    return getattr(weight, "ndim", 0) == 2
+
+
+def _accessed(model: nn.Module) -> Iterator[nn.Module]:
+    """What the accessors of transformers return, on the model or any part of it; of an adapter, the modules in it."""
+    for module in model.modules():
+        for name in ("get_input_embeddings", "get_output_embeddings"):
+            if not hasattr(type(module), name):
+                continue
+            try:
+                found = getattr(module, name)()
+            except Exception:  # a model without such a module raises what it likes: it has none
+                continue
+            if isinstance(found, nn.Module):
+                rows = getattr(getattr(found, "weight", None), "shape", (0,))[0]
+                yield from (one for one in found.modules() if _has_matrix(one) and one.weight.shape[0] == rows)  # type: ignore[index]
+
+
+def _numbers_of(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Whole numbers among the attributes of a module, and of the configs that it holds."""
+    held = vars(module)
+    settings = [held.get(key) for key in ("config", "cfg", "args", "hparams", "_hparams", "settings")]
+    for place in (held, *settings):
+        items: Any = place if isinstance(place, dict) else getattr(place, "__dict__", {})
+        yield from ((str(key), value) for key, value in items.items() if type(value) is int)
+
+
+def _words(name: str) -> set[str]:
+    """The words of a module's own name; with the next one around it where it says no more than that it is an embedding."""
+    path = [part for part in name.split(".") if part not in _WRAPPERS]
+    if any(part in name.split(".") for part in ("modules_to_save",)):
+        path = path[:-1]  # the adapter's name
+    words: set[str] = set()
+    for part in reversed(path):
+        own = set(re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", part))
+        words |= {word.lower() for word in own}
+        if words - _EMBEDDING:
+            break
+    return words
+
+
+def _is_in_unknown_adapter(one: _Found, planned: PlannedModel) -> bool:
+    """Whether something that is no plain low-rank adapter stands around it, which may read the weight."""
+    around, _, leaf = one.name.rpartition(".")
+    return leaf == BASE and not is_adapted(planned.modules[around])
+
+
+# ---- what is sharded together, and what stays whole ------------------------------------------------------------------
+
+
+def _tied_groups(found: Sequence[_Found]) -> list[list[_Found]]:
+    """Modules that share a weight, which are sharded together or not at all."""
+    groups: dict[int, list[_Found]] = {}
+    for one in found:
+        groups.setdefault(id(one.module.weight), []).append(one)
+    return list(groups.values())
+
+
+def _why_whole(group: Sequence[_Found], planned: PlannedModel) -> str | None:
+    """Why the modules of a group stay whole; None if they can be sharded."""
+    names = {one.name for one in group}
+    for one in group:
+        if (unfit := unfit_for_vocab(one.module)) is not None:
+            return unfit
+        if (match := _deciding_rule(one.name, planned)) is not None:
+            return f"a rule says {match!r}"
+        for leaf, parameter in one.module.named_parameters(recurse=False):
+            for other, held in planned.model.named_parameters(remove_duplicate=False):
+                holder = other.rpartition(".")[0]
+                if held is not parameter or planned.canonical[holder] in names:
+                    continue
+                if leaf == "bias" and inside(
+                    one.name, holder
+                ):  # BERT keeps its decoder's bias in the module around it too
+                    continue
+                kind = type(planned.modules[holder]).__name__
+                return f"its {leaf} is {other} too, which a {kind} reads"
+    return None
+
+
+def _deciding_rule(name: str, planned: PlannedModel) -> str | None:
+    """The style of another rule than ``vocab`` that speaks of the module, one around it or its parameters; None if none does."""
+    for match in planned.matches:
+        rule = match.rule
+        if rule.says_where_blocks_are or rule.style in ("vocab", "set", "exit"):
+            continue
+        if match.name == name or (match.of_tensor and match.name.rpartition(".")[0] == name):
+            return rule.style
+        if rule.undoes_inside and inside(name, match.name):
+            return rule.style
+    return None

@@ -1,0 +1,244 @@
+"""Which embeddings and heads are over a vocabulary, as a look at the model tells, and what a plan then says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, describe
+from lightning_seqpar.cli.main import main
+from lightning_seqpar.config import PlanSpec
+from lightning_seqpar.nn.vocab import unfit_forward
+from lightning_seqpar.parallel.apply import parallelize
+from lightning_seqpar.plan.choice import resolve_plans
+from lightning_seqpar.plan.vocabulary import VocabularyChoice, with_vocabulary
+from tests.helpers import models
+from tests.helpers.families import build
+
+
+class Net(nn.Module):
+    """Parts around the blocks of an encoder, under the names that a test gives them."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+def found(model: nn.Module, spec: Any = "auto", *, certain: bool = False) -> VocabularyChoice:
+    spec = spec if isinstance(spec, str) else PlanSpec(**spec)
+    return with_vocabulary(resolve_plans(spec, model), spec, model, 2, True, certain=certain)
+
+
+def names(choice: VocabularyChoice) -> list[str]:
+    return [rule.pattern for plan in choice.plans for rule in plan.rules if rule.style == "vocab"]
+
+
+def tied(rows: int = 40) -> dict[str, Any]:
+    embedding, head = nn.Embedding(rows, 16), nn.Linear(16, rows, bias=False)
+    head.weight = embedding.weight
+    return {"one": embedding, "other": head}
+
+
+class Wrapped(nn.Module):
+    """As a library's model: an accessor says which embedding is the input's."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.anything = embedding
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.anything
+
+
+class Byte(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vocab_size, self.first = 40, nn.Embedding(40, 16)
+
+
+CASES: dict[str, tuple[Any, list[str], list[str]]] = {
+    # parts, what is found, and what is found if nothing will prove it
+    "equal rows": (lambda: {"a": nn.Embedding(40, 16), "b": nn.Linear(16, 40)}, ["a", "b"], ["a", "b"]),
+    "tied": (tied, ["one", "other"], ["one", "other"]),
+    "tied and square": (lambda: tied(16), ["one", "other"], ["one", "other"]),
+    "an accessor": (lambda: {"net": Wrapped(nn.Embedding(40, 16))}, ["net.anything"], ["net.anything"]),
+    "a name": (lambda: {"tok_emb": nn.Embedding(40, 16), "out": nn.Linear(16, 5)}, ["tok_emb"], []),
+    "a number": (lambda: {"net": Byte()}, ["net.first"], []),
+    "the largest": (lambda: {"embed": nn.Embedding(40, 16), "kind_embed": nn.Embedding(3, 16)}, ["embed"], []),
+    "positions": (
+        lambda: {"wte": nn.Embedding(40, 16), "wpe": nn.Embedding(40, 16), "head": nn.Linear(16, 40)},
+        ["wte", "head"],
+        ["wte", "head"],
+    ),
+    "types": (lambda: {"token_type_embeddings": nn.Embedding(2, 16), "position": nn.Embedding(9, 16)}, [], []),
+    "a square linear": (
+        lambda: {"tokens": nn.Embedding(16, 16), "project": nn.Linear(16, 16), "head": nn.Linear(16, 16)},
+        ["tokens", "head"],
+        ["tokens", "head"],
+    ),
+    "a classifier": (lambda: {"patch": nn.Linear(8, 16), "head": nn.Linear(16, 10)}, [], []),
+    "two": (
+        lambda: {"a": nn.Embedding(40, 16), "b": nn.Embedding(9, 16), "c": nn.Linear(16, 9), "d": nn.Linear(16, 40)},
+        ["a", "d", "b", "c"],
+        ["a", "d", "b", "c"],
+    ),
+    "one row": (lambda: {"tokens": nn.Embedding(1, 16), "head": nn.Linear(16, 1)}, [], []),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_over_a_vocabulary(case):
+    make, wanted, certain = CASES[case]
+    assert sorted(names(found(Net(**make())))) == sorted(wanted)
+    assert sorted(names(found(Net(**make()), certain=True))) == sorted(certain)
+
+
+class Reader(nn.Module):
+    """Holds a weight of somebody else's, which it presumably reads."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.table = weight
+
+
+class Looked(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+def shared_with_a_reader() -> dict[str, Any]:
+    tokens = nn.Embedding(40, 16)
+    return {"tokens": tokens, "reader": Reader(tokens.weight)}
+
+
+REASONS: dict[str, tuple[Any, str]] = {
+    "max_norm": (lambda: {"tokens": nn.Embedding(40, 16, max_norm=1.0)}, "an nn.Embedding with max_norm can't be"),
+    "sparse": (lambda: {"tokens": nn.Embedding(40, 16, sparse=True)}, "an nn.Embedding with sparse can't be"),
+    "by itself": (lambda: {"tokens": Looked(40, 16)}, "the forward of Looked computes with the weight itself"),
+    "a reader": (shared_with_a_reader, "its weight is reader.table too, which a Reader reads"),
+    "a norm of its weight": (
+        lambda: {"tokens": nn.utils.parametrizations.weight_norm(nn.Embedding(40, 16))},
+        "the weight of this ParametrizedEmbedding is no floating-point parameter of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_what_can_not_be_sharded_stays_whole_with_a_reason(case):
+    make, reason = REASONS[case]
+    choice = found(Net(**make()))
+    assert names(choice) == []
+    assert any(line.startswith("vocabulary: tokens whole: ") and reason in line for line in choice.lines), choice.lines
+
+
+def test_a_users_rule_decides_about_what_is_tied_too():
+    for pattern in ("one", "other"):
+        choice = found(Net(**tied()), {"rules": [{"pattern": pattern, "style": "whole"}]})
+        assert names(choice) == []
+        assert "one, other whole: a rule says 'whole'" in choice.lines[-1]
+        explicit = found(Net(**tied()), {"rules": [{"pattern": pattern, "style": "vocab"}]})
+        assert sorted(names(explicit)) == ["one", "other"]
+    assert names(found(models.GPT(tied=False), {"rules": [{"pattern": "model.head", "style": "whole"}]})) == [
+        "model.tokens"
+    ]
+
+
+def test_the_users_rules_stand_last():
+    choice = found(models.GPT(), {"rules": [{"pattern": "model.norm", "style": "exit"}]})
+    assert [plan.source for plan in choice.plans] == ["family byte_gpt", "vocabulary", "your plan"]
+    assert choice.lines == ["vocabulary: sharded: model.tokens, model.head (31 rows, 16 on a rank, 1 more as padding)"]
+
+
+def test_a_plan_that_is_written_whole_says_itself_what_is_sharded(tmp_path):
+    (tmp_path / "plan.yaml").write_text(resolve_plans("auto", models.GPT())[0].to_yaml())
+    for spec in (models.plan(), str(tmp_path / "plan.yaml")):
+        choice = found(models.GPT(), spec)
+        assert names(choice) == []
+        assert choice.lines == ["vocabulary: as your plan says"]
+
+
+class Twice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) + super().forward(x)
+
+
+class Kept(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class Renamed(nn.Linear):
+    """The same by another name."""
+
+
+def test_which_forwards_can_stay_around_a_parallel_layer():
+    assert unfit_forward(Kept(3, 5), nn.Linear) is None
+    assert unfit_forward(Renamed(3, 5), nn.Linear) is None
+    assert unfit_forward(nn.MultiheadAttention(4, 2).out_proj, nn.Linear) is None
+    assert "Twice computes with the weight itself" in str(unfit_forward(Twice(3, 5), nn.Linear))
+    patched = nn.Linear(3, 5)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    assert "replaced on the instance" in str(unfit_forward(patched, nn.Linear))
+    gemma = transformers.models.gemma3.modeling_gemma3.Gemma3TextScaledWordEmbedding
+    bart = transformers.models.bart.modeling_bart.BartScaledWordEmbedding
+    assert unfit_forward(gemma(4, 4, 0), nn.Embedding) is None
+    assert unfit_forward(bart(4, 4, 0), nn.Embedding) is None
+
+
+# ---- real size -------------------------------------------------------------------------------------------------
+
+LLAMA_8B = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "vocab_size": 128256, "dtype": "bfloat16", "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama", "tie_word_embeddings": False,
+}  # fmt: skip
+LIMIT = 1_010_000_000
+
+
+def test_a_rank_of_eight_holds_an_eighth_of_llama_8b(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    main(["plan", str(tmp_path), "tp=8", "--json", "--length", "16"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["global_parameters"] == 8_030_261_248
+    assert said["parameters"] <= LIMIT
+    assert said["notes"] == []
+    whole = describe_whole(tmp_path, capsys)
+    assert whole["parameters"] > 1_900_000_000
+
+    config = transformers.LlamaConfig(**{key: value for key, value in LLAMA_8B.items() if key != "model_type"})
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    dist.init_process_group("fake", store=FakeStore(), rank=7, world_size=8)
+    try:
+        groups = ParallelGroups(ProcessTopology(["tp"], [8]), 7)
+        plans = with_vocabulary(resolve_plans("auto", model), "auto", model, 8, True).plans
+        record = parallelize(model, plans, groups)
+    finally:
+        dist.destroy_process_group()
+    assert record.layout.local_numel() == sum(p.numel() for p in model.parameters()) == said["parameters"]
+
+
+def describe_whole(folder: Any, capsys: Any) -> Any:
+    main(["plan", str(folder), "tp=8", "vocab=false", "--json", "--length", "16"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_description_says_what_stays_whole_and_why():
+    model = build("llama")
+    model.model.embed_tokens.max_norm = 1.0
+    said = describe(model, ParallelConfig(tp=2))
+    assert any(
+        note.startswith("vocabulary: model.embed_tokens whole: an nn.Embedding with max_norm") for note in said.notes
+    )
+    assert {row.module: row.style for row in said.rows}["lm_head"] == "vocab"
