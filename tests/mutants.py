@@ -598,9 +598,9 @@ MUTANTS = [
     Mutant(
         "a proof holds for another model",
         "Prover._key",
-        "        return hashlib.sha256((facts + self._digest).encode()).hexdigest()",
-        "        return hashlib.sha256(facts.encode()).hexdigest()",
-        "tests/test_selfcheck.py -k numbers",
+        "return fingerprint(self._module, ",
+        "return fingerprint(LightningModule(), ",
+        "tests/test_selfcheck.py -k remembered_once",
     ),
     Mutant(
         "head counts never found",
@@ -1893,6 +1893,87 @@ MUTANTS = [
         "    if bool(reference.losses) != bool(candidate.losses):\n",
         "    if False:\n",
         "tests/test_parity.py -k without_losses",
+    ),
+    # ---- steps that use their trainer ----
+    Mutant(
+        "a step before training writes to the user's own objects",
+        "LazyCopies._copy",
+        "        if isinstance(value, dict | list",
+        "        if isinstance(value, list):\n            return value\n        if isinstance(value, dict | list",
+        "tests/test_trainer_view.py",
+    ),
+    Mutant(
+        "a step before training grows a list of the user's class",
+        "own_containers",
+        "module.__dict__.setdefault(name, copy.copy(value))",
+        "pass",
+        "tests/test_trainer_view.py",
+    ),
+    Mutant(
+        "a step before training logs",
+        "_view.changes",
+        'return {**dict.fromkeys(names, _nothing), "experiment": experiment}',
+        "return {}",
+        "tests/test_trainer_view.py",
+    ),
+    Mutant(
+        "what replicas gather is one entry before training",
+        "_of_strategy.all_gather",
+        "torch.stack([tensor] * size)",
+        "tensor.unsqueeze(0)",
+        "tests/test_trainer_in_steps.py",
+    ),
+    Mutant(
+        "gathered entries have no gradient",
+        "TopologyStrategy.all_gather",
+        "with nullcontext() if sync_grads else torch.no_grad():",
+        "with torch.no_grad():",
+        "tests/test_trainer_in_steps.py",
+    ),
+    Mutant(
+        "entries are gathered over the world",
+        "TopologyStrategy.all_gather",
+        'over = self.groups["dp"] if',
+        "over = self._world if",
+        "tests/test_trainer_in_steps.py",
+    ),
+    Mutant(
+        "an example waits for ranks that are not there",
+        "OneRankOnly.__torch_dispatch__",
+        'if func.namespace in ("c10d", "_c10d_functional"):',
+        "if False:",
+        "tests/test_trainer_view.py",
+    ),
+    # ---- a remembered proof used for another model ----
+    *(
+        Mutant(f"a remembered proof used for another model: {name}", definition, old, new, "tests/test_proof_cache.py")
+        for name, definition, old, new in (
+            ("a closure's cell", "ContentDigest._function", "parts.append((cell.cell_contents,", "parts.append((None,"),
+            ("code nested in code", "ContentDigest._read", "[(constant, path) for constant in value.co_consts]", "[]"),
+            ("defaults", "ContentDigest._function", "(value.__defaults__, path)", "(None, path)"),
+            ("keyword defaults", "ContentDigest._function", "(value.__kwdefaults__, path)", "(None, path)"),
+            ("the body", "ContentDigest._read", "*(repr(getattr(value, name)) for name in _CODE)", "value.co_name"),
+            ("the bound self", "ContentDigest._code", "(value.__self__, path)]", "(None, path)]"),
+            ("a global", "ContentDigest._function", "sorted(names & space.keys())", "()"),
+            (
+                "an attribute",
+                "ContentDigest._attributes",
+                "parts += [(key, path), (item, ",
+                "parts += [(key, path), (None, ",
+            ),
+            ("a slot", "ContentDigest._attributes", "(slot.__get__(value), ", "(None, "),
+            ("a user's class", "ContentDigest._class", "for key, item in vars(value).items():", "for key, item in ():"),
+            ("a hook", "hooks_of", "if hooks}", "if not hooks}"),
+            ("a buffer", "_add_modules", "digest.add(content_of(buffer), path)", "pass"),
+            ("ties", "_add_modules", "[key, first, ", "[key, "),
+            ("frozen weights", "_add_modules", "parameter.requires_grad, ", ""),
+            ("the library patched", "fingerprint", "            digest.add(patched, where)\n", ""),
+            ("the topology", "fingerprint", '"sizes": dict(sizes),', '"sizes": {},'),
+            ("the example", "fingerprint", '"example": _structure(example),', '"example": None,'),
+            ("the data module", "_add_trainer", 'if "datamodule" in digest.names:', "if False:"),
+            ("order of tokens", "ContentDigest._write", 'b"%d:" % len(raw) + raw', "raw"),
+            ("a file that was changed", "read_proof", " or seal != _seal(key, plan, whole)", ""),
+        )
     ),
 ]
 

@@ -20,6 +20,7 @@ import types
 import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import date, time, timedelta, tzinfo
 from decimal import Decimal
 from enum import Enum
@@ -125,7 +126,10 @@ class LazyCopies:
 
     def _deep(self, value: Any, path: str) -> Any:
         """A copy of an object that only its own class knows how to copy."""
-        memo = {known: make() for known, make in self._given.items()} | self._made
+        memo = dict(self._made)
+        for known, make in self._given.items():
+            with suppress(AttributeError):  # a copy that is smaller than the model lacks it
+                memo[known] = make()
         try:
             return value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value, memo)
         except Exception as error:

@@ -1,139 +1,215 @@
 """The memory of proofs: a digest of all that a proof depends on, and the file that is named after it.
 
-A plan that passed the self-check need not be checked again while the model, its source, the settings and the versions are
-the same. A wrong answer would train with an unproved plan, so whatever can't be put into the digest is not remembered.
+A plan that passed the self-check need not be checked again while all that decides what the model computes is the same. A
+wrong answer would train with an unproved plan, so what can't be read into the digest is not remembered.
+
+Why two models with one key behave alike, though neither is run:
+
+- The code that runs is the same. Files of the user's loaded modules go in whole, and of every function that the model reaches
+  (its classes' methods, hooks, functions that it holds, and what these name as globals) the byte code with all constants,
+  closures and defaults: a function made at run time, or patched into a class, differs there. Installed packages are told by
+  the versions of all of them and by the loaded files of those that the model's classes are from; what the user put into a
+  loaded module, class or table of theirs is looked for and goes in as the user's code does.
+- What that code reads is the same: every attribute of every module, to any depth, with the content of buffers and tensors;
+  the globals that the user's functions name; hyperparameters; of the trainer what the user's code names of it.
+- What is left of the weights does not matter to a proof, which is made on weights that were moved off theirs: names, shapes,
+  types, ties, and which are frozen go in. So does the structure of the first example; values of a batch differ at every step.
+
+What remains is code that finds its way by other means: environment variables and files that a forward reads, globals that it reads
+by a computed name, state inside of installed packages that is no function of the user's, and packages edited in place.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import sys
-import sysconfig
-import types
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from lightning_seqpar.config import VERSION, ParallelConfig
+from lightning_seqpar.inference.examples import Example
+from lightning_seqpar.verify.content_digest import (
+    ContentDigest,
+    UnreadableError,
+    content_of,
+    hooks_of,
+    is_installed,
+    name_of,
+    users_code_in,
+)
 
-_MAX_DEPTH = 6
-"""Levels of nested attributes that go into the digest; a model with deeper ones is not remembered."""
+_TRAINER_FACTS = ("max_epochs", "max_steps", "accumulate_grad_batches", "precision", "world_size", "num_nodes")
+"""Plain facts of a trainer that a step may read."""
 
 
-def fingerprint(module: LightningModule, config: ParallelConfig, tp: int) -> str | None:
-    """Digest of all that a proof depends on and that can be read: the model, the user's source files, the plan, versions.
+class Fingerprint(NamedTuple):
+    """What :func:`fingerprint` found.
+
+    Attributes:
+        key: a hexadecimal digest; None if there is none.
+        unread: what can't be read, where there is none.
+    """
+
+    key: str | None
+    unread: str = ""
+
+
+def fingerprint(
+    module: LightningModule, trainer: Trainer, config: ParallelConfig, sizes: Mapping[str, int], example: Example | None
+) -> Fingerprint:
+    """Digest of all that a proof depends on: the model, the code that it runs, the plan, versions. No model is run.
 
     Args:
         module: the whole model.
+        trainer: whose facts the step may read.
         config: what the user asked for; the fields that change the plan or what is proved go in.
-        tp: number of tensor-parallel ranks.
-
-    Returns:
-        A hexadecimal digest, or None if some attribute of the model has a type whose content can't be read.
+        sizes: size of each axis of the topology.
+        example: the first input that the self-check would try; None if there is none.
     """
-    facts: dict[str, Any] = {
-        "versions": [VERSION, torch.__version__, sys.version],
-        "plan": config.model_dump(mode="json", include={"plan", "sp", "regather", "vocab", "loss_chunk"}),
-        "tp": tp,
-    }
-    internal = set(vars(LightningModule())) | set(vars(torch.nn.Module()))
-    try:
-        for name, part in module.named_modules():
-            own = {key: _canonical(value, 0) for key, value in sorted(vars(part).items()) if key not in internal}
-            tensors = [
-                (key, tuple(t.shape), str(t.dtype), t.requires_grad)
-                for key, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-            ]
-            facts[f"module {name}"] = [_qualified_name(type(part)), part.training, own, tensors]
-        facts["hyperparameters"] = _canonical(dict(module.hparams), 0)
-    except _UnreadableError:
-        return None
-    for package in sorted({type(m).__module__.split(".")[0] for m in module.modules()}):
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = "source"
+    modules = dict(module.named_modules())
+    places = {id(part): f"module {name}" for name, part in modules.items()}
+    tensors: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        tensors.setdefault(id(parameter), f"parameter {name}")
+    digest = ContentDigest({**places, **tensors})
     base = config.plan if isinstance(config.plan, str) else config.plan.base
-    if base.endswith((".yaml", ".yml")):
-        facts["file"] = Path(base).read_text()
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for file in _user_source_files():
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    facts: dict[str, Any] = {
+        "versions": [VERSION, torch.__version__, sys.version, *_installed()],
+        "plan": config.model_dump(mode="json", exclude=_WITHOUT_EFFECT),
+        "file": Path(base).read_text() if base.endswith((".yaml", ".yml")) else "",
+        "sizes": dict(sizes),
+        "dtype": torch.get_default_dtype(),
+        "device": trainer.strategy.root_device.type,
+        "example": _structure(example),
+    }
+    try:
+        for name, fact in facts.items():
+            digest.add(fact, name)
+        packages = _add_modules(digest, module, tensors)
+        digest.add(dict(module.hparams), "model.hparams")
+        for where, patched in users_code_in(packages | {"torch", "lightning"}):
+            digest.add(where, where)
+            digest.add(patched, where)
+        _add_trainer(digest, trainer)
+    except UnreadableError as error:
+        return Fingerprint(None, str(error))
+    for file in sorted(_sources(packages)):
+        digest.add(hashlib.sha256(Path(file).read_bytes()).hexdigest(), file)
+    return Fingerprint(digest.hexdigest())
 
 
-class _UnreadableError(Exception):
-    """An attribute of the model has a type whose content can't be read."""
+_WITHOUT_EFFECT = {
+    "timeout",
+    "check_every",
+    "checkpoint",
+    "broadcast_batch",
+    "self_check",
+    "process_group_backend",
+    "ddp",
+}
+"""Fields of the configuration that change neither a plan nor what is proved."""
+_TOLD_OTHERWISE = {
+    *("_parameters", "_modules", "_buffers", "_hparams", "_hparams_initial", "_example_input_array"),
+    *("_trainer", "_fabric", "_fabric_optimizers", "_metric_attributes", "_compiler_ctx", "_device_mesh"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+}
+"""Attributes of modules that go in by themselves, or that no forward and backward reads."""
 
 
-def _qualified_name(thing: Any) -> str:
-    """The full name of a class or a function."""
-    return f"{thing.__module__}.{thing.__qualname__}"
+def _add_modules(digest: ContentDigest, module: LightningModule, tensors: Mapping[int, str]) -> set[str]:
+    """Read every module with its class, attributes, hooks and tensors; the packages of their classes."""
+    packages: set[str] = set()
+    for name, part in module.named_modules():
+        path = f"model.{name}" if name else "model"
+        packages |= {base.__module__.partition(".")[0] for base in type(part).__mro__} - {"builtins"}
+        digest.add(name, path)
+        digest.add(type(part), path)
+        for key, value in sorted(vars(part).items()):
+            if key not in _TOLD_OTHERWISE:
+                digest.add(key, path)
+                digest.add(value, f"{path}.{key}")
+        digest.add(hooks_of(part), f"a hook of {path}")
+        for key, parameter in part._parameters.items():
+            if parameter is None:
+                digest.add([key, None], path)
+                continue
+            first = tensors[id(parameter)]  # another name where it is tied
+            digest.add(
+                [key, first, str(parameter.dtype), parameter.shape, parameter.requires_grad, parameter.is_meta], path
+            )
+            digest.add(list((getattr(parameter, "_backward_hooks", None) or {}).values()), f"a hook of {path}.{key}")
+            digest.add(vars(parameter), f"{path}.{key}")
+        for key, buffer in part._buffers.items():
+            digest.add([key, None if buffer is None else [str(buffer.dtype), buffer.shape, buffer.is_meta]], path)
+            if buffer is not None and not buffer.is_meta:
+                digest.add(content_of(buffer), path)
+    return packages
 
 
-def _canonical(value: Any, depth: int) -> Any:
-    """A value as plain data that is equal in two processes if and only if the values are.
+def _add_trainer(digest: ContentDigest, trainer: Trainer) -> None:
+    """Read what the user's code, as far as it was read, may read of the trainer."""
+    if "trainer" in digest.names or "_trainer" in digest.names:
+        digest.add({name: getattr(trainer, name) for name in _TRAINER_FACTS}, "trainer")
+    if "datamodule" in digest.names:
+        digest.add(trainer.datamodule, "trainer.datamodule")  # type: ignore[attr-defined]
+    if any(name.endswith(("callbacks", "_callback")) for name in digest.names):
+        digest.add(trainer.callbacks, "trainer.callbacks")  # type: ignore[attr-defined]
 
-    Raises:
-        _UnreadableError: for a type whose content can't be read (a closure, an object with slots), or one nested too deep.
+
+def _structure(example: Example | None) -> Any:
+    """An example without its values: the method, the form of its arguments, and shapes and types of their tensors."""
+    if example is None:
+        return None
+    leaves, form = tree_flatten((example.args, dict(example.kwargs)))
+    kinds = [(str(x.dtype), x.shape) if isinstance(x, Tensor) else name_of(type(x)) for x in leaves]
+    return [example.method, example.path, str(form), kinds]
+
+
+def _installed() -> list[str]:
+    """Names and versions of all packages that can be imported, as their folders of metadata tell them."""
+    found: set[str] = set()
+    for place in sys.path:
+        if os.path.isdir(place or "."):
+            found |= {entry for entry in os.listdir(place or ".") if entry.endswith((".dist-info", ".egg-info"))}
+    return sorted(found)
+
+
+def _sources(packages: set[str]) -> set[str]:
+    """Source files of the user's loaded modules, and of the packages that the model's classes are from.
+
+    Args:
+        packages: their names; torch and Lightning, which are large, are told by their versions alone.
     """
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
-        return repr(value)
-    if depth > _MAX_DEPTH:
-        raise _UnreadableError
-    if isinstance(value, torch.nn.Module):
-        return _qualified_name(type(value))  # a submodule has an entry of its own in the fingerprint
-    if isinstance(value, torch.Tensor):
-        content = (
-            value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-        )
-        return [str(value.dtype), tuple(value.shape), hashlib.sha256(content).hexdigest()]
-    if isinstance(value, Mapping):
-        return [
-            _qualified_name(type(value)),
-            [(_canonical(k, depth + 1), _canonical(v, depth + 1)) for k, v in value.items()],
-        ]
-    if isinstance(value, list | tuple):
-        return [_qualified_name(type(value)), [_canonical(item, depth + 1) for item in value]]
-    if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_canonical(item, depth + 1)) for item in value)
-    if isinstance(value, functools.partial):
-        return [_canonical(part, depth + 1) for part in (value.func, value.args, value.keywords)]
-    if isinstance(value, types.BuiltinFunctionType | type):
-        return _qualified_name(value)
-    if isinstance(value, types.FunctionType):
-        if value.__closure__:
-            raise _UnreadableError
-        return [
-            _qualified_name(value),
-            value.__code__.co_code.hex(),
-            repr(value.__code__.co_names),
-            repr(value.__defaults__),
-        ]
-    if isinstance(getattr(value, "__dict__", None), dict) and not hasattr(type(value), "__slots__"):
-        return [_qualified_name(type(value)), _canonical(vars(value), depth + 1)]
-    raise _UnreadableError
+    files: set[str] = set()
+    for name, loaded in list(sys.modules.items()):
+        file = getattr(loaded, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        if name.partition(".")[0] in packages - {"torch", "lightning"} or not is_installed(file):
+            files.add(file)
+    return {file for file in files if os.path.isfile(file)}
 
 
-def _user_source_files() -> list[Path]:
-    """Files of loaded modules outside the installed packages: the user's own code, which may change between two runs."""
-    paths = sysconfig.get_paths()
-    installed = tuple(os.path.join(paths[name], "") for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    files = [getattr(loaded, "__file__", None) for loaded in list(sys.modules.values())]
-    own = {name for name in files if isinstance(name, str) and name.endswith(".py") and not name.startswith(installed)}
-    return sorted(file for file in map(Path, own) if file.is_file())
+# ---- files ---------------------------------------------------------------------------------------------------------
 
 
 def _folder() -> Path:
-    """Where proofs are remembered on this machine, by the XDG convention."""
+    """Where proofs are remembered on this machine, by the XDG convention.
+
+    Raises:
+        RuntimeError: if this user has no home.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "lightning_seqpar" / "proofs"
 
@@ -143,13 +219,16 @@ def read_proof(key: str) -> dict[str, str] | None:
 
     Returns:
         ``{"plan": ..., "whole": ...}`` with the plan as YAML (empty if it was not inferred) and why the vocabulary stays whole
-        (empty if it does not), or None if nothing is remembered.
+        (empty if it does not), or None if nothing is remembered, or not as it was written.
     """
-    file = _folder() / f"{key}.json"
-    if not file.is_file():
+    try:
+        content = json.loads((_folder() / f"{key}.json").read_text())
+        plan, whole, seal = content["plan"], content["whole"], content["seal"]
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         return None
-    content = json.loads(file.read_text())
-    return {"plan": str(content["plan"]), "whole": str(content["whole"])}
+    if not isinstance(plan, str) or not isinstance(whole, str) or seal != _seal(key, plan, whole):
+        return None
+    return {"plan": plan, "whole": whole}
 
 
 def write_proof(key: str, plan: str, whole: str = "") -> None:
@@ -160,11 +239,18 @@ def write_proof(key: str, plan: str, whole: str = "") -> None:
         plan: the inferred plan as YAML, so that it need not be inferred again; empty for any other plan.
         whole: why the vocabulary stays whole, though the model has one; empty if what was found of it was proved.
     """
-    folder = _folder()
     try:
+        folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f"{key}.{os.getpid()}.part"
-        part.write_text(json.dumps({"plan": plan, "whole": whole}))
-        part.replace(folder / f"{key}.json")
-    except OSError as error:
-        rank_zero_info(f"lightning_seqpar: the proof is not remembered, {folder} can't be written ({error})")
+        # A name of its own, since runs of several machines may write one proof to one folder at once.
+        handle, part = tempfile.mkstemp(prefix=f"{key}.", suffix=".part", dir=folder)
+        with os.fdopen(handle, "w") as file:
+            json.dump({"plan": plan, "whole": whole, "seal": _seal(key, plan, whole)}, file)
+        Path(part).replace(folder / f"{key}.json")
+    except (OSError, RuntimeError) as error:
+        rank_zero_info(f"lightning_seqpar: the proof is not remembered, its folder can't be written ({error})")
+
+
+def _seal(key: str, plan: str, whole: str) -> str:
+    """A digest by which a file that was cut off or changed is told."""
+    return hashlib.sha256(json.dumps([key, plan, whole]).encode()).hexdigest()

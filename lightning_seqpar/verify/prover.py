@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
 from lightning_seqpar.plan.vocabulary import SOURCE, with_vocabulary, without_vocabulary
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.proof_cache import fingerprint, read_proof, write_proof
+from lightning_seqpar.verify.proof_cache import Fingerprint, fingerprint, read_proof, write_proof
 from lightning_seqpar.verify.self_check import SelfCheckError, has_room, self_check
 
 _WAYS_OUT = (
@@ -105,7 +104,9 @@ class Prover:
         self._tp = groups.size("tp")
         self._search: _ExampleSearch | None = None
         self._is_shared = False  # whether every rank has the first rank's search
-        self._digest = ""  # of the numbers that the model computes from the example
+        self._offered = find_examples(module, trainer)
+        self._found: list[Example] = []
+        self._failed: Exception | None = None  # what ended the offers
         self._reasons: list[str] = []
         self._vocabulary: list[str] = []  # lines on what of it is sharded
         self._whole = ""  # why it stays whole after all
@@ -128,7 +129,7 @@ class Prover:
         """:meth:`prove` without the hint on adapters."""
         out = Proved()
         with self._phases.phase("looking for a remembered proof"):
-            key = self._from_first_rank(self._key) if self._config.self_check else None
+            key, unread = self._from_first_rank(self._key) if self._config.self_check else (None, "")
             remembered = self._from_first_rank(lambda: None if key is None else read_proof(key))
         cached = None
         if remembered is not None and remembered["plan"]:
@@ -143,6 +144,8 @@ class Prover:
         self._add_vocabulary(out, remembered)
         with self._phases.phase("proving the plan"):
             self._prove(out, key, remembered is not None, started)
+        if unread:
+            out.lines.append(f"self-check: not remembered, because {unread}")
         out.lines[:0] = self._vocabulary
         if inferred := [plan for plan in out.plans if plan.source == "inferred"]:
             rules = inferred[0].to_yaml().splitlines()[1:]
@@ -167,7 +170,7 @@ class Prover:
             )
             return
         if is_remembered:
-            out.lines.append("self-check: passed before, for the same source, plan, versions and numbers")
+            out.lines.append("self-check: passed before, for the same model, source, plan and versions")
             return
         passed = self._check_or_widen(out, [plan for plan in out.plans if plan.source == "inferred"])
         inferred = [plan for plan in out.plans if plan.source == "inferred"]
@@ -200,18 +203,30 @@ class Prover:
             raise CantInferError(box[1])
         return box[0]
 
-    def _key(self) -> str | None:
-        """The key under which a proof is remembered: the fingerprint, and the numbers that the model computes.
+    def _key(self) -> Fingerprint:
+        """The key under which a proof is remembered, or what can't be read of the model. No model is run."""
+        topology = self._groups.topology
+        sizes = {axis: topology.get_dim(axis) for axis in topology.axes}
+        try:
+            first = next(self._candidates(), None)
+        except Exception:  # a loader that can't be read: the search says so, if no other example works
+            first = None
+        try:
+            return fingerprint(self._module, self._trainer, self._config, sizes, first)
+        except Exception as error:  # of a property or a method of the user's; it is no reason not to train
+            return Fingerprint(None, f"reading the model raised {describe_failure(error)}")
 
-        Attributes, sources and versions don't show everything (a global, a hook, the content of a buffer); the loss and
-        the gradients of the example do. None if there is no fingerprint or no example.
-        """
-        facts = fingerprint(self._module, self._config, self._tp)
-        if self._search is None:
-            self._search = self._seek_example()
-        if facts is None or self._search.example is None or not self._digest:
-            return None
-        return hashlib.sha256((facts + self._digest).encode()).hexdigest()
+    def _candidates(self) -> Iterator[Example]:
+        """The inputs that the module and the trainer offer; each is made once, however often they are asked for."""
+        yield from self._found
+        try:
+            for candidate in self._offered:
+                self._found.append(candidate)
+                yield candidate
+        except Exception as error:
+            self._failed = error
+        if self._failed is not None:
+            raise self._failed
 
     def _example(self) -> _ExampleSearch:
         """The first rank's search for an example, on every rank; collective over the world at its first call."""
@@ -226,7 +241,7 @@ class Prover:
         """Try the inputs that the module and the trainer offer, with and without random draws, until one works."""
         failures: list[str] = []
         try:
-            for candidate in find_examples(self._module, self._trainer):
+            for candidate in self._candidates():
                 reductions = Reduction.variants(self._module, self._tp, candidate.length, candidate.longest)
                 for narrow, draws in ((False, False), (False, True), (True, False)):
                     wrong = None
@@ -246,7 +261,7 @@ class Prover:
         return _ExampleSearch(None, None, failures)
 
     def _try(self, example: Example, dtype: torch.dtype | None) -> _Failure | None:
-        """Run the example on a whole copy; what is wrong, or None. Then a digest of its loss and gradients is kept."""
+        """Run the example on a whole copy; what is wrong, or None."""
         device = self._room(example, dtype)
         with kept_streams(self._device), default_dtype(dtype):
             try:
@@ -262,11 +277,6 @@ class Prover:
             except Exception as error:  # shown to the user if no other example works
                 # Its text alone: the error's frames hold the copy.
                 return _Failure(describe_failure(error), isinstance(error, NoExampleError))
-            digest = hashlib.sha256(repr(float(loss.detach())).encode())
-            for name, parameter in copied.named_parameters():
-                grad = parameter.grad
-                digest.update(f"{name}: {None if grad is None else float(grad.double().norm())}".encode())
-            self._digest = digest.hexdigest()
             release(copied)
         return None
 

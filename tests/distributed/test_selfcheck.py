@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,7 +24,7 @@ from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify import self_check as selfcheck
 from lightning_seqpar.verify.run_comparison import worst_gradient
 from lightning_seqpar.verify.self_check import self_check
-from tests.helpers import models, zoo
+from tests.helpers import families, models, zoo
 from tests.helpers.fit import fit, quiet_trainer
 
 CPU = torch.device("cpu")
@@ -246,7 +247,7 @@ def test_a_plan_file_that_changes_is_proved_again(cache, tmp_path):
         run(cache, "einsum", str(file))
 
 
-SWITCH = {"on": False}  # read by Global's forward, and told by no attribute
+SWITCH = {"on": False}  # read by Global's step, and told by no attribute
 
 
 class Global(zoo.Zoo):
@@ -267,10 +268,90 @@ def fit_switched(cache: str, on: bool) -> None:
         trainer.fit(Global("einsum"), models.loader(4))
 
 
-def test_a_proof_holds_for_the_numbers_that_it_was_made_with(cache):
+def test_a_proof_holds_for_the_globals_that_it_was_made_with(cache):
     for on in (False, True, False):
         run_distributed(fit_switched, 2, str(cache), on)
     assert len(proofs(cache)) == 2
+
+
+CALLS: list[int] = []  # of steps in this process
+
+
+class Noting(zoo.Zoo):
+    """Counts its steps, on copies too, and holds what many models hold."""
+
+    def __init__(self, kind: str, held: Any = None) -> None:
+        super().__init__(kind)
+        self.held, self.itself = held, [self]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        CALLS.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+class NotingGPT2(families.HuggingFace):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        CALLS.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def steps_of(kind: Any, folders: list[str], *args: Any) -> int:
+    """How many steps ran, on copies and in training, each rank with a folder for proofs of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folders[torch.distributed.get_rank()])
+        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+        trainer.fit(kind(*args), models.loader(4))
+    return len(CALLS)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Noting, "einsum"), (NotingGPT2, "gpt2")])
+def test_a_remembered_proof_runs_no_copy(cache, kind, name):
+    first = run_distributed(steps_of, 2, kind, [str(cache)] * 2, name)
+    assert min(first) > 1
+    assert run_distributed(steps_of, 2, kind, [str(cache)] * 2, name) == [1, 1]
+
+
+def test_the_first_ranks_memory_counts(cache):
+    file = cache / "file"
+    file.write_text("no folder")
+    ours, nowhere = str(cache), str(file)
+    assert min(run_distributed(steps_of, 2, Noting, [nowhere, ours], "einsum")) > 1
+    assert proofs(cache) == []
+    assert min(run_distributed(steps_of, 2, Noting, [ours, nowhere], "einsum")) > 1
+    assert run_distributed(steps_of, 2, Noting, [ours, nowhere], "einsum") == [1, 1]
+    assert min(run_distributed(steps_of, 2, Noting, [nowhere, ours], "einsum")) > 1
+    (proof,) = cache.rglob("*.json")
+    proof.write_text(proof.read_text()[:-9])
+    assert min(run_distributed(steps_of, 2, Noting, [ours, nowhere], "einsum")) > 1
+    assert run_distributed(steps_of, 2, Noting, [ours, nowhere], "einsum") == [1, 1]
+
+
+class Unreadable:
+    """Holds a generator, and is the same in every copy."""
+
+    def __init__(self) -> None:
+        self.lines = (line for line in "ab")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+def told_of_memory() -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.extend(record.getMessage().splitlines())  # type: ignore[method-assign]
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    trainer.fit(Noting("einsum", Unreadable()), models.loader(4))
+    return [line.strip() for line in told if "remembered" in line]
+
+
+def test_what_keeps_a_model_from_being_remembered_is_said_once():
+    said = "self-check: not remembered, because model.held.lines is a generator whose content can't be read"
+    first, other = run_distributed(told_of_memory, 2)
+    assert (first, other) == ([said], [])
 
 
 class SmallAndWrong(zoo.PreNorm):
@@ -468,18 +549,24 @@ def fail_on_shards(module: torch.nn.Module, args: Any) -> None:
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
     with pytest.raises(RankFailedError) as caught:
         run_distributed(check_with_one_that_fails, 2, False)
-    said = r"rank 1, which raised RuntimeError: mine alone, while other ranks \(0\) go on and wait for it"
+    at = r"\(test_selfcheck\.py, line \d+: .*\)"
+    said = rf"rank 1, which raised RuntimeError: mine alone {at}, while other ranks \(0\) go on and wait for it"
     assert re.search(
         rf"--- rank 1: FailedAloneError: self_check: the sharded model does not run on {said}", str(caught.value)
     )
 
 
 def test_ranks_that_all_fail_say_so_together():
-    assert run_distributed(check_with_one_that_fails, 2, True) == [["it does not run: RuntimeError: on every rank"]] * 2
+    (first,), (second,) = run_distributed(check_with_one_that_fails, 2, True)
+    assert first == second
+    assert first.startswith("it does not run: RuntimeError: on every rank (test_selfcheck.py, line ")
 
 
-def test_a_step_that_needs_the_trainer_says_so():
-    with pytest.raises(RankFailedError, match=r"Batches.* object has no attribute .scale"):
+def test_a_step_that_fails_at_its_trainer_says_where():
+    with pytest.raises(
+        RankFailedError,
+        match=r"IndexError: list index out of range \(test_selfcheck\.py, line \d+: .*callbacks\[0\]\.scale\)",
+    ):
         run_distributed(fit_needing, 2)
 
 
