@@ -385,12 +385,13 @@ def look(tp: int) -> tuple[float, float, Tensor]:
     module = KeepsLogits()
     trainer = quiet_trainer(devices=tp, strategy=strategy, max_epochs=1)
     trainer.fit(module, models.loader(4, count=8), models.loader(4, count=8, seed=9))
+    accuracy = float(trainer.callback_metrics["accuracy"])
     predicted = trainer.predict(module, models.loader(4, count=4))[0]
     assert type(predicted) is Tensor
     unshard(module)
     assert tuple(module.model.head.weight.shape) == (31, 16)
     assert type(module.model.head) is nn.Linear
-    return module.seen, float(trainer.callback_metrics["accuracy"]), predicted
+    return module.seen, accuracy, predicted
 
 
 def test_what_steps_return_and_measure_is_whole():
