@@ -1401,6 +1401,27 @@ MUTANTS = [
         "tests/test_logits.py tests/test_vocabulary.py",
     ),
     Mutant(
+        "a change of a view of logits stays in the view",
+        "ShardedLogits._write",
+        "while root._view_of is not None:",
+        "while False:",
+        "tests/test_logits.py",
+    ),
+    Mutant(
+        "a copy of logits changes with them",
+        "ShardedLogits._note_view",
+        "if made._outline.untyped_storage()._cdata == self._outline.untyped_storage()._cdata:",
+        "if True:",
+        "tests/test_logits.py",
+    ),
+    Mutant(
+        "a change of logits in place is left out of a gradient",
+        "_Wrap.backward",
+        "if ctx.state.any():",
+        "if False:",
+        "tests/test_logits.py",
+    ),
+    Mutant(
         "a loss may read a vocabulary's weight later",
         "VocabRule.layout",
         "shard=plan.shards[name])",
