@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_seqpar.distributed.autograd import is_node_of, without_subclasses
+from lightning_seqpar.distributed.autograd import is_node_of, storage_id, without_subclasses
 from lightning_seqpar.distributed.collectives import (
     all_gather,
     gather_replicated_from_sequence_parallel_region,
@@ -157,7 +157,7 @@ class ShardedLogits(Tensor):
             made._outline = view(self._outline)
         except (RuntimeError, NotImplementedError):  # an index by a mask, which makes a copy
             return
-        if made._outline.untyped_storage()._cdata == self._outline.untyped_storage()._cdata:
+        if storage_id(made._outline) == storage_id(self._outline):
             made._view_of = self, view
             made._state.of = self._state
 
