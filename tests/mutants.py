@@ -1468,8 +1468,8 @@ MUTANTS = [
     Mutant(
         "logits changed in place in a copy",
         "ShardedLogits.__torch_function__",
-        "if func in _REFUSED or _writes(func, args, kwargs):",
-        "if func in _REFUSED:",
+        "if logits is not None and writes:",
+        "if False:",
         "tests/test_logits.py",
     ),
     Mutant(
@@ -1527,6 +1527,27 @@ MUTANTS = [
         "score = (parts[:, 2] + below).gather(0, owner.unsqueeze(0)).squeeze(0)",
         "score = (parts[:, 2] + below)[0]",
         "tests/test_logits.py tests/test_vocabulary.py",
+    ),
+    Mutant(
+        "a change of a view of logits stays in the view",
+        "ShardedLogits._write",
+        "while root._view_of is not None:",
+        "while False:",
+        "tests/test_logits.py",
+    ),
+    Mutant(
+        "a copy of logits changes with them",
+        "ShardedLogits._note_view",
+        "if storage_id(made._outline) == storage_id(self._outline):",
+        "if True:",
+        "tests/test_logits.py",
+    ),
+    Mutant(
+        "a change of logits in place is left out of a gradient",
+        "_Wrap.backward",
+        "if ctx.state.any():",
+        "if False:",
+        "tests/test_logits.py",
     ),
     Mutant(
         "a loss may read a vocabulary's weight later",

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_seqpar.distributed.autograd import is_node_of, without_subclasses
+from lightning_seqpar.distributed.autograd import is_node_of, storage_id, without_subclasses
 from lightning_seqpar.distributed.collectives import (
     all_gather,
     gather_replicated_from_sequence_parallel_region,
@@ -29,13 +29,21 @@ class ShardedLogits(Tensor):
 
     Casts, scalings, reshapes and slices that leave the last dim alone keep them sharded, and ``F.cross_entropy`` on
     ``[n, v]`` runs on the shards. Every other operation gathers them first, which is a collective over tp: an operation
-    that only some ranks run waits for the others. Changes in place are refused, since they would change a gathered copy.
+    that only some ranks run waits for the others. A change in place gathers them for good: from then on they, and their views,
+    read the changed whole.
     """
 
     _part: StoredLogits
     _shard: Shard
     _group: ProcessGroup
     _rank: int
+    _outline: Tensor
+    """A tensor without memory of the same shape, which is a view of another one's where plain logits would be."""
+    _view_of: tuple[ShardedLogits, Callable[[Tensor], Tensor]] | None = None
+    """Of which logits these are a view, and how it is made of plain ones."""
+    _state: _Changes
+    _changed: Tensor | None = None
+    """The whole logits, once they were changed in place."""
 
     @staticmethod
     def wrap(local: Tensor, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
@@ -71,8 +79,9 @@ class ShardedLogits(Tensor):
     def _wrap(part: StoredLogits, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
         if not torch.is_grad_enabled():  # made without gradients, they must not train the head when they are read later
             part = part.detached()
-        out: ShardedLogits = _Wrap.apply(*part.tensors, part, shard, group, rank)  # type: ignore[no-untyped-call]
-        out._part = part
+        state = _Changes()
+        out: ShardedLogits = _Wrap.apply(*part.tensors, part, shard, group, rank, state)  # type: ignore[no-untyped-call]
+        out._part, out._state = part, state
         return out
 
     @staticmethod
@@ -81,6 +90,7 @@ class ShardedLogits(Tensor):
             ShardedLogits, (*part.shape[:-1], shard.length), dtype=part.dtype, device=part.tensors[0].device
         )
         out._part, out._shard, out._group, out._rank = part, shard, group, rank
+        out._outline = torch.empty(*part.shape[:-1], shard.length, device="meta")
         return out
 
     @property
@@ -98,9 +108,58 @@ class ShardedLogits(Tensor):
         return part.read()
 
     def whole(self) -> Tensor:
-        """The whole logits ``[..., v]`` as a plain tensor; collective over tp."""
+        """The whole logits ``[..., v]`` as a plain tensor; collective over tp, unless they were changed in place."""
+        if (written := self._written()) is not None:
+            return written
         local = self.local
         return gather_replicated_from_sequence_parallel_region(local, local.ndim - 1, self._group, self._shard.length)
+
+    def _written(self) -> Tensor | None:
+        """The whole logits if they, or those of which they are a view, were changed in place; else None."""
+        if self._changed is not None:
+            return self._changed
+        if self._view_of is None:
+            return None
+        other, view = self._view_of
+        whole = other._written()
+        return None if whole is None else view(whole)
+
+    def _write(self, change: Callable[[Tensor], Any]) -> Any:
+        """Change the whole logits in place, and those of which these are a view with them; collective over tp.
+
+        Returns:
+            what the operation returns, with these logits in place of the whole ones.
+        """
+        root = self
+        while root._view_of is not None:
+            root = root._view_of[0]
+        if root._written() is None:
+            root._changed = root.whole().clone()
+            root._state.made = True
+        whole = self._written()
+        assert whole is not None
+        out = change(whole)
+        return self if out is whole else out
+
+    def _note_view(self, made: ShardedLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note whether ``made``, which an operation made of these logits, is a view of them where logits are plain."""
+
+        def view(whole: Tensor) -> Tensor:
+            out: Tensor = func(whole, *args, **kwargs)
+            return out
+
+        if func in _CASTS:
+            if made.dtype == self.dtype and not kwargs.get("copy"):
+                made._outline, made._view_of = self._outline, (self, view)
+                made._state.of = self._state
+            return
+        try:
+            made._outline = view(self._outline)
+        except (RuntimeError, NotImplementedError):  # an index by a mask, which makes a copy
+            return
+        if storage_id(made._outline) == storage_id(self._outline):
+            made._view_of = self, view
+            made._state.of = self._state
 
     def with_local(self, local: Tensor) -> ShardedLogits:
         """Logits over the same vocabulary with another local part ``[..., ceil(v/tp)]``."""
@@ -133,19 +192,28 @@ class ShardedLogits(Tensor):
         if func in _FACTS:
             with without_subclasses():
                 return func(*args, **kwargs)
-        if func in _REFUSED or _writes(func, args, kwargs):
+        logits = args[0] if args and isinstance(args[0], ShardedLogits) else None
+        writes = logits is not None and _writes(func, kwargs)
+        if func in _REFUSED or (writes and _changes_shape(func)) or isinstance(kwargs.get("out"), ShardedLogits):
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)} of logits that are sharded by vocabulary would change a copy: they are whole "
-                "only where they are used. Write logits = logits.whole() first (on all ranks), or the same out of place "
-                "(logits = logits.masked_fill(...)), or leave the head whole in the plan"
+                "only where they are used. Write logits = logits.whole() first (on all ranks), or the same out of place, "
+                "or leave the head whole in the plan (vocab=False)"
             )
         tree_map_only(ShardedLogits, _check_graph, (args, kwargs))
+        rest, plain_kwargs = (
+            tree_map_only(ShardedLogits, lambda other: other.whole(), (args[1:], kwargs)) if writes else ((), {})
+        )
+        if logits is not None and writes:
+            return logits._write(lambda whole: func(whole, *rest, **plain_kwargs))
         keep = _KEEPING.get(func)
-        if keep is not None and args and isinstance(args[0], ShardedLogits):
-            kept = keep(func, args[0], args[1:], kwargs)
+        if keep is not None and logits is not None and logits._written() is None:
+            kept = keep(func, logits, args[1:], kwargs)
             if kept is not None:
+                if isinstance(kept, ShardedLogits) and func in _MAY_BE_VIEWS:
+                    logits._note_view(kept, func, args[1:], kwargs)
                 return kept
-        plain_args, plain_kwargs = tree_map_only(ShardedLogits, lambda logits: logits.whole(), (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(ShardedLogits, lambda other: other.whole(), (args, kwargs))
         return func(*plain_args, **plain_kwargs)
 
     @classmethod
@@ -155,6 +223,8 @@ class ShardedLogits(Tensor):
         """Run an operation below autograd, from the forward of somebody's ``autograd.Function``, on gathered logits."""
 
         def read(logits: ShardedLogits) -> Tensor:
+            if (written := logits._written()) is not None:
+                return written.detach()
             return all_gather(logits.local.detach(), logits.local.ndim - 1, logits._group, logits._shard.length)
 
         plain_args, plain_kwargs = tree_map_only(ShardedLogits, read, (args, dict(kwargs or {})))
@@ -179,6 +249,23 @@ def _check_graph(logits: ShardedLogits) -> None:
             "logits that are sharded by vocabulary came out of a reentrant activation checkpoint, and their parts have no graph: "
             "what the loss says would not reach the model. Write checkpoint(..., use_reentrant=False), or take the head out of it"
         )
+
+
+class _Changes:
+    """Whether logits, or those of which they are a view, were changed in place.
+
+    Attributes:
+        made: whether they were.
+        of: the same of those of which they are a view.
+    """
+
+    def __init__(self) -> None:
+        self.made = False
+        self.of: _Changes | None = None
+
+    def any(self) -> bool:
+        """Whether they or the others were."""
+        return self.made or (self.of is not None and self.of.any())
 
 
 class _Wrap(torch.autograd.Function):
@@ -211,8 +298,10 @@ class _Wrap(torch.autograd.Function):
         shard: Shard,
         group: ProcessGroup,
         rank: int,
+        state: _Changes,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
+        ctx.state = state
         ctx.start, ctx.width = shard.ranges[rank][0], part.shape[-1]
         ctx.is_product, ctx.dtype = weight is not None, x.dtype
         if ctx.is_product:
@@ -224,27 +313,48 @@ class _Wrap(torch.autograd.Function):
     @passes_none
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.state.any():
+            raise RuntimeError(
+                "logits that are sharded by vocabulary were changed in place, and an autograd.Function read them, whose gradient "
+                "would leave the change out; give it logits.whole()"
+            )
         start, stop = ctx.start
         own = F.pad(grad[..., start:stop], (0, ctx.width - (stop - start)))
         if not ctx.is_product:
-            return own.to(ctx.dtype), *([None] * 6)
+            return own.to(ctx.dtype), *([None] * 7)
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         flat = own.flatten(0, -2)
         grad_x = (own @ weight.to(own.dtype)).to(x.dtype) if needs[0] else None
         grad_w = (flat.t() @ x.flatten(0, -2).to(own.dtype)).to(weight.dtype) if needs[1] else None
-        return grad_x, grad_w, flat.sum(0) if needs[2] else None, *([None] * 4)
+        return grad_x, grad_w, flat.sum(0) if needs[2] else None, *([None] * 5)
 
 
-def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call would write into sharded logits: an in-place method, ``inplace=True`` or ``out=``."""
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call changes its first argument: an in-place method, or ``inplace=True``."""
     name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or kwargs.get("inplace") is True
-    return (in_place and bool(args) and isinstance(args[0], ShardedLogits)) or isinstance(
-        kwargs.get("out"), ShardedLogits
-    )
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or kwargs.get("inplace") is True
 
 
+def _changes_shape(func: Any) -> bool:
+    """Whether a method changes what its tensor is, rather than the numbers in it."""
+    name = getattr(func, "__name__", "")
+    return name in ("__set__", "__delete__") or name.rstrip("_") in _SHAPES
+
+
+_SHAPES = (
+    "resize",
+    "resize_as",
+    "set",
+    "squeeze",
+    "unsqueeze",
+    "t",
+    "transpose",
+    "swapaxes",
+    "swapdims",
+    "as_strided",
+    "detach",
+)
 _IN_PLACE = ("__setitem__", "__set__", "__delete__", *(f"__i{name}__" for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
 )))  # fmt: skip
@@ -285,6 +395,8 @@ def _added(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict
     (other, *rest) = args or (kwargs.get("other"),)
     if not isinstance(other, ShardedLogits):
         return _scaled(func, logits, args, kwargs)
+    if other._written() is not None:
+        return None
     alike = (other.shape, other._shard, other._group) == (logits.shape, logits._shard, logits._group)
     if not alike or rest or kwargs.keys() - {"alpha", "other"}:
         return None
@@ -366,6 +478,8 @@ _KEEPING: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _index,
     F.cross_entropy: _loss,
 }
+_MAY_BE_VIEWS = frozenset([*_CASTS, *_COPIES, *_RESHAPES, torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze,
+                           torch.unflatten, Tensor.view, Tensor.__getitem__])  # fmt: skip
 _FACTS = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in (

@@ -76,7 +76,7 @@ class _Swap:
             ),
         )
         record.hooks = list(self._hooks(record))
-        for name in dict.fromkeys(name.rpartition(".")[0] for name, item in layouts.items() if item.is_sharded):
+        for name in dict.fromkeys(name.rpartition(".")[0] for name in self._sharded_names(record.layout)):
             plan.modules[name].__dict__[PART_KEY] = name
         record.changes, record.restore = changes_since(before), application.restore
         self._model.__dict__[RECORD_KEY] = record
@@ -148,11 +148,16 @@ class _Swap:
         for module in {id(m): m for m in modules.values() if id(m) in around}.values():
             yield module.register_forward_hook(return_whole(around[id(module)]))
 
-    def _holders(self, layouts: Mapping[str, ParamLayout]) -> list[nn.Module]:
+    def _holders(self, layouts: ModelLayout) -> list[nn.Module]:
         """Modules that hold a sharded parameter, at any depth."""
-        sharded = [name for name, layout in layouts.items() if layout.is_sharded]
+        sharded = self._sharded_names(layouts)
         found = [module for name, module in self.plan.modules.items() if any(inside(p, name) for p in sharded)]
         return list(dict.fromkeys(found))
+
+    def _sharded_names(self, layouts: ModelLayout) -> list[str]:
+        """Every name of every sharded parameter; a tied one has several."""
+        named = self._model.named_parameters(remove_duplicate=False)
+        return [name for name, parameter in named if (one := layouts.of(parameter)) is not None and one.is_sharded]
 
 
 def _refuse_other_strategies(model: nn.Module) -> Callable[..., None]:

@@ -175,6 +175,26 @@ def without_vocabulary(plans: Sequence[ShardingPlan]) -> list[ShardingPlan]:
     return [plan for plan in plans if plan.source != SOURCE]
 
 
+def not_proved(names: Sequence[str], plans: Sequence[ShardingPlan], model: nn.Module) -> list[str]:
+    """Of modules that an example did not run, those of which the run of others proves nothing.
+
+    An embedding or a head that was found is proved by one that it is tied to; and of the original of a module that PEFT trains
+    a copy of (``modules_to_save``), by the copy.
+
+    Args:
+        names: the modules that did not run.
+        plans: the plans, with what :func:`with_vocabulary` added.
+        model: the whole model.
+    """
+    found = {rule.pattern for plan in plans if plan.source == SOURCE for rule in plan.rules}
+    ran = {id(model.get_submodule(name).weight) for name in found.difference(names)}
+    return [
+        name
+        for name in names
+        if name not in found or not (id(model.get_submodule(name).weight) in ran or name.endswith(".original_module"))
+    ]
+
+
 # ---- what is over a vocabulary -----------------------------------------------------------------------------------
 
 

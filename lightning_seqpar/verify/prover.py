@@ -24,7 +24,7 @@ from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly,
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
-from lightning_seqpar.plan.vocabulary import SOURCE, with_vocabulary, without_vocabulary
+from lightning_seqpar.plan.vocabulary import SOURCE, not_proved, with_vocabulary, without_vocabulary
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.proof_cache import Fingerprint, fingerprint, read_proof, write_proof
 from lightning_seqpar.verify.self_check import SelfCheckError, has_room, self_check
@@ -461,10 +461,10 @@ class Prover:
                 f"trained ({example.method} with {example.source}): {what}.\nThe rules were:{rules}\nMend them with "
                 "plan={'rules': [...]} (later rules win), or leave the module whole"
             )
-        if verdict.idle:
+        if idle := not_proved(verdict.idle, out.plans, self._module):
             rank_zero_warn(
-                f"lightning_seqpar: the self-check's example does not run {', '.join(verdict.idle[:5])}"
-                f"{' ...' if len(verdict.idle) > 5 else ''}: the plan is not proved for them"
+                f"lightning_seqpar: the self-check's example does not run {', '.join(idle[:5])}"
+                f"{' ...' if len(idle) > 5 else ''}: the plan is not proved for them"
             )
         return True
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import os
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
+from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
-from tests.helpers import models
-from tests.helpers.fit import fit
+from tests.helpers import models, zoo
+from tests.helpers.families import HuggingFace
+from tests.helpers.fit import fit, quiet_trainer
 
 
 class Scaled(nn.Embedding):
@@ -156,7 +161,11 @@ def fit_words(kinds: list[str], world: int, tp: int) -> list[tuple[Trace, int, s
 class Ends(models.L.Callback):
     """Counts the sharded tensors outside the blocks, and has warnings shown while the model is set up."""
 
-    count = 0
+    names: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         warnings.simplefilter("always")
@@ -164,7 +173,12 @@ class Ends(models.L.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         record = record_of(pl_module)
         if record is not None:
-            self.count = sum(one.is_sharded and "blocks" not in name for name, one in record.layout.items())
+            blocks = [block for region in record.regions for block in region.blocks]
+            self.names = tuple(
+                name
+                for name, one in record.layout.items()
+                if one.is_sharded and not any(name.startswith(f"{block}.") for block in blocks)
+            )
 
 
 @functools.cache
@@ -205,3 +219,230 @@ def test_on_four_ranks(kind, world, tp):
     got, count, _ = trained(world, tp)[kind]
     compare(reference(kind), got).raise_if_failed()
     assert count == SHARDED[kind]
+
+
+# ---- libraries -------------------------------------------------------------------------------------------------
+
+
+class Bart(HuggingFace):
+    """Scaled embeddings, one for both stacks and the head, and a bias of the logits in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__("llama")
+        config = transformers.BartConfig(
+            vocab_size=31, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=32, dropout=0.0,
+            attention_dropout=0.0, activation_dropout=0.0, scale_embedding=True, pad_token_id=0, use_cache=False,
+        )  # fmt: skip
+        self.model = transformers.BartForConditionalGeneration(config)
+        models.perturb(self)
+        self.model.train()
+
+
+class Cast(HuggingFace):
+    """With the library's own loss, which casts logits to float32."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__(family)
+        del self.model._loss_function  # the helper's
+
+
+class Resized(HuggingFace):
+    """More tokens than it was made with."""
+
+    def __init__(self) -> None:
+        super().__init__("llama", "user")
+        self.model.resize_token_embeddings(37)
+        models.perturb(self)
+
+
+zoo.Bart, zoo.Cast, zoo.Resized = Bart, Cast, Resized
+ADAPTED: dict[str, dict[str, Any]] = {
+    "saved": {"targets": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "on the ends": {"targets": ["q_proj", "embed_tokens", "lm_head"]},
+    "dora": {"targets": ["lm_head"], "use_dora": True},
+    "tokens": {"targets": ["q_proj"], "trainable_token_indices": [3, 5]},
+}
+LIBRARIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bart": ("Bart", {}),
+    "resized": ("Resized", {}),
+    **{f"peft {name}": ("Adapted", {"family": "llama", **args}) for name, args in ADAPTED.items()},
+}
+CASTS = ("llama", "gpt2")
+
+
+def fit_libraries(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Trace, list[str]]]:
+    found = []
+    for model, args in cases:
+        seen = Ends()
+        trace = fit(model, args, world=2, strategy={"tp": 2}, steps=2, length=9, callbacks=[seen])
+        found.append((trace, seen.names))
+    return found
+
+
+@functools.cache
+def libraries() -> dict[str, tuple[Trace, list[str]]]:
+    cases = [*LIBRARIES.values(), *(("Cast", {"family": family}) for family in CASTS)]
+    return dict(zip([*LIBRARIES, *CASTS], run_distributed(fit_libraries, 2, cases, timeout=400.0)[0], strict=True))
+
+
+SHARDED_ENDS = {"bart": 1, "resized": 2, "peft saved": 4, "peft on the ends": 3, "peft dora": 0, "peft tokens": 0}
+
+
+@pytest.mark.parametrize("case", LIBRARIES)
+def test_libraries_models_are_those_of_one_process(case):
+    got, ends = libraries()[case]
+    model, args = LIBRARIES[case]
+    compare(fit(model, args, steps=2, length=9), got).raise_if_failed()
+    assert len(ends) == SHARDED_ENDS[case], ends
+
+
+@pytest.mark.parametrize("family", CASTS)
+def test_a_loss_in_float32_differs_by_its_rounding_alone(family):
+    """Losses to 1e-6 of themselves, gradients to 1e-6 of the global norm, in a model that is float64 else."""
+    got, ends = libraries()[family]
+    assert ends
+    wanted = fit("Cast", {"family": family}, steps=2, length=9)
+    report = compare(wanted, got, limit=1e-6)
+    assert all(row.ok for row in report.rows[:3]), report
+    for one, other in zip(wanted.losses, got.losses, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+# ---- what is refused, and what is remembered ---------------------------------------------------------------------
+
+
+class PenaltyLater(models.GPT):
+    """Reads the embedding's weight from its third step on, in a way that leaves the loss as it was."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx < 2:
+            return loss
+        size = self.model.tokens.weight.square().sum()
+        return loss + 0.1 * (size - size.detach())
+
+
+def fit_later() -> str:
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=4)
+    with pytest.raises(RuntimeError) as caught:
+        trainer.fit(PenaltyLater(), models.loader(4))
+    return f"{trainer.global_step}: {caught.value}"
+
+
+def test_a_loss_that_begins_to_read_the_weight_is_refused():
+    for told in run_distributed(fit_later, 2):
+        assert told.startswith("2: model.tokens.weight: it is sharded, and ")
+        assert "in the loss reads it past its layer" in told
+
+
+def fit_twice(folder: str) -> list[tuple[int, str]]:
+    os.environ["XDG_CACHE_HOME"] = folder
+    found = []
+    for _ in range(2):
+        seen = Ends()
+        with warnings.catch_warnings(record=True) as caught:
+            fit("Words", {"kind": "projected"}, world=2, strategy={"tp": 2}, steps=1, callbacks=[seen])
+        found.append((seen.count, " ".join(str(one.message) for one in caught)))
+    return found
+
+
+def test_a_vocabulary_that_stays_whole_is_remembered_with_the_proof(tmp_path):
+    (first, told), (second, again) = run_distributed(fit_twice, 2, str(tmp_path))[0]
+    assert list((tmp_path / "lightning_seqpar" / "proofs").glob("*.json"))
+    assert (first, second) == (0, 0)
+    for one in (told, again):
+        assert "the vocabulary stays whole on every rank" in one
+        assert "is out of bounds" in one
+
+
+class KeepsLogits(models.GPT):
+    """Returns its logits, which rank 0 alone looks at."""
+
+    seen = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (ids,) = batch
+        logits = self.model(ids[:, :-1])
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()), "logits": logits}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 0:
+            self.seen += float(outputs["logits"].logsumexp(-1).mean())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (ids,) = batch
+        logits = self.model(ids)
+        self.log("accuracy", (logits.argmax(-1) == ids).double().mean())
+        return logits
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(batch[0])
+
+
+def look(tp: int) -> tuple[float, float, Tensor]:
+    strategy = SeqParallelStrategy(tp=tp) if tp > 1 else "auto"
+    module = KeepsLogits()
+    trainer = quiet_trainer(devices=tp, strategy=strategy, max_epochs=1)
+    trainer.fit(module, models.loader(4, count=8), models.loader(4, count=8, seed=9))
+    accuracy = float(trainer.callback_metrics["accuracy"])
+    predicted = trainer.predict(module, models.loader(4, count=4))[0]
+    assert type(predicted) is Tensor
+    unshard(module)
+    assert tuple(module.model.head.weight.shape) == (31, 16)
+    assert type(module.model.head) is nn.Linear
+    return module.seen, accuracy, predicted
+
+
+def test_what_steps_return_and_measure_is_whole():
+    seen, accuracy, predicted = look(1)
+    for rank, (other, measured, tokens) in enumerate(run_distributed(look, 2, 2)):
+        assert other == (pytest.approx(seen, rel=1e-9) if rank == 0 else 0.0)
+        assert measured == pytest.approx(accuracy, rel=1e-9)
+        assert torch.allclose(tokens, predicted, rtol=0, atol=1e-9)
+
+
+def save_parts(folder: str) -> list[str]:
+    """A tied head by itself must not give its part away either."""
+    module = models.GPT(tied=True)
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+    trainer.fit(module, models.loader(4))
+    told = []
+    for use in (module.model.head.state_dict, lambda: save_copy(trainer, module, folder)):
+        with pytest.raises(RuntimeError) as caught:
+            use()
+        told.append(str(caught.value))
+    return told
+
+
+def save_copy(trainer: Any, module: Any, folder: str) -> None:
+    module.average = copy.deepcopy(module.model.head)
+    trainer.save_checkpoint(f"{folder}/copy.ckpt")
+
+
+def test_a_tied_head_is_guarded_under_its_own_name(tmp_path):
+    for dumped, copied in run_distributed(save_parts, 2, str(tmp_path)):
+        assert "state_dict() of a parallelised model would return shards" in dumped
+        assert copied.startswith("average is a copy of model.head, made")
+
+
+def resume(folder: str) -> None:
+    for at, vocab in enumerate((True, False)):
+        module = models.GPT(tied=True)
+        strategy = SeqParallelStrategy(tp=2, vocab=vocab)
+        trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=2 + 2 * at)
+        trainer.fit(module, models.loader(4), ckpt_path=f"{folder}/0.ckpt" if at else None)
+        trainer.save_checkpoint(f"{folder}/{at}.ckpt")
+
+
+def test_checkpoints_know_nothing_of_it(tmp_path):
+    """Written with the vocabulary sharded, and resumed with it whole and in one process alike."""
+    run_distributed(resume, 2, str(tmp_path))
+    plain = quiet_trainer(devices=1, max_steps=4)
+    module = models.GPT(tied=True)
+    plain.fit(module, models.loader(4), ckpt_path=tmp_path / "0.ckpt")
+    for file in ("0.ckpt", "1.ckpt"):
+        found = torch.load(tmp_path / file, weights_only=True)["state_dict"]
+        assert {name: one.shape for name, one in found.items()} == {n: p.shape for n, p in module.state_dict().items()}
+    for name, value in module.state_dict().items():
+        assert torch.allclose(found[name].double(), value.double(), rtol=0, atol=1e-9), name
