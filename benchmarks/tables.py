@@ -50,7 +50,7 @@ def write(results: dict[str, Any], out: Path) -> None:
 
 
 def _row(*cells: Any) -> str:
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _head(*cells: str) -> list[str]:
