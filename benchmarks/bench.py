@@ -129,7 +129,8 @@ def host(given: argparse.Namespace, keep: Keep) -> Found:
 
 def kept(given: argparse.Namespace, keep: Keep) -> Found:
     """Bytes kept for the backward, and what a step sends."""
-    found = {key: one for key, one in given.before("kept").items() if "|" in key}
+    titles = {shape.title for shape in SHAPES.values()}
+    found = {key: one for key, one in given.before("kept").items() if key.partition("|")[0] in titles}
     for shape in given.shapes:
         for tp in shape.kept:
             for way in (*(way for way in shape.ways if way != ALONE), "plain"):
