@@ -14,9 +14,9 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -129,7 +129,8 @@ def host(given: argparse.Namespace, keep: Keep) -> Found:
 
 def kept(given: argparse.Namespace, keep: Keep) -> Found:
     """Bytes kept for the backward, and what a step sends."""
-    found = {key: one for key, one in given.before("kept").items() if "|" in key}
+    titles = {shape.title for shape in SHAPES.values()}
+    found = {key: one for key, one in given.before("kept").items() if key.partition("|")[0] in titles}
     for shape in given.shapes:
         for tp in shape.kept:
             for way in (*(way for way in shape.ways if way != ALONE), "plain"):
@@ -248,15 +249,14 @@ def main() -> None:
     given = parser.parse_args()
     given.shapes = [SHAPES[name] for name in given.shapes]
     given.out.mkdir(parents=True, exist_ok=True)
-    journal = given.out / "journal.jsonl"
+    journal = given.out / "journal"
     if not given.resume:
-        journal.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory() as cache:
-        given.launch = Launcher(journal, Path(cache))
-        failed = run(given, given.parts)
-    if failed:
+        shutil.rmtree(journal, ignore_errors=True)
+    journal.mkdir(exist_ok=True)
+    given.launch = Launcher(journal)
+    if failed := run(given, given.parts):
         sys.exit(f"failed: {', '.join(failed)}; mend it and go on with --resume")
-    journal.unlink(missing_ok=True)
+    shutil.rmtree(journal)
 
 
 if __name__ == "__main__":

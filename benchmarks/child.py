@@ -167,7 +167,7 @@ if __name__ == "__main__":
     try:
         told = run(**json.loads(sys.argv[1]))
     except Exception as error:
-        said = " ".join(str(error).split())[:400]
+        said = " ".join(str(error).split())[:200]
         why = said if isinstance(error, peers.NoPlanError) else f"{type(error).__name__}: {said}"
         out.write_text(json.dumps({"error": why}))
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,28 +36,34 @@ class Launcher:
     """Trains ways in turn, and remembers what they measured.
 
     Args:
-        journal: a file that holds the launches that are done. The n-th launch of a task is answered with the n-th of that
-            task in it that did not fail, if there are so many; None for no memory.
-        cache: the folder in which proofs are remembered, unless a launch names its own.
+        folder: where the launches that are done and the proofs that they left are remembered. The n-th launch of a task is
+            answered with the n-th of that task that did not fail, if there are so many.
     """
 
-    def __init__(self, journal: Path | None, cache: Path) -> None:
-        self._journal, self._cache = journal, cache
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._journal = folder, folder / "launches.jsonl"
         self._done: dict[str, list[dict[str, Any]]] = {}
-        if journal is not None and journal.exists():
-            for line in journal.read_text().splitlines():
+        if self._journal.exists():
+            for line in self._journal.read_text().splitlines():
                 task, answer = json.loads(line)
                 if "error" not in answer:  # what failed may run now
                     self._done.setdefault(task, []).append(answer)
         self._asked: Counter[str] = Counter()
 
-    def __call__(self, ranks: int, *, cache: Path | None = None, note: str = "", **task: Any) -> dict[str, Any]:
+    def proofs(self, cache: str) -> Path:
+        """The folder in which launches with this ``cache`` remember proofs."""
+        return self._folder / "proofs" / cache
+
+    def __call__(
+        self, ranks: int, *, cache: str = "shared", fresh: bool = False, note: str = "", **task: Any
+    ) -> dict[str, Any]:
         """Train one way on so many ranks.
 
         Args:
             ranks: processes.
-            cache: where proofs are remembered.
-            note: tells launches of one task apart in the journal.
+            cache: which proofs are known.
+            fresh: forget those proofs first.
+            note: tells launches of one task apart.
             task: the arguments of ``child.run``.
 
         Returns:
@@ -71,10 +78,11 @@ class Launcher:
             answer = self._done[key][at]
         else:
             begin = time.monotonic()
-            answer = _run(ranks, task, cache or self._cache)
-            if self._journal is not None:
-                with self._journal.open("a") as file:
-                    file.write(json.dumps([key, answer]) + "\n")
+            if fresh:
+                shutil.rmtree(self.proofs(cache), ignore_errors=True)
+            answer = _run(ranks, task, self.proofs(cache))
+            with self._journal.open("a") as file:
+                file.write(json.dumps([key, answer]) + "\n")
             shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in answer.items())
             took = time.monotonic() - begin
             print(

@@ -173,7 +173,7 @@ def main() -> None:
             for name in names:
                 found[f"{kind}s"][name] = in_a_process(kind, name)
                 print(name, json.dumps(found[f"{kind}s"][name]), file=sys.stderr, flush=True)
-        machine = f"{os.cpu_count()} cores, {platform.machine()}, {of_machine('MemTotal') / 2**30:.0f} GiB"
+        has = f"{os.cpu_count()} cores, {platform.machine()}, {of_machine('MemTotal') / 2**30:.0f} GiB"
         given.out.mkdir(parents=True, exist_ok=True)
         text = [
             "# One rank of many",
@@ -184,7 +184,7 @@ def main() -> None:
             "",
             *world_table(found["worlds"]),
             "",
-            f"_{machine}_",
+            f"_{has}; torch {torch.__version__}_",
         ]
         (given.out / "scale.md").write_text("\n".join(text) + "\n")
 

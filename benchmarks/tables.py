@@ -50,7 +50,7 @@ def write(results: dict[str, Any], out: Path) -> None:
 
 
 def _row(*cells: Any) -> str:
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _head(*cells: str) -> list[str]:
@@ -95,7 +95,7 @@ def _bars(file: Path, groups: dict[str, dict[str, float]], label: str) -> None:
             [f"{bar.get_width():,.0f}" if bar.get_width() >= 100 else f"{bar.get_width():.3g}" for bar in bars],
             padding=3,
         )
-        panel.set_title(title)
+        panel.set_title(title, fontsize=10)
         panel.set_xlabel(label)
         panel.margins(x=0.18)
         panel.spines[["top", "right"]].set_visible(False)
