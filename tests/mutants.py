@@ -533,6 +533,13 @@ MUTANTS = [
         "tests/test_selfcheck.py -k gradient",
     ),
     Mutant(
+        "a replica whose self-check fails goes on alone",
+        "_share_verdict",
+        "groups[tuple(sorted(groups.topology.axes))]",
+        'groups["tp"]',
+        "tests/test_selfcheck.py -k replica",
+    ),
+    Mutant(
         "large models are copied whole",
         "Reduction.variants",
         "        return [one for at, one in enumerate(found) if one not in found[:at]]\n",

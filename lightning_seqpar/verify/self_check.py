@@ -136,7 +136,8 @@ def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups
         groups: the process groups.
     """
     answers: list[Any] = [None] * groups.size("tp")
-    _await_others(failure, groups["tp"])
+    # Of all replicas, since gradients are agreed on over dp too.
+    _await_others(failure, groups[tuple(sorted(groups.topology.axes))])
     dist.all_gather_object(answers, (verdict.wrong, failure), group=groups["tp"])
     for wrong, raised in answers:
         if raised is not None:

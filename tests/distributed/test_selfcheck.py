@@ -541,6 +541,28 @@ def check_with_one_that_fails(everywhere: bool) -> list[str]:
     return self_check(model, [plan], groups, example(), sp=True, regather=True, device=CPU).wrong
 
 
+def fail_in_the_first_replica(module: torch.nn.Module, args: Any) -> None:
+    if torch.distributed.get_rank() < 2 and args[0].shape[1] < 10:
+        raise RuntimeError("one replica's")
+
+
+def check_with_a_replica_that_fails() -> None:
+    selfcheck.GRACE = timedelta(seconds=2)
+    groups = ParallelGroups(ProcessTopology.from_config(ParallelConfig(tp=2), 4), torch.distributed.get_rank())
+    model = zoo.Zoo("gqa")
+    plan = infer_plan(model, example(), 2).plan
+    model.get_submodule("net.h.1.attn").register_forward_pre_hook(fail_in_the_first_replica)
+    self_check(model, [plan], groups, example(), sp=True, regather=True, device=CPU)
+
+
+def test_a_replica_that_fails_alone_does_not_meet_the_others_in_another_collective():
+    with pytest.raises(RankFailedError) as caught:
+        run_distributed(check_with_a_replica_that_fails, 4)
+    for rank in (0, 1):
+        said = rf"--- rank {rank}: FailedAloneError: self_check: .* RuntimeError: one replica's .* other ranks \(.*2, 3\) go on"
+        assert re.search(said, str(caught.value))
+
+
 def fail_on_shards(module: torch.nn.Module, args: Any) -> None:
     if args[0].shape[1] < 10:
         raise RuntimeError("on every rank")
