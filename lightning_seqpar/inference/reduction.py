@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import inspect
 import math
 import re
@@ -267,11 +268,12 @@ def kind_of(module: nn.Module) -> Any:
     """
 
     def settings(part: nn.Module) -> tuple[Any, ...]:
+        kind: Any = type(part)
         return tuple(
             (key, value)
             for key, value in sorted(vars(part).items())
             if isinstance(value, bool | int | float | str)
-            and (not _INDEX.search(key) or key in _attributes_that_decide(type(part)))
+            and (isinstance(value, bool) or not _INDEX.search(key) or key in _attributes_that_decide(kind))
         )
 
     return tuple(
@@ -292,6 +294,7 @@ _INDEX = re.compile(r"(idx|index|layer_id|layer_number|depth)$", re.IGNORECASE)
 """Names of attributes that hold a block's own index in its stack."""
 
 
+@functools.cache
 def _attributes_that_decide(kind: type) -> frozenset[str]:
     """Names of the attributes of ``self`` that a class's methods, but not its constructor, compare, divide or look up by."""
     try:

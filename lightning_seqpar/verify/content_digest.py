@@ -418,7 +418,7 @@ def users_code_in(packages: Iterable[str]) -> Iterator[tuple[str, Any]]:
                     return is_users(value.__globals__.get("__name__", ""))
                 of_user[file] = not is_installed(file)
             return of_user[file]
-        return isinstance(value, type) and is_users(value.__module__)
+        return _is_class(value) and is_users(value.__module__)
 
     for name, module in sorted(sys.modules.items()):
         if name.partition(".")[0] not in packages or not isinstance(module, types.ModuleType) or is_users(name):
@@ -441,15 +441,25 @@ def _table_of(value: Any, module: str) -> list[tuple[str, Any]]:
     """What a dict, a class of the module itself, or an object holds, with the dicts that class or object has."""
     if type(value) in (dict, collections.OrderedDict):
         return [(str(key), item) for key, item in value.items()]
-    if type(value) is types.FunctionType or (isinstance(value, type) and value.__module__ != module):
+    is_class = _is_class(value)
+    if type(value) is types.FunctionType or (is_class and value.__module__ != module):
         return []
-    own = getattr(value, "__dict__", None)
-    if own is None or (not isinstance(value, type) and type(own) is not dict):
+    try:
+        # Past what the object's class does when it is asked: deprecated names of a library warn, and lazy ones import.
+        own = vars(value) if is_class else object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return []
+    if not is_class and type(own) is not dict:
         return []
     items = list(own.items())
     return items + [
         (f"{at}.{key!s}", item) for at, table in items if type(table) is dict for key, item in table.items()
     ]
+
+
+def _is_class(value: Any) -> bool:
+    """Whether it is a class; unlike ``isinstance`` this does not ask the object itself."""
+    return issubclass(type(value), type)
 
 
 def hooks_of(module: nn.Module) -> dict[str, Any]:
