@@ -1307,7 +1307,7 @@ MUTANTS = [
     Mutant(
         "a rank that fails alone in the self-check waits for ever",
         "_share_verdict",
-        '    _await_others(failure, groups["tp"])\n',
+        "    _await_others(failure, groups[tuple(sorted(groups.topology.axes))])\n",
         "",
         "tests/test_selfcheck.py -k alone",
     ),
