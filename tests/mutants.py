@@ -533,6 +533,13 @@ MUTANTS = [
         "tests/test_selfcheck.py -k gradient",
     ),
     Mutant(
+        "who reads logits alone waits for ever",
+        "ShardedLogits._meet",
+        "        if self._meeting is not None:\n",
+        "        if False:\n",
+        "tests/test_logits.py -k alone",
+    ),
+    Mutant(
         "a replica whose self-check fails goes on alone",
         "_share_verdict",
         "groups[tuple(sorted(groups.topology.axes))]",

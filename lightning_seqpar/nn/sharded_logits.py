@@ -19,6 +19,7 @@ from lightning_seqpar.distributed.collectives import (
     gather_replicated_from_sequence_parallel_region,
     passes_none,
 )
+from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.logits_storage import DeferredLogits, StoredLogits, can_read_values
 from lightning_seqpar.nn.vocab_loss import VocabParallelCrossEntropy, target_weights
@@ -42,6 +43,8 @@ class ShardedLogits(Tensor):
     _view_of: tuple[ShardedLogits, Callable[[Tensor], Tensor]] | None = None
     """Of which logits these are a view, and how it is made of plain ones."""
     _state: _Changes
+    _meeting: Meeting | None = None
+    """Where ranks meet before they gather these logits; None for nowhere."""
     _changed: Tensor | None = None
     """The whole logits, once they were changed in place."""
 
@@ -111,8 +114,22 @@ class ShardedLogits(Tensor):
         """The whole logits ``[..., v]`` as a plain tensor; collective over tp, unless they were changed in place."""
         if (written := self._written()) is not None:
             return written
+        self._meet()
         local = self.local
         return gather_replicated_from_sequence_parallel_region(local, local.ndim - 1, self._group, self._shard.length)
+
+    def _meet(self) -> None:
+        """Wait for the other ranks, which must gather them too.
+
+        Raises:
+            RuntimeError: if they do not.
+        """
+        if self._meeting is not None:
+            self._meeting.await_others(
+                "logits that are sharded by vocabulary are read whole (an argmax, a metric, a table)",
+                "Read them on every rank, and print or log the result on one: not under 'if self.global_rank == 0' or "
+                "@rank_zero_only. Or leave the head whole (vocab=False)",
+            )
 
     def _written(self) -> Tensor | None:
         """The whole logits if they, or those of which they are a view, were changed in place; else None."""
@@ -163,11 +180,18 @@ class ShardedLogits(Tensor):
 
     def with_local(self, local: Tensor) -> ShardedLogits:
         """Logits over the same vocabulary with another local part ``[..., ceil(v/tp)]``."""
-        return ShardedLogits.wrap(local, self._shard, self._group, self._rank)
+        return self.with_part(StoredLogits(local, local.dtype))
 
     def with_part(self, part: StoredLogits) -> ShardedLogits:
         """The same for a part whose storage has not been read."""
-        return ShardedLogits._wrap(part, self._shard, self._group, self._rank)
+        out = ShardedLogits._wrap(part, self._shard, self._group, self._rank)
+        out._meeting = self._meeting
+        return out
+
+    def meeting_at(self, meeting: Meeting | None) -> ShardedLogits:
+        """These logits, before whose gathering ranks meet."""
+        self._meeting = meeting
+        return self
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -225,6 +249,7 @@ class ShardedLogits(Tensor):
         def read(logits: ShardedLogits) -> Tensor:
             if (written := logits._written()) is not None:
                 return written.detach()
+            logits._meet()
             return all_gather(logits.local.detach(), logits.local.ndim - 1, logits._group, logits._shard.length)
 
         plain_args, plain_kwargs = tree_map_only(ShardedLogits, read, (args, dict(kwargs or {})))

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import shrink
 from lightning_seqpar.nn.logits_storage import can_read_values
@@ -97,12 +98,14 @@ class VocabPart:
         group: the tensor-parallel group.
         rank: this rank in it.
         loss_chunk: of a head: tokens of which a loss makes the logits at a time; None to make them all where it is called.
+        meeting: of a head: where ranks meet before its logits are gathered; None for nowhere.
     """
 
     shard: Shard
     group: ProcessGroup
     rank: int
     loss_chunk: int | None = None
+    meeting: Meeting | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> VocabPart:
         """Itself: process groups are not copied."""
@@ -236,5 +239,5 @@ class VocabParallelHead(nn.Linear):
         weight, bias = _read(self.weight), None if self.bias is None else _read(self.bias)
         where = (part.shard, part.group, part.rank)
         if part.loss_chunk is not None:
-            return ShardedLogits.product(x, weight, bias, part.loss_chunk, *where)
-        return ShardedLogits.wrap(F.linear(x, weight, bias), *where)
+            return ShardedLogits.product(x, weight, bias, part.loss_chunk, *where).meeting_at(part.meeting)
+        return ShardedLogits.wrap(F.linear(x, weight, bias), *where).meeting_at(part.meeting)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from torch import nn
 
+from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.vocab import VocabParallelEmbedding, VocabParallelHead, VocabPart, unfit_forward
@@ -59,4 +61,5 @@ class VocabRule(Rule):
         if isinstance(module, nn.Embedding):
             VocabParallelEmbedding.adopt(module, part, cut=first)
         else:
+            part = replace(part, meeting=Meeting(application.group))
             VocabParallelHead.adopt(module, part, cut=first)

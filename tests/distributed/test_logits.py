@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.distributed.counters import SavedBytes
+from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, cross_entropy
 from lightning_seqpar.testing import run_distributed
@@ -523,3 +525,30 @@ def test_hugging_face_heads():
         wanted = fit("HuggingFace", {"family": family, "loss": "user"}, steps=3)
         for _ in ("whole", "in chunks"):
             compare(wanted, next(found)).raise_if_failed()
+
+
+def read_on_the_first_rank(together: int) -> str:
+    """What rank 0 is told when it reads logits alone, after ``together`` times with the others."""
+    whole, _ = make()
+    logits, _ = sharded(whole)
+    logits.meeting_at(Meeting(dist.group.WORLD, timedelta(seconds=2), times=together + 1))
+    for _ in range(together):
+        assert torch.equal((logits * 2).argmax(-1), whole.argmax(-1))
+    said = ""
+    if dist.get_rank() == 0:
+        try:
+            logits[1:].argmax(-1)
+        except RuntimeError as error:
+            said = str(error)
+    dist.barrier()
+    for _ in range(2):  # nobody waits any more
+        assert torch.equal(logits.whole(), whole)
+    return said
+
+
+def test_logits_that_one_rank_reads_alone_are_told():
+    said, nothing = run_distributed(read_on_the_first_rank, 2, 1)
+    assert nothing == ""
+    assert said.startswith("logits that are sharded by vocabulary are read whole")
+    assert "on rank 0, and rank 1 did not do the same within 2 s" in said
+    assert "@rank_zero_only" in said
