@@ -124,7 +124,11 @@ def has_room(model: nn.Module, example: Example, dtype: torch.dtype | None, free
     return _COPIES * example.reduction.numel(model) * max(widths, default=4) + _SLACK <= free
 
 
-_COPIES, _SLACK = 6, 512 * 1024**2
+_COPIES = 6
+"""As many times a copy's weights the check needs at most."""
+
+_SLACK = 512 * 1024**2
+"""Bytes for activations, and for what an allocator can't give back."""
 
 
 def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups) -> Verdict:
