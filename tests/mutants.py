@@ -554,6 +554,20 @@ MUTANTS = [
         "tests/test_start_memory.py",
     ),
     Mutant(
+        "a change through a plain view of sharded logits is lost",
+        "ShardedLogits._written",
+        "if self._changed is None and self._shown is not None and",
+        "if False and",
+        "tests/test_logits.py -k do_with",
+    ),
+    Mutant(
+        "a weight whose gradient a hook of the user's changes is sharded",
+        "_has_hooks",
+        "    return bool(parameter._backward_hooks or",
+        "    return False and bool(parameter._backward_hooks or",
+        "tests/test_found_vocabulary.py -k reason",
+    ),
+    Mutant(
         "the self-check skips a kind of block",
         "share_equal_blocks",
         "            kind = kind_of(block), told\n",
@@ -1307,7 +1321,7 @@ MUTANTS = [
     Mutant(
         "a rank that fails alone in the self-check waits for ever",
         "_share_verdict",
-        '    _await_others(failure, groups["tp"])\n',
+        "    _await_others(failure, groups[tuple(sorted(groups.topology.axes))])\n",
         "",
         "tests/test_selfcheck.py -k alone",
     ),
@@ -1537,7 +1551,7 @@ MUTANTS = [
     ),
     Mutant(
         "a change of a view of logits stays in the view",
-        "ShardedLogits._write",
+        "ShardedLogits._root",
         "while root._view_of is not None:",
         "while False:",
         "tests/test_logits.py",
