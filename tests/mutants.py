@@ -562,7 +562,7 @@ MUTANTS = [
     ),
     Mutant(
         "a weight whose gradient a hook of the user's changes is sharded",
-        "_has_hooks",
+        "has_hooks",
         "    return bool(parameter._backward_hooks or",
         "    return False and bool(parameter._backward_hooks or",
         "tests/test_found_vocabulary.py -k reason",

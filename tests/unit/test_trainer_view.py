@@ -423,7 +423,8 @@ class Roundabout(nn.Module):
         super().__init__()
         self.head = nn.Linear(3, 2)
         self.body = nn.Linear(3, 3)
-        self.reference, self.proxy = weakref.ref(self), weakref.proxy(self)
+        self.reference = weakref.ref(self)
+        self.__dict__["proxy"] = weakref.proxy(self)  # as an attribute it would be a module inside itself
         self.project = lambda x: self.head(x)
         self.embed = self.body.forward
 
