@@ -562,9 +562,9 @@ MUTANTS = [
     ),
     Mutant(
         "a weight whose gradient a hook of the user's changes is sharded",
-        "has_hooks",
-        "    return bool(parameter._backward_hooks or",
-        "    return False and bool(parameter._backward_hooks or",
+        "_why_whole",
+        "if has_tensor_hooks(parameter):",
+        "if False:",
         "tests/test_found_vocabulary.py -k reason",
     ),
     Mutant(

@@ -241,8 +241,3 @@ def generator_id(generator: torch.Generator) -> int:
     """A number that identifies a random generator; torch may wrap the same one in another Python object on each call."""
     number: int = generator._cdata  # type: ignore[attr-defined]
     return number
-
-
-def has_hooks(parameter: Tensor) -> bool:
-    """Whether somebody's hook changes or reads the parameter's gradient where it is made (to train new rows only, mostly)."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -124,7 +124,8 @@ def has_room(model: nn.Module, example: Example, dtype: torch.dtype | None, free
     return _COPIES * example.reduction.numel(model) * max(widths, default=4) + _SLACK <= free
 
 
-_COPIES, _SLACK = 6, 512 * 1024**2
+_COPIES = 6
+_SLACK = 512 * 1024**2
 
 
 def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups) -> Verdict:
