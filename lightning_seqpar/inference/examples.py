@@ -104,7 +104,8 @@ class Example:
         if isinstance(model, LightningModule):
             answer_harmlessly(model, logged, losses)
         target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
-        out = target(*self.args, **self.kwargs)
+        args, kwargs = _own_tensors((self.args, dict(self.kwargs)))
+        out = target(*args, **kwargs)
         if self.method != "forward":
             loss = out.get("loss") if isinstance(out, Mapping) else out
             if losses:
@@ -115,6 +116,18 @@ class Example:
         if not found:
             raise NoExampleError(f"{self.method} with {self.source} gives nothing that has a gradient")
         return torch.stack([_project(leaf) for leaf in found]).sum()
+
+
+def _own_tensors(batch: Any) -> Any:
+    """The batch with tensors of its own, since a step may change them in place; one that it holds twice is still one."""
+    made: dict[int, Tensor] = {}
+
+    def own(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.clone()
+        return made[id(tensor)]
+
+    return map_tensors(own, batch)
 
 
 def _project(tensor: Tensor) -> Tensor:

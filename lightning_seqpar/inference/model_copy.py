@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import types
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -96,6 +98,7 @@ def detached_copy(
     if reduction.skips_repeats:
         share_equal_blocks(model, rules or {}, memo)
     copied = copy.deepcopy(model, memo)
+    _point_to_copy(model, copied, memo)
     if reduction.vocabularies:
         tell_vocabularies(copied, model, reduction)
     if reduction.skips_repeats:
@@ -110,6 +113,51 @@ def detached_copy(
         if not module.training and name:
             copied.get_submodule(name).train(False)  # a frozen tower in evaluation mode stays so
     return copied
+
+
+def _point_to_copy(model: nn.Module, copied: nn.Module, memo: Mapping[int, Any]) -> None:
+    """Let weak references and closures among a copy's attributes lead to the copy, in place: ``deepcopy`` leaves them as they are.
+
+    They would run the model itself, and a proof on copies would prove nothing.
+
+    Args:
+        model: the model.
+        copied: its copy.
+        memo: of the ``deepcopy``.
+    """
+    parts = (*model.modules(), *model.parameters(), *model.buffers())
+    made = {id(part): memo[id(part)] for part in parts if id(part) in memo}
+    for module in copied.modules():
+        for key, value in list(vars(module).items()):
+            if isinstance(value, weakref.ReferenceType) and id(value()) in made:
+                module.__dict__[key] = weakref.ref(made[id(value())])
+            elif isinstance(value, weakref.ProxyTypes) and id(value.__repr__.__self__) in made:
+                module.__dict__[key] = weakref.proxy(made[id(value.__repr__.__self__)])
+            elif isinstance(value, types.FunctionType) and value.__closure__:
+                module.__dict__[key] = _closed_over(value, made)
+
+
+def _closed_over(function: types.FunctionType, made: Mapping[int, Any]) -> types.FunctionType:
+    """A function that holds copies where ``function`` holds parts of the model; itself if it holds none.
+
+    Args:
+        function: with a closure.
+        made: the copies, by the id of what they stand for.
+    """
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # a name that has no value yet
+            content = None
+        cells.append(types.CellType(made[id(content)]) if id(content) in made else cell)
+    if all(new is old for new, old in zip(cells, function.__closure__ or (), strict=True)):
+        return function
+    code, space = function.__code__, function.__globals__
+    again = types.FunctionType(code, space, function.__name__, function.__defaults__, tuple(cells))
+    again.__kwdefaults__ = function.__kwdefaults__
+    again.__dict__.update(function.__dict__)
+    return again
 
 
 def release(copied: nn.Module) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ast
 import copy
-import functools
 import inspect
 import math
 import re
 import textwrap
+import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -261,19 +262,27 @@ def _is_settings(value: Any) -> bool:
 # ---- depth -----------------------------------------------------------------------------------------------------
 
 
-def kind_of(module: nn.Module) -> Any:
-    """A key that is equal for blocks of a stack that are alike: classes, shapes and settings.
+def kind_of(module: nn.Module, decisive: dict[type, frozenset[str]] | None = None) -> Any:
+    """A key that is equal for blocks of a stack that are alike: classes, shapes, hooks and settings.
 
     A block's own index counts only if its code decides by it; most blocks merely hand it to a cache.
+
+    Args:
+        module: the block.
+        decisive: what is known of the code of classes; kept by who asks for several blocks, since source is slow to read.
     """
+    decisive = {} if decisive is None else decisive
+
+    def decides(kind: type, key: str) -> bool:
+        if kind not in decisive:
+            decisive[kind] = _attributes_that_decide(kind)
+        return key in decisive[kind]
 
     def settings(part: nn.Module) -> tuple[Any, ...]:
-        kind: Any = type(part)
         return tuple(
-            (key, value)
+            (key, _setting(value))
             for key, value in sorted(vars(part).items())
-            if isinstance(value, bool | int | float | str)
-            and (isinstance(value, bool) or not _INDEX.search(key) or key in _attributes_that_decide(kind))
+            if key not in _TOLD_OTHERWISE and (not _INDEX.search(key) or decides(type(part), key))
         )
 
     return tuple(
@@ -282,7 +291,7 @@ def kind_of(module: nn.Module) -> Any:
             type(part),
             settings(part),
             tuple(
-                (n, tuple(t.shape))
+                (n, tuple(t.shape), t.requires_grad)
                 for n, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
             ),
         )
@@ -290,37 +299,100 @@ def kind_of(module: nn.Module) -> Any:
     )
 
 
+_TOLD_OTHERWISE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+"""Attributes of modules that say nothing of their own, or that a kind has anyway."""
+
+
+def _setting(value: Any, depth: int = 3) -> Any:
+    """A key that is equal for values that let a block do the same.
+
+    Numbers, functions, containers and configs are told by their content, all else by its identity.
+    """
+    if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device):
+        return type(value), repr(value)
+    if depth and isinstance(value, list | tuple):
+        return type(value), tuple(_setting(one, depth - 1) for one in value)
+    if depth and isinstance(value, dict):
+        return type(value), tuple((_setting(key, 0), _setting(one, depth - 1)) for key, one in value.items())
+    if isinstance(value, set | frozenset):
+        return type(value), tuple(sorted(map(str, value)))
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, types.MethodType):
+        return "method", value.__func__
+    if depth and isinstance(value, types.FunctionType):
+        held = [cell.cell_contents for cell in value.__closure__ or ()]
+        return "function", value.__code__, _setting((value.__defaults__, value.__kwdefaults__, held), depth - 1)
+    if depth and isinstance(value, partial):
+        return "partial", _setting((value.func, value.args, value.keywords), depth)
+    if depth and _is_settings(value):
+        return type(value), _setting(vars(value), depth - 1)
+    return type(value), id(value)
+
+
 _INDEX = re.compile(r"(idx|index|layer_id|layer_number|depth)$", re.IGNORECASE)
 """Names of attributes that hold a block's own index in its stack."""
 
+_INDEX_READ = re.compile(r"\.\w*(idx|index|layer_id|layer_number|depth)\b", re.IGNORECASE)
+"""How such an attribute is read."""
 
-@functools.cache
+
 def _attributes_that_decide(kind: type) -> frozenset[str]:
-    """Names of the attributes of ``self`` that a class's methods, but not its constructor, compare, divide or look up by."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except (OSError, TypeError, SyntaxError):
-        return frozenset()
+    """Names of the attributes of ``self`` that a class's methods, but not its constructor, may decide by.
+
+    Those are left out that are only handed to a cache, printed, or part of a number that is neither compared nor looked up by.
+    """
     found: set[str] = set()
-    for method in ast.walk(tree):
-        if not isinstance(method, ast.FunctionDef) or method.name == "__init__":
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):
             continue
-        for node in ast.walk(method):
-            parts: list[ast.AST] = []
-            if isinstance(node, ast.Compare) or (
-                isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv)
-            ):
-                parts = list(ast.iter_child_nodes(node))
-            elif isinstance(node, ast.Subscript) and not re.search(r"cache|past|kv", ast.unparse(node.value)):
-                parts = [node.slice]
-            elif isinstance(node, ast.If | ast.IfExp):
-                parts = [node.test]
-            found |= {
-                part.attr
-                for part in parts
-                if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self"
-            }
+        if not base.__module__.startswith("torch.") and _INDEX_READ.search(source):
+            found |= _names_decided_by(source)
     return frozenset(found)
+
+
+def _names_decided_by(source: str) -> set[str]:
+    """The same for the source of one class."""
+    try:
+        tree = ast.parse(textwrap.dedent(source))
+    except SyntaxError:
+        return set()
+    around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    return {
+        node.attr
+        for method in ast.walk(tree)
+        if isinstance(method, ast.FunctionDef) and method.name != "__init__" and method.args.args
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _INDEX.search(node.attr)
+        if isinstance(node.value, ast.Name) and node.value.id == method.args.args[0].arg and _decides(node, around)
+    }
+
+
+def _decides(value: ast.AST, around: Mapping[ast.AST, ast.AST]) -> bool:
+    """Whether code may do one thing or another by a value.
+
+    Args:
+        value: where it is read.
+        around: for each part of the code, what it is a part of.
+    """
+    node = around[value]
+    while isinstance(node, ast.BinOp | ast.UnaryOp | ast.keyword) and not (
+        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv)
+    ):
+        value, node = node, around[node]
+    if isinstance(node, ast.Call):
+        return value is not node.func and not _HARMLESS.search(ast.unparse(node.func))
+    if isinstance(node, ast.Subscript):
+        return value is node.slice and not re.search(r"cache|past|kv", ast.unparse(node.value))
+    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):  # under another name; not in a longer expression
+        return isinstance(value, ast.Attribute)
+    return not isinstance(node, ast.FormattedValue | ast.Attribute | ast.Expr)
+
+
+_HARMLESS = re.compile(r"cache|past|kv|log|warn|print|^(float|str|repr|super)")
+"""Functions that a block may give its index to without deciding by it."""
 
 
 def _stacks(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
@@ -349,13 +421,16 @@ def share_equal_blocks(model: nn.Module, rules: Mapping[str, str], memo: dict[in
         rules: what a plan says of modules and parameters, by name; blocks of which it says different things are not equal.
         memo: for ``copy.deepcopy``.
     """
+    decisive: dict[type, frozenset[str]] = {}
     for blocks in _stacks(model):
         first: dict[Any, Any] = {}
+        last = next(reversed(blocks), "")
         for name, block in blocks.items():
             if id(block) in memo:
                 continue
             told = tuple((key[len(name) :], rule) for key, rule in rules.items() if inside(key, name))
-            kind = kind_of(block), told
+            # The last one is a module of its own: activations may become whole behind it, but not between the blocks.
+            kind = kind_of(block, decisive), told, name == last
             if kind not in first:
                 first[kind] = copy.deepcopy(block, memo)
             memo[id(block)] = first[kind]
@@ -363,10 +438,12 @@ def share_equal_blocks(model: nn.Module, rules: Mapping[str, str], memo: dict[in
 
 def _repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The blocks that a copy has no module of its own for, since an earlier one is alike."""
+    decisive: dict[type, frozenset[str]] = {}
     for blocks in _stacks(model):
         first: dict[Any, nn.Module] = {}
-        for block in blocks.values():
-            if first.setdefault(kind_of(block), block) is not block:
+        last = next(reversed(blocks), "")
+        for name, block in blocks.items():
+            if first.setdefault((kind_of(block, decisive), name == last), block) is not block:
                 yield block
 
 
@@ -382,7 +459,7 @@ def _in_repeated_blocks(model: nn.Module) -> set[int]:
 class Repeats:
     """The blocks of a copy that stand for more than two of the model, while only their first two calls are computed.
 
-    Later calls return the second output again: the activation goes through them as it is. When the module that runs the
+    Later calls hand on the activation as it is. When the module that runs the
     blocks is called once more (on another input), counting begins again.
 
     Args:
@@ -399,9 +476,11 @@ class Repeats:
         names: dict[int, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             names.setdefault(id(module), []).append(name)
+        inner: set[int] = set()  # parts of a block run when it does
         for module in model.modules():
-            if len(names[id(module)]) > 2 and any(True for _ in module.children()):
+            if id(module) not in inner and len(names[id(module)]) > 2 and any(True for _ in module.children()):
                 self._repeats[module] = _Repeat(module.forward)
+                inner |= {id(part) for part in module.modules()}
         runs: dict[nn.Module, list[_Repeat]] = {}
         for module, repeat in self._repeats.items():
             for name in dict.fromkeys(owner_of(model, name) for name in names[id(module)]):
@@ -430,21 +509,56 @@ class Repeats:
 def _begin_again(repeats: Sequence[_Repeat], module: nn.Module, args: Any) -> None:
     """A forward pre-hook of the module that runs blocks: their first two calls are computed again."""
     for repeat in repeats:
-        repeat.calls = 0
+        repeat.calls.clear()
 
 
 class _Repeat:
-    """A forward that is computed at its first two calls, and returns the second output at later ones."""
+    """A forward of which the first two calls of each form are computed; in a later one the activation goes through as it is.
+
+    Calls are of one form if they pass tensors of the same shapes, and everything else alike.
+    """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward, self._last = forward, None
-        self.calls, self.skips = 0, True
+        self._forward = forward
+        self._last: dict[Any, Any] = {}
+        self.calls: Counter[Any] = Counter()
+        self.skips = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        if self.calls <= 2 or not self.skips:
-            self._last = self._forward(*args, **kwargs)
-        return self._last
+        form = _form((args, kwargs))
+        self.calls[form] += 1
+        if self.calls[form] <= 2 or not self.skips:
+            self._last[form] = self._forward(*args, **kwargs)
+            return self._last[form]
+        return _passed_through(self._last[form], (*args, *kwargs.values()))
+
+
+def _form(value: Any) -> Any:
+    """A key that is equal for arguments of one form."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, list | tuple):
+        return type(value), tuple(_form(one) for one in value)
+    if isinstance(value, dict):
+        return type(value), tuple((str(key), _form(one)) for key, one in value.items())
+    if value is None or isinstance(value, bool | int | float | str):
+        return type(value), repr(value)
+    return (type(value), id(value)) if callable(value) else type(value)
+
+
+def _passed_through(out: Any, given: Sequence[Any]) -> Any:
+    """An earlier output with the activation that a call was given in its place, so that gradients reach what made that.
+
+    Args:
+        out: the earlier output.
+        given: the arguments of the call.
+    """
+    first = out[0] if type(out) in (tuple, list) and out else out
+    passed = next((one for one in given if isinstance(one, Tensor) and one.is_floating_point()), None)
+    if passed is None or not isinstance(first, Tensor) or (passed.shape, passed.dtype) != (first.shape, first.dtype):
+        return out
+    passed = passed.clone()
+    return passed if first is out else type(out)((passed, *out[1:]))
 
 
 def owner_of(model: nn.Module, block: str) -> str:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_seqpar.distributed.autograd import is_node_of, storage_id, without_subclasses
@@ -47,6 +47,8 @@ class ShardedLogits(Tensor):
     """Where ranks meet before they gather these logits; None for nowhere."""
     _changed: Tensor | None = None
     """The whole logits, once they were changed in place."""
+    _shown: tuple[Tensor, int] | None = None
+    """The whole logits of which somebody has a plain view, and their version then: a change through the view counts it up."""
 
     @staticmethod
     def wrap(local: Tensor, shard: Shard, group: ProcessGroup, rank: int) -> ShardedLogits:
@@ -133,6 +135,8 @@ class ShardedLogits(Tensor):
 
     def _written(self) -> Tensor | None:
         """The whole logits if they, or those of which they are a view, were changed in place; else None."""
+        if self._changed is None and self._shown is not None and self._shown[0]._version != self._shown[1]:
+            self._changed, self._state.made = self._shown[0], True
         if self._changed is not None:
             return self._changed
         if self._view_of is None:
@@ -141,17 +145,40 @@ class ShardedLogits(Tensor):
         whole = other._written()
         return None if whole is None else view(whole)
 
+    def _root(self) -> ShardedLogits:
+        """Those logits of which these are a view, or these."""
+        root = self
+        while root._view_of is not None:
+            root = root._view_of[0]
+        return root
+
+    def _show(self) -> Tensor:
+        """The whole logits for an operation that returns a view of them, through which they may be changed; collective over tp."""
+        if (written := self._written()) is not None:
+            return written
+        root = self._root()
+        if root._shown is None:
+            whole = root.whole().clone()
+            root._shown = whole, whole._version
+        return self._seen_through(root)
+
+    def _seen_through(self, root: ShardedLogits) -> Tensor:
+        """These logits as a plain view of what ``root`` shows."""
+        if self._view_of is None:
+            assert root._shown is not None
+            return root._shown[0]
+        other, view = self._view_of
+        return view(other._seen_through(root))
+
     def _write(self, change: Callable[[Tensor], Any]) -> Any:
         """Change the whole logits in place, and those of which these are a view with them; collective over tp.
 
         Returns:
             what the operation returns, with these logits in place of the whole ones.
         """
-        root = self
-        while root._view_of is not None:
-            root = root._view_of[0]
+        root = self._root()
         if root._written() is None:
-            root._changed = root.whole().clone()
+            root._changed = root._shown[0] if root._shown is not None else root.whole().clone()
             root._state.made = True
         whole = self._written()
         assert whole is not None
@@ -237,8 +264,21 @@ class ShardedLogits(Tensor):
                 if isinstance(kept, ShardedLogits) and func in _MAY_BE_VIEWS:
                     logits._note_view(kept, func, args[1:], kwargs)
                 return kept
-        plain_args, plain_kwargs = tree_map_only(ShardedLogits, lambda other: other.whole(), (args, kwargs))
-        return func(*plain_args, **plain_kwargs)
+        gathered: list[Tensor] = []
+
+        def read(other: ShardedLogits) -> Tensor:
+            whole = other.whole()
+            if other._written() is None:
+                gathered.append(whole)
+            return whole
+
+        plain_args, plain_kwargs = tree_map_only(ShardedLogits, read, (args, kwargs))
+        out = func(*plain_args, **plain_kwargs)
+        memory = {storage_id(whole) for whole in gathered}
+        if any(_is_plain(one) and storage_id(one) in memory for one in tree_leaves(out)):
+            plain_args, plain_kwargs = tree_map_only(ShardedLogits, lambda other: other._show(), (args, kwargs))
+            out = func(*plain_args, **plain_kwargs)
+        return out
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -259,6 +299,10 @@ class ShardedLogits(Tensor):
 def whole_logits(x: Tensor) -> Tensor:
     """Sharded logits as a whole plain tensor (collective over tp); any other tensor unchanged."""
     return x.whole() if isinstance(x, ShardedLogits) else x
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def _check_graph(logits: ShardedLogits) -> None:
@@ -484,7 +528,7 @@ def _loss(func: Any, logits: ShardedLogits, args: tuple[Any, ...], kwargs: dict[
 
 
 _CASTS = (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type_as)
-_COPIES = (Tensor.clone, Tensor.detach, Tensor.contiguous, torch.clone, torch.detach)
+_COPIES = (Tensor.clone, Tensor.detach, Tensor.data.__get__, Tensor.contiguous, torch.clone, torch.detach)  # type: ignore[attr-defined]
 _RESHAPES = (Tensor.reshape, Tensor.flatten, Tensor.squeeze, Tensor.unsqueeze, Tensor.unflatten)
 _SCALINGS = (
     Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, Tensor.tanh, torch.mul, torch.div, torch.tanh,

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from lightning_seqpar.config import PlanSpec
+from lightning_seqpar.distributed.autograd import has_tensor_hooks
 from lightning_seqpar.layout.adapters import BASE, is_adapted
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -371,6 +372,8 @@ def _why_whole(group: Sequence[_Found], planned: PlannedModel) -> str | None:
         if (match := _deciding_rule(one.name, planned)) is not None:
             return f"a rule says {match!r}"
         for leaf, parameter in one.module.named_parameters(recurse=False):
+            if has_tensor_hooks(parameter):
+                return f"a hook on its {leaf}'s gradient may count rows, and would see a part of them"
             for other, held in planned.model.named_parameters(remove_duplicate=False):
                 holder = other.rpartition(".")[0]
                 if held is not parameter or planned.canonical[holder] in names:

@@ -274,6 +274,12 @@ class Prover:
                         return _Failure(f"the loss is {float(loss.detach())}", at_any_size=True)
                     repeats.compute_all()
                     loss.backward()
+                if all(parameter.grad is None for parameter in copied.parameters()):
+                    return _Failure(
+                        "no parameter of the copy that it runs on gets a gradient (does something hold the model itself, by a "
+                        "global name or a closure?)",
+                        at_any_size=True,
+                    )
             except Exception as error:  # shown to the user if no other example works
                 # Its text alone: the error's frames hold the copy.
                 return _Failure(describe_failure(error), isinstance(error, NoExampleError))

@@ -293,10 +293,22 @@ def _copies_stay(x: Tensor) -> list[Tensor]:
     return [x, picked, cast.double(), same, x.view(-1), F.cross_entropy(x, torch.arange(TOKENS)), x + picked[0]]
 
 
+def _through_plain_views(x: Tensor) -> list[Tensor]:
+    """Views that cut the vocabulary or turn the tensor are plain; what they change, the logits and all other views see."""
+    rest, turned, seen = x[1:], x.transpose(0, 1), x[..., 2:5]
+    x[..., 7:].fill_(-9.0)
+    rest.select(-1, 3).mul_(2.0)
+    turned[1:3].sub_(3.0)
+    rest.data.clamp_(max=2.5)
+    x.add_(0.25)
+    return [x, rest, turned, seen, F.cross_entropy(x, torch.arange(TOKENS)), x.softmax(-1)]
+
+
 CHANGES: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "views of a slice": _views_of_a_slice,
     "top k": _top_k,
     "copies stay": _copies_stay,
+    "through plain views": _through_plain_views,
 }
 
 

@@ -122,11 +122,19 @@ def shared_with_a_reader() -> dict[str, Any]:
     return {"tokens": tokens, "reader": Reader(tokens.weight)}
 
 
+def hooked(register: str) -> dict[str, Any]:
+    tokens = nn.Embedding(40, 16)
+    getattr(tokens.weight, register)(lambda grad: grad)
+    return {"tokens": tokens}
+
+
 REASONS: dict[str, tuple[Any, str]] = {
     "max_norm": (lambda: {"tokens": nn.Embedding(40, 16, max_norm=1.0)}, "an nn.Embedding with max_norm can't be"),
     "sparse": (lambda: {"tokens": nn.Embedding(40, 16, sparse=True)}, "an nn.Embedding with sparse can't be"),
     "by itself": (lambda: {"tokens": Looked(40, 16)}, "the forward of Looked computes with the weight itself"),
     "a reader": (shared_with_a_reader, "its weight is reader.table too, which a Reader reads"),
+    "a hook": (lambda: hooked("register_hook"), "a hook on its weight's gradient may count rows"),
+    "a later hook": (lambda: hooked("register_post_accumulate_grad_hook"), "a hook on its weight's gradient may"),
     "a norm of its weight": (
         lambda: {"tokens": nn.utils.parametrizations.weight_norm(nn.Embedding(40, 16))},
         "the weight of this ParametrizedEmbedding is no floating-point parameter of its own",

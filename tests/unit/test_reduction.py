@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,6 +49,43 @@ class Cached(Block):
         return super().forward(x) if cache is None else cache.layers[self.layer_idx]
 
 
+class Renaming(Block):
+    """A block that decides by its index under another name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = self.layer_idx
+        return x if at == 1 else super().forward(x)
+
+
+def is_first(at: int) -> bool:
+    return at == 0
+
+
+class Asking(Block):
+    """A block that has a function decide by its index."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if is_first(self.layer_idx) else super().forward(x)
+
+
+class Derived(Indexed):
+    """A block whose base class decides."""
+
+
+class Switched(nn.Module):
+    """A block that does what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.calls: list[bool] = []
+
+    def forward(self, x: Tensor, doubles: bool) -> Tensor:
+        self.calls.append(doubles)
+        x = self.inner(x)
+        return x * 2 if doubles else x
+
+
 class Tower(nn.Module):
     def __init__(self, blocks: list[nn.Module], rows: int = ROWS) -> None:
         super().__init__()
@@ -77,10 +116,11 @@ def test_a_small_model_is_copied_as_it_is():
 
 
 def test_blocks_of_each_kind_are_there_once():
-    blocks = tower({}, {"window": 4}, {}, {"window": 4}, {}, {"width": 12}, {"index": 9})
+    blocks = tower({}, {"window": 4}, {}, {"window": 4}, {}, {"width": 12}, {"index": 9}, {})
     copied = detached_copy(blocks, CPU, torch.float64, reduced())
     at = list(copied.layers)
-    assert [at.index(block) for block in at] == [0, 1, 0, 1, 0, 5, 0]
+    assert [at.index(block) for block in at] == [0, 1, 0, 1, 0, 5, 0, 7]  # activations may become whole behind the last
+    assert reduced().numel(blocks) == sum(parameter.numel() for parameter in copied.parameters())
 
 
 def test_blocks_that_decide_by_their_index_are_kinds_of_their_own():
@@ -89,10 +129,76 @@ def test_blocks_that_decide_by_their_index_are_kinds_of_their_own():
     assert kind_of(Cached(index=1)) == kind_of(Cached(index=0))
 
 
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def with_attribute(value: Any) -> Block:
+    block = Block()
+    block.setting = value
+    return block
+
+
+def with_hook() -> Block:
+    block = Block()
+    block.up.register_forward_hook(lambda module, args, out: out)
+    return block
+
+
+UNLIKE: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "a function": (lambda: with_attribute(None), lambda: with_attribute(double)),
+    "what a function holds": (lambda: with_attribute(lambda x: x), lambda: with_attribute(lambda x: x + 1)),
+    "a tuple": (lambda: with_attribute((0, 0)), lambda: with_attribute((1, 1))),
+    "a config": (
+        lambda: with_attribute(SimpleNamespace(mixes=False)),
+        lambda: with_attribute(SimpleNamespace(mixes=True)),
+    ),
+    "a hook": (Block, with_hook),
+    "what trains": (Block, lambda: Block().requires_grad_(False)),
+    "an index under another name": (Renaming, lambda: Renaming(index=1)),
+    "an index that a function gets": (Asking, lambda: Asking(index=1)),
+    "an index that a base class reads": (Derived, lambda: Derived(index=1)),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_blocks_that_may_do_different_things_are_kinds_of_their_own(case):
+    one, other = UNLIKE[case]
+    assert kind_of(one()) == kind_of(one())
+    assert kind_of(one()) != kind_of(other())
+
+
+class Told(Tower):
+    """Tells its later blocks to do something else, and has a module between the blocks."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(blocks)
+        self.between = nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for at, layer in enumerate(self.layers):
+            x = layer(x, at > 3)
+            if at == 3:
+                x = x + self.between(x)
+        return self.head(x)
+
+
+def test_each_form_of_call_is_computed_with_all_that_is_in_the_block():
+    copied = detached_copy(Told([Switched() for _ in range(8)]), CPU, torch.float64, reduced())
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    example = Example("the test", "forward", (ids,), {}, reduction=reduced())
+    with example.repeats(copied):
+        copied(ids).sum().backward()
+    assert copied.layers[0].calls == [False, False, True, True]
+    assert copied.layers[0].inner.calls == [5] * 4
+    assert float(copied.between.weight.grad.abs().max()) > 0
+
+
 def test_blocks_that_a_plan_treats_differently_are_kinds_of_their_own():
-    copied = detached_copy(tower({}, {}, {}, {}), CPU, torch.float64, reduced(), {"layers.2.up": "column"})
+    copied = detached_copy(tower({}, {}, {}, {}, {}), CPU, torch.float64, reduced(), {"layers.2.up": "column"})
     at = list(copied.layers)
-    assert [at.index(block) for block in at] == [0, 0, 2, 0]
+    assert [at.index(block) for block in at] == [0, 0, 2, 0, 4]
 
 
 def test_experts_are_no_stack():
@@ -103,7 +209,7 @@ def test_experts_are_no_stack():
 
 
 def test_equal_blocks_are_computed_twice_for_each_input():
-    copied = detached_copy(tower({}, {}, {}, {}, {}), CPU, torch.float64, reduced())
+    copied = detached_copy(tower({}, {}, {}, {}, {}, {}), CPU, torch.float64, reduced())
     example = Example("the test", "forward", (torch.zeros(1, 5, dtype=torch.long),), {}, reduction=reduced())
     with example.repeats(copied):
         copied(torch.zeros(1, 5, dtype=torch.long))

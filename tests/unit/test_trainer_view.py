@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from torchmetrics import MeanMetric
 
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.lazy_copy import CantCopyError, LazyCopies
+from lightning_seqpar.inference.model_copy import detached_copy
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 
 
@@ -395,3 +397,47 @@ def test_a_copy_reads_like_its_object_and_keeps_what_is_written():
     assert holder.path == Path("here")
     assert vars(copied).keys() == vars(holder).keys() - {"path"}
     assert Registered.known == [Holder]
+
+
+def test_a_step_may_change_its_batch_in_place():
+    class Shifting(L.LightningModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            batch["ids"].add_(1)
+            return (self.scale * batch["labels"]).sum()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+    ids = torch.arange(4)
+    example = Example("the test", "training_step", ({"ids": ids, "labels": ids}, 0), {})
+    losses = [float(example.run(copy.deepcopy(Shifting())).detach()) for _ in range(2)]
+    assert losses == [10.0, 10.0]  # the labels are the ids themselves
+    assert ids.tolist() == [0, 1, 2, 3]
+
+
+class Roundabout(nn.Module):
+    """Reaches its own parts by a weak reference, a proxy, a closure and a bound method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+        self.body = nn.Linear(3, 3)
+        self.reference = weakref.ref(self)
+        self.__dict__["proxy"] = weakref.proxy(self)  # as an attribute it would be a module inside itself
+        self.project = lambda x: self.head(x)
+        self.embed = self.body.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.reference()
+        assert whole is self
+        return self.project(self.embed(x) @ self.proxy.body.weight)
+
+
+def test_a_copy_that_reaches_its_parts_in_roundabout_ways_is_the_one_that_runs():
+    model = Roundabout()
+    copied = detached_copy(model, torch.device("cpu"))
+    copied(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in copied.parameters())
+    assert model.reference() is model
