@@ -22,10 +22,11 @@ class Meeting:
 
     def __init__(self, group: ProcessGroup, patience: timedelta = timedelta(minutes=2), times: int = 32) -> None:
         self._group, self._patience, self._left = group, patience, times
-        if dist.get_backend(group) == "fake":  # there are no other ranks
+        made = dist.distributed_c10d._world.pg_map.get(group)
+        if made is None or made[0] == "fake":  # there are no other ranks
             self._left = 0
             return
-        self._store, self._rank = dist.distributed_c10d._world.pg_map[group][1], group.rank()
+        self._store, self._rank = made[1], group.rank()
         self._name = f"meeting {self._store.add(f'meetings of rank {self._rank}', 1)}"
 
     def await_others(self, what: str, remedy: str) -> None:
