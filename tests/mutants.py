@@ -533,6 +533,13 @@ MUTANTS = [
         "tests/test_selfcheck.py -k gradient",
     ),
     Mutant(
+        "a copy that is the model itself is moved",
+        "_refuse_shared",
+        "        if id(parameter) in own:\n",
+        "        if False:\n",
+        "tests/test_infer.py -k own_copy",
+    ),
+    Mutant(
         "who reads logits alone waits for ever",
         "ShardedLogits._meet",
         "        if self._meeting is not None:\n",

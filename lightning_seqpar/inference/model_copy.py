@@ -98,6 +98,7 @@ def detached_copy(
     if reduction.skips_repeats:
         share_equal_blocks(model, rules or {}, memo)
     copied = copy.deepcopy(model, memo)
+    _refuse_shared(model, copied)
     _point_to_copy(model, copied, memo)
     if reduction.vocabularies:
         tell_vocabularies(copied, model, reduction)
@@ -158,6 +159,21 @@ def _closed_over(function: types.FunctionType, made: Mapping[int, Any]) -> types
     again.__kwdefaults__ = function.__kwdefaults__
     again.__dict__.update(function.__dict__)
     return again
+
+
+def _refuse_shared(model: nn.Module, copied: nn.Module) -> None:
+    """Refuse a copy that has parameters of its model, which would be moved.
+
+    Raises:
+        RuntimeError: naming one of them.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    for name, parameter in copied.named_parameters():
+        if id(parameter) in own:
+            raise RuntimeError(
+                f"a copy of {type(model).__name__} has parameters of the model itself, such as {name} (does a __deepcopy__ return "
+                "what it should copy?), so nothing can be tried on it"
+            )
 
 
 def release(copied: nn.Module) -> None:

@@ -199,11 +199,23 @@ class Closed(nn.Module):
         return self.run(ids)
 
 
-def test_a_model_that_runs_its_original_is_not_traced():
+def test_a_model_that_runs_a_part_of_it_through_a_closure_is_traced_on_its_copy():
+    assert {"inner.h.*", "inner.ln_f"} <= {rule.pattern for rule in infer_plan(Closed(), IDS, 2).plan.rules}
+
+
+class Uncopied(zoo.Decoder):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Uncopied:
+        return self
+
+
+def test_a_model_that_is_its_own_copy_is_refused_before_its_weights_move():
+    model = Uncopied("einsum")
+    before = model.wte.weight.clone()
     with pytest.raises(
-        (CantInferError, RuntimeError), match=r"no repeated blocks found|runs none of its own modules|dtype"
+        RuntimeError, match=r"a copy of Uncopied has parameters of the model itself, such as wte\.weight"
     ):
-        infer_plan(Closed(), IDS, 2)
+        infer_plan(model, IDS, 2)
+    assert torch.equal(model.wte.weight, before)
 
 
 def test_the_model_is_left_alone():
