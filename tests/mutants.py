@@ -631,6 +631,13 @@ MUTANTS = [
         "tests/test_reduction.py -k once",
     ),
     Mutant(
+        "a look at the data uses up its generators and counters",
+        "_state_kept",
+        "        for put_back in back:\n",
+        "        for put_back in ():\n",
+        "tests/test_infer.py -k look",
+    ),
+    Mutant(
         "what a step does to its batch is done to all later runs",
         "_own_tensors",
         "tensor.clone()",
