@@ -645,6 +645,20 @@ MUTANTS = [
         "tests/test_reduction.py -k once",
     ),
     Mutant(
+        "classes of modules without a file pass for installed ones",
+        "ContentDigest._class",
+        "(file or not _has_users_code(value))",
+        "True",
+        "tests/test_proof_cache.py -k without_a_file",
+    ),
+    Mutant(
+        "a look at the data uses up its generators and counters",
+        "_state_kept",
+        "        for put_back in back:\n",
+        "        for put_back in ():\n",
+        "tests/test_infer.py -k look",
+    ),
+    Mutant(
         "what a step does to its batch is done to all later runs",
         "_own_tensors",
         "tensor.clone()",

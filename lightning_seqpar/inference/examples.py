@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import random
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -217,30 +218,63 @@ def peek_batch(make_loaders: Callable[[], Any], what: str) -> Any:
 
 
 @contextmanager
-def _generators_kept(loader: DataLoader[Any]) -> Iterator[None]:
-    """While open, the random generators of a loader, its samplers and its data set may be used; they are put back after."""
+def _state_kept(loader: DataLoader[Any]) -> Iterator[None]:
+    """While open, a loader may be read: random generators and counters of it, its samplers, collator and data are put back after.
+
+    They are found a few levels deep, in transforms and data sets around data sets. What can't be found is the place in a
+    stream or a file that is held open.
+    """
     inner = getattr(loader.batch_sampler, "sampler", None)
-    holders = [loader, loader.sampler, loader.batch_sampler, inner, loader.dataset]
-    values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
-    states: list[tuple[Any, Any]] = []
-    for value in values:
-        if isinstance(value, torch.Generator):
-            states.append((value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            states.append((value.setstate, value.getstate()))
-        elif isinstance(value, np.random.Generator):
-            states.append((functools.partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
+    back: list[Callable[[], Any]] = []
+    level: list[Any] = [loader, loader.sampler, loader.batch_sampler, inner, loader.dataset]
+    seen: set[int] = set()
+    for _ in range(_LEVELS):
+        below: list[Any] = []
+        for value in level:
+            if id(value) in seen or isinstance(value, Tensor | np.ndarray | type | types.ModuleType):
+                continue
+            seen.add(id(value))
+            if isinstance(value, torch.Generator):
+                back.append(functools.partial(value.set_state, value.get_state()))
+            elif isinstance(value, random.Random):
+                back.append(functools.partial(value.setstate, value.getstate()))
+            elif isinstance(value, np.random.RandomState):
+                back.append(functools.partial(value.set_state, value.get_state()))
+            elif isinstance(value, np.random.Generator):
+                back.append(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+            elif isinstance(value, list | tuple | dict):
+                below += islice(value.values() if isinstance(value, dict) else value, _FEW)
+            else:
+                held = getattr(value, "__dict__", {})
+                counts = {key: number for key, number in held.items() if type(number) in (int, float)}
+                back.append(functools.partial(_put_back, value, counts))
+                below += held.values()
+        level = below
     try:
         yield
     finally:
-        for put_back, state in states:
-            put_back(state)
+        for put_back in back:
+            put_back()
+
+
+_LEVELS = 5
+"""How deep generators and counters are sought."""
+
+_FEW = 64
+"""Among how many items of a container they are."""
+
+
+def _put_back(holder: Any, counts: Mapping[str, int | float]) -> None:
+    """Give an object the numbers again that reading it has changed."""
+    for key, number in counts.items():
+        if key in vars(holder) and vars(holder)[key] != number:
+            vars(holder)[key] = number
 
 
 def _first(loader: Any, what: str) -> Any:
-    """The first batch of one loader, whose random generators are put back."""
+    """The first batch of one loader, which is put back to where it was."""
     if isinstance(loader, DataLoader):
-        with _generators_kept(loader):
+        with _state_kept(loader):
             return _first_of(loader, what)
     return _first_of(loader, what)
 

@@ -220,8 +220,8 @@ class ContentDigest:
 
     def _class(self, value: type) -> list[tuple[Any, str]]:
         self._write("class", name_of(value))
-        module = sys.modules.get(value.__module__)
-        if is_installed(getattr(module, "__file__", None)) and value.__module__ != "__main__":
+        file = getattr(sys.modules.get(value.__module__), "__file__", None)
+        if is_installed(file) and value.__module__ != "__main__" and (file or not _has_users_code(value)):
             return []
         parts: list[tuple[Any, str]] = [(base, name_of(base)) for base in value.__bases__]
         for key, item in vars(value).items():
@@ -336,6 +336,14 @@ class ContentDigest:
                     except AttributeError:
                         continue
         return parts
+
+
+def _has_users_code(cls: type) -> bool:
+    """Whether a class of a module without a file (made by ``exec``, say) has methods that no installed file holds."""
+    return any(
+        isinstance(item, types.FunctionType) and not is_installed(item.__code__.co_filename)
+        for item in vars(cls).values()
+    )
 
 
 def name_of(cls: Any) -> str:

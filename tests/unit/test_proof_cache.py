@@ -174,6 +174,16 @@ def test_equal_values_have_one_digest_and_others_another(kind):
     assert first != digest(other())
 
 
+def test_classes_of_modules_without_a_file_are_read(monkeypatch):
+    digests = set()
+    for result in ("x", "x + 1"):
+        made = types.ModuleType("made_at_run_time")
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+        exec(f"class Net:\n    def forward(self, x):\n        return {result}", vars(made))
+        digests.add(digest(made.Net))
+    assert len(digests) == 2
+
+
 def test_locks_and_events_are_read():
     assert digest(threading.Lock()) == digest(threading.Lock())
     assert digest(threading.Event()) == digest(threading.Event())
