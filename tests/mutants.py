@@ -533,6 +533,20 @@ MUTANTS = [
         "tests/test_selfcheck.py -k gradient",
     ),
     Mutant(
+        "hooks that write rows of a weight pass by",
+        "_names_weight",
+        "        if _WEIGHTS.intersection(code.co_names):\n",
+        "        if False:\n",
+        "tests/test_found_vocabulary.py -k names_a_weight",
+    ),
+    Mutant(
+        "hooks are asked for weights, and not what they call",
+        "_names_weight",
+        "if not isinstance(called, types.FunctionType) or",
+        "if True or",
+        "tests/test_found_vocabulary.py -k names_a_weight",
+    ),
+    Mutant(
         "a copy that is the model itself is moved",
         "_refuse_shared",
         "        if id(parameter) in own:\n",

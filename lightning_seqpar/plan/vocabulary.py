@@ -21,6 +21,7 @@ from lightning_seqpar.distributed.autograd import has_tensor_hooks
 from lightning_seqpar.layout.adapters import BASE, is_adapted
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.plan.weight_readers import weight_reader
 from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.styles.style import PlannedModel
 from lightning_seqpar.styles.vocab import VocabRule, unfit_for_vocab
@@ -123,6 +124,7 @@ def with_vocabulary(
     sp: bool,
     *,
     certain: bool = False,
+    callbacks: Sequence[object] = (),
 ) -> VocabularyChoice:
     """The plans of a model, with rules for its embeddings and heads over a vocabulary between the base's and the user's own.
 
@@ -137,6 +139,7 @@ def with_vocabulary(
         sp: whether activations between blocks are shards along the sequence.
         certain: take only what the library's accessors, ties or equal numbers of rows show to be over a vocabulary, for plans
             that nothing proves.
+        callbacks: of the trainer; one that reads a weight, as a hook of the model may, leaves the vocabulary whole.
     """
     base = spec if isinstance(spec, str) else spec.base
     if base == "none" or base.endswith((".yaml", ".yml")):
@@ -146,10 +149,17 @@ def with_vocabulary(
     except ValueError:
         return VocabularyChoice(list(plans), "")  # carrying it out raises this, with its own message
     found = _Search(planned).found(certain)
+    reader = weight_reader([model, *callbacks]) if found else None
     sharded: dict[int, list[_Found]] = defaultdict(list)
     whole = []
     for group in _tied_groups(found):
-        if (reason := _why_whole(group, planned)) is None:
+        reason = _why_whole(group, planned)
+        if reader is not None and not any(one.name in planned.named("vocab") for one in group):
+            reason = reason or (
+                f"{reader} names a weight, of which it would see this rank's part; if it is not this one, say so by a rule, "
+                f"{{pattern: {group[0].name}, style: vocab}}"
+            )
+        if reason is None:
             sharded[group[0].rows] += group
         else:
             whole.append(f"{', '.join(one.name for one in group)} whole: {reason}")

@@ -388,7 +388,15 @@ class Prover:
             self._keep_whole(out, remembered["whole"])
             return
         certain = not self._config.self_check or (remembered is None and self._example().example is None)
-        choice = with_vocabulary(out.plans, self._config.plan, self._module, self._tp, self._config.sp, certain=certain)
+        choice = with_vocabulary(
+            out.plans,
+            self._config.plan,
+            self._module,
+            self._tp,
+            self._config.sp,
+            certain=certain,
+            callbacks=getattr(self._trainer, "callbacks", ()),
+        )
         out.plans, self._vocabulary = choice.plans, choice.lines
 
     def _check_vocabulary(self, out: Proved) -> bool:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -148,6 +150,45 @@ def test_what_can_not_be_sharded_stays_whole_with_a_reason(case):
     choice = found(Net(**make()))
     assert names(choice) == []
     assert any(line.startswith("vocabulary: tokens whole: ") and reason in line for line in choice.lines), choice.lines
+
+
+class Freezing(models.GPT):
+    """Zeroes gradients of the first rows, by a method that its hook calls."""
+
+    def on_after_backward(self) -> None:
+        self.freeze()
+
+    def freeze(self) -> None:
+        with torch.no_grad():
+            self.model.tokens.weight.grad[:4] = 0
+
+
+class Shown(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        norms = [module.weight.norm() for module in pl_module.modules() if isinstance(module, nn.Embedding)]
+        self.shown = sum(norms)
+
+
+class Quiet(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.steps = trainer.global_step
+
+
+def test_code_beside_the_forward_that_names_a_weight_leaves_the_vocabulary_whole():
+    def outcome(model: Any, spec: Any = "auto", callbacks: Any = ()) -> VocabularyChoice:
+        return with_vocabulary(resolve_plans(spec, model), spec, model, 2, True, callbacks=callbacks)
+
+    assert outcome(models.GPT(), callbacks=[Quiet(), ModelCheckpoint()]).outcome.startswith("sharded: model.tokens")
+    for model, callbacks, reader in (
+        (Freezing(), [], "Freezing.on_after_backward"),
+        (models.GPT(), [Shown()], "Shown.on_train_batch_end"),
+    ):
+        (said,) = outcome(model, callbacks=callbacks).whole
+        assert said.startswith(f"model.tokens, model.head whole: {reader} names a weight")
+    rules = [{"pattern": "model.{tokens,head}", "style": "vocab"}]
+    chosen = outcome(Freezing(), PlanSpec(base="auto", rules=rules))
+    assert not chosen.whole
+    assert chosen.outcome.startswith("sharded: model.tokens")
 
 
 def test_a_users_rule_decides_about_what_is_tied_too():

@@ -1,0 +1,72 @@
+"""Code that runs beside the forward and names a weight, of which a rank would have a part if the vocabulary were sharded.
+
+What a loss reads is guarded in its graph. ``self.embed.weight.grad[:1000] = 0`` in ``on_after_backward`` is not: it would take
+rows of this rank's part for rows of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+
+from lightning.pytorch import Callback, LightningModule
+
+_STEPS = {"backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping",
+          "validation_step", "test_step", "predict_step"}  # fmt: skip
+"""Methods of modules and callbacks that run while training or evaluating, beside those whose names begin with ``on_``."""
+
+_WEIGHTS = {"weight", "get_input_embeddings", "get_output_embeddings"}
+"""Names by which code comes to an embedding's or a head's weight."""
+
+
+def weight_reader(owners: Iterable[object]) -> str | None:
+    """The first hook or evaluation step whose code, or that of the methods and functions that it calls, names a weight.
+
+    Args:
+        owners: a LightningModule and callbacks.
+
+    Returns:
+        ``Class.method``, or None if there is none.
+    """
+    for owner in owners:
+        for kind in _own_classes(owner):
+            for name, method in vars(kind).items():
+                runs = name.startswith("on_") or name in _STEPS
+                if runs and isinstance(method, types.FunctionType) and _names_weight(method, owner, set()):
+                    return f"{kind.__name__}.{name}"
+    return None
+
+
+def _own_classes(owner: object) -> Iterator[type]:
+    """The classes of an object that are the user's: those in front of Lightning's."""
+    for kind in type(owner).__mro__:
+        if kind in (LightningModule, Callback, object) or kind.__module__.startswith(
+            ("lightning.", "pytorch_lightning.")
+        ):
+            return
+        yield kind
+
+
+def _names_weight(function: types.FunctionType, owner: object, seen: set[int]) -> bool:
+    """Whether a function's code names a weight, or calls a method of its object or a function beside it that does."""
+    if id(function) in seen:
+        return False
+    seen.add(id(function))
+    for code in _codes(function.__code__):
+        if _WEIGHTS.intersection(code.co_names):
+            return True
+        for name in code.co_names:
+            for called in (getattr(type(owner), name, None), function.__globals__.get(name)):
+                if not isinstance(called, types.FunctionType) or called.__module__ != function.__module__:
+                    continue
+                if _names_weight(called, owner, seen):
+                    return True
+    return False
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
