@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from lightning_seqpar.inference.block_kinds import kind_of
 from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError
 from lightning_seqpar.inference.edit_search import find_edits, is_settings
 from lightning_seqpar.inference.feature_dependence import ColumnLayout, GroupLayout, group_layout, mixes_positions
 from lightning_seqpar.inference.isolated_block import Block
-from lightning_seqpar.inference.reduction import kind_of
 from lightning_seqpar.inference.rehearsal import Edit
 from lightning_seqpar.inference.token_order import orders_tokens, reorders_tokens
 from lightning_seqpar.inference.trace import ForwardTrace

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.rng import kept_streams
-from lightning_seqpar.inference.reduction import IDS, WHOLE, Reduction, Repeats
+from lightning_seqpar.inference.reduction import IDS, WHOLE, Reduction
+from lightning_seqpar.inference.repeats import Repeats
 from lightning_seqpar.inference.trainer_view import NoExampleError, answer_harmlessly
 
 

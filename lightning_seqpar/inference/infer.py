@@ -23,7 +23,8 @@ from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.gather_points import read_blocks
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, without_checkpoints
-from lightning_seqpar.inference.reduction import Reduction, is_large, owner_of
+from lightning_seqpar.inference.reduction import Reduction, is_large
+from lightning_seqpar.inference.repeats import owner_of
 from lightning_seqpar.inference.stacks import activation, find_exit, find_stacks
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.layout.adapters import without_adapters

@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_seqpar.inference.block_kinds import share_equal_blocks
 from lightning_seqpar.inference.reduction import (
     WHOLE,
     Reduction,
     cut_vocabularies,
-    share_equal_blocks,
     tell_vocabularies,
 )
 

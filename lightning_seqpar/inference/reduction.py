@@ -7,24 +7,16 @@ run at a smaller vocabulary or length is copied with its own.
 
 from __future__ import annotations
 
-import ast
-import copy
-import inspect
 import math
 import re
-import textwrap
-import types
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.inference.block_kinds import in_repeated_blocks, is_settings, repeated_blocks
 
 LARGE = 10_000_000
 """Number of parameters above which copies of a model are reduced."""
@@ -101,9 +93,9 @@ class Reduction:
         return tensor
 
     def numel(self, model: nn.Module) -> int:
-        """How many parameters a copy has."""
+        """How many parameters a copy has on which a plan is carried out."""
         left_out = (
-            {id(p) for block in _repeated_blocks(model) for p in block.parameters()} if self.skips_repeats else set()
+            {id(p) for block in repeated_blocks(model) for p in block.parameters()} if self.skips_repeats else set()
         )
         return sum(
             math.prod(self.vocabularies.get(size, size) for size in parameter.shape)
@@ -132,7 +124,7 @@ def _short_vocabularies(model: nn.Module, tp: int, least: int) -> dict[int, int]
 
     Left out are rows that are as many as the features of something else, which would be cut with them.
     """
-    repeated = _in_repeated_blocks(model)
+    repeated = in_repeated_blocks(model)
     sizes = {size for parameter in model.parameters() for size in parameter.shape}
     features = {size for m in model.modules() if id(m) in repeated for p in m.parameters(False) for size in p.shape}
     features |= {module.embedding_dim for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -163,7 +155,7 @@ def _short_length(model: nn.Module, tp: int, length: int) -> int | None:
 
 def _most_experts(model: nn.Module) -> int:
     """How many modules of one class the longest list inside a repeated block holds; 0 without such lists."""
-    repeated = _in_repeated_blocks(model)
+    repeated = in_repeated_blocks(model)
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and id(module) in repeated)
     return max((len(module) for module in lists if len({type(one) for one in module}) == 1), default=0)
 
@@ -188,7 +180,7 @@ def cut_vocabularies(model: nn.Module, vocabularies: Mapping[int, int], memo: di
         vocabularies: rows, and how many the copy has.
         memo: for ``copy.deepcopy``.
     """
-    repeated = _in_repeated_blocks(model)
+    repeated = in_repeated_blocks(model)
     for module in model.modules():
         if id(module) in repeated:
             continue
@@ -248,322 +240,5 @@ def _holders(model: nn.Module) -> Iterator[Any]:
             seen.add(id(holder))
             yield holder
             values = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
-            below += [value for value in values.values() if _is_settings(value)]
+            below += [value for value in values.values() if is_settings(value)]
         level = below
-
-
-def _is_settings(value: Any) -> bool:
-    """Whether a value may be a config: an object with attributes, or a dictionary, that is no tensor, class or module."""
-    if isinstance(value, dict):
-        return True
-    return hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type) and not callable(value)
-
-
-# ---- depth -----------------------------------------------------------------------------------------------------
-
-
-def kind_of(module: nn.Module, decisive: dict[type, frozenset[str]] | None = None) -> Any:
-    """A key that is equal for blocks of a stack that are alike: classes, shapes, hooks and settings.
-
-    A block's own index counts only if its code decides by it; most blocks merely hand it to a cache.
-
-    Args:
-        module: the block.
-        decisive: what is known of the code of classes; kept by who asks for several blocks, since source is slow to read.
-    """
-    decisive = {} if decisive is None else decisive
-
-    def decides(kind: type, key: str) -> bool:
-        if kind not in decisive:
-            decisive[kind] = _attributes_that_decide(kind)
-        return key in decisive[kind]
-
-    def settings(part: nn.Module) -> tuple[Any, ...]:
-        return tuple(
-            (key, _setting(value))
-            for key, value in sorted(vars(part).items())
-            if key not in _TOLD_OTHERWISE and (not _INDEX.search(key) or decides(type(part), key))
-        )
-
-    return tuple(
-        (
-            name,
-            type(part),
-            settings(part),
-            tuple(
-                (n, tuple(t.shape), t.requires_grad)
-                for n, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-            ),
-        )
-        for name, part in module.named_modules()
-    )
-
-
-_TOLD_OTHERWISE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
-"""Attributes of modules that say nothing of their own, or that a kind has anyway."""
-
-
-def _setting(value: Any, depth: int = 3) -> Any:
-    """A key that is equal for values that let a block do the same.
-
-    Numbers, functions, containers and configs are told by their content, all else by its identity.
-    """
-    if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device):
-        return type(value), repr(value)
-    if depth and isinstance(value, list | tuple):
-        return type(value), tuple(_setting(one, depth - 1) for one in value)
-    if depth and isinstance(value, dict):
-        return type(value), tuple((_setting(key, 0), _setting(one, depth - 1)) for key, one in value.items())
-    if isinstance(value, set | frozenset):
-        return type(value), tuple(sorted(map(str, value)))
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype
-    if isinstance(value, types.MethodType):
-        return "method", value.__func__
-    if depth and isinstance(value, types.FunctionType):
-        held = [cell.cell_contents for cell in value.__closure__ or ()]
-        return "function", value.__code__, _setting((value.__defaults__, value.__kwdefaults__, held), depth - 1)
-    if depth and isinstance(value, partial):
-        return "partial", _setting((value.func, value.args, value.keywords), depth)
-    if depth and _is_settings(value):
-        return type(value), _setting(vars(value), depth - 1)
-    return type(value), id(value)
-
-
-_INDEX = re.compile(r"(idx|index|layer_id|layer_number|depth)$", re.IGNORECASE)
-"""Names of attributes that hold a block's own index in its stack."""
-
-_INDEX_READ = re.compile(r"\.\w*(idx|index|layer_id|layer_number|depth)\b", re.IGNORECASE)
-"""How such an attribute is read."""
-
-
-def _attributes_that_decide(kind: type) -> frozenset[str]:
-    """Names of the attributes of ``self`` that a class's methods, but not its constructor, may decide by.
-
-    Those are left out that are only handed to a cache, printed, or part of a number that is neither compared nor looked up by.
-    """
-    found: set[str] = set()
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        try:
-            source = inspect.getsource(base)
-        except (OSError, TypeError):
-            continue
-        if not base.__module__.startswith("torch.") and _INDEX_READ.search(source):
-            found |= _names_decided_by(source)
-    return frozenset(found)
-
-
-def _names_decided_by(source: str) -> set[str]:
-    """The same for the source of one class."""
-    try:
-        tree = ast.parse(textwrap.dedent(source))
-    except SyntaxError:
-        return set()
-    around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    return {
-        node.attr
-        for method in ast.walk(tree)
-        if isinstance(method, ast.FunctionDef) and method.name != "__init__" and method.args.args
-        for node in ast.walk(method)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _INDEX.search(node.attr)
-        if isinstance(node.value, ast.Name) and node.value.id == method.args.args[0].arg and _decides(node, around)
-    }
-
-
-def _decides(value: ast.AST, around: Mapping[ast.AST, ast.AST]) -> bool:
-    """Whether code may do one thing or another by a value.
-
-    Args:
-        value: where it is read.
-        around: for each part of the code, what it is a part of.
-    """
-    node = around[value]
-    while isinstance(node, ast.BinOp | ast.UnaryOp | ast.keyword) and not (
-        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv)
-    ):
-        value, node = node, around[node]
-    if isinstance(node, ast.Call):
-        return value is not node.func and not _HARMLESS.search(ast.unparse(node.func))
-    if isinstance(node, ast.Subscript):
-        return value is node.slice and not re.search(r"cache|past|kv", ast.unparse(node.value))
-    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):  # under another name; not in a longer expression
-        return isinstance(value, ast.Attribute)
-    return not isinstance(node, ast.FormattedValue | ast.Attribute | ast.Expr)
-
-
-_HARMLESS = re.compile(r"cache|past|kv|log|warn|print|^(float|str|repr|super)")
-"""Functions that a block may give its index to without deciding by it."""
-
-
-def _stacks(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
-    """The blocks of every list that may be a stack of them, by name; lists inside blocks hold experts, which are no stack."""
-    inner: set[int] = set()
-    for name, stack in model.named_modules():
-        if not isinstance(stack, nn.ModuleList | nn.Sequential | nn.ModuleDict) or id(stack) in inner:
-            continue
-        kinds = [type(block) for block in stack.children()]
-        for block in stack.children():
-            if kinds.count(type(block)) > 1:
-                inner |= {id(part) for part in block.modules()}
-        if len(stack) >= 3:
-            yield {
-                f"{name}.{key}".lstrip("."): block
-                for key, block in stack._modules.items()
-                if block is not None and any(True for _ in block.children())
-            }
-
-
-def share_equal_blocks(model: nn.Module, rules: Mapping[str, str], memo: dict[int, Any]) -> None:
-    """Write into ``memo`` that equal blocks of a stack are copied as one module, so that they need the memory of one.
-
-    Args:
-        model: the model that will be copied.
-        rules: what a plan says of modules and parameters, by name; blocks of which it says different things are not equal.
-        memo: for ``copy.deepcopy``.
-    """
-    decisive: dict[type, frozenset[str]] = {}
-    for blocks in _stacks(model):
-        first: dict[Any, Any] = {}
-        last = next(reversed(blocks), "")
-        for name, block in blocks.items():
-            if id(block) in memo:
-                continue
-            told = tuple((key[len(name) :], rule) for key, rule in rules.items() if inside(key, name))
-            # The last one is a module of its own: activations may become whole behind it, but not between the blocks.
-            kind = kind_of(block, decisive), told, name == last
-            if kind not in first:
-                first[kind] = copy.deepcopy(block, memo)
-            memo[id(block)] = first[kind]
-
-
-def _repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The blocks that a copy has no module of its own for, since an earlier one is alike."""
-    decisive: dict[type, frozenset[str]] = {}
-    for blocks in _stacks(model):
-        first: dict[Any, nn.Module] = {}
-        last = next(reversed(blocks), "")
-        for name, block in blocks.items():
-            if first.setdefault((kind_of(block, decisive), name == last), block) is not block:
-                yield block
-
-
-def _in_repeated_blocks(model: nn.Module) -> set[int]:
-    """Ids of all modules inside blocks of which a stack has several of one class."""
-    found: set[int] = set()
-    for blocks in _stacks(model):
-        kinds = [type(block) for block in blocks.values()]
-        found |= {id(part) for block in blocks.values() if kinds.count(type(block)) > 1 for part in block.modules()}
-    return found
-
-
-class Repeats:
-    """The blocks of a copy that stand for more than two of the model, while only their first two calls are computed.
-
-    Later calls hand on the activation as it is. When the module that runs the
-    blocks is called once more (on another input), counting begins again.
-
-    Args:
-        model: the copy; None if every call is to be computed.
-    """
-
-    def __init__(self, model: nn.Module | None) -> None:
-        self._repeats: dict[nn.Module, _Repeat] = {}
-        self._hooks: list[RemovableHandle] = []
-        if model is not None:
-            self._find(model)
-
-    def _find(self, model: nn.Module) -> None:
-        names: dict[int, list[str]] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            names.setdefault(id(module), []).append(name)
-        inner: set[int] = set()  # parts of a block run when it does
-        for module in model.modules():
-            if id(module) not in inner and len(names[id(module)]) > 2 and any(True for _ in module.children()):
-                self._repeats[module] = _Repeat(module.forward)
-                inner |= {id(part) for part in module.modules()}
-        runs: dict[nn.Module, list[_Repeat]] = {}
-        for module, repeat in self._repeats.items():
-            for name in dict.fromkeys(owner_of(model, name) for name in names[id(module)]):
-                runs.setdefault(model.get_submodule(name), []).append(repeat)
-        for owner, repeats in runs.items():
-            if owner not in self._repeats:
-                self._hooks.append(owner.register_forward_pre_hook(partial(_begin_again, repeats)))
-
-    def __enter__(self) -> Repeats:
-        for module, repeat in self._repeats.items():
-            module.forward = repeat
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for module in self._repeats:
-            del module.forward
-        for hook in self._hooks:
-            hook.remove()
-
-    def compute_all(self) -> None:
-        """From now on compute every call: in the backward an activation checkpoint computes again what the forward computed."""
-        for repeat in self._repeats.values():
-            repeat.skips = False
-
-
-def _begin_again(repeats: Sequence[_Repeat], module: nn.Module, args: Any) -> None:
-    """A forward pre-hook of the module that runs blocks: their first two calls are computed again."""
-    for repeat in repeats:
-        repeat.calls.clear()
-
-
-class _Repeat:
-    """A forward of which the first two calls of each form are computed; in a later one the activation goes through as it is.
-
-    Calls are of one form if they pass tensors of the same shapes, and everything else alike.
-    """
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
-        self._last: dict[Any, Any] = {}
-        self.calls: Counter[Any] = Counter()
-        self.skips = True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        form = _form((args, kwargs))
-        self.calls[form] += 1
-        if self.calls[form] <= 2 or not self.skips:
-            self._last[form] = self._forward(*args, **kwargs)
-            return self._last[form]
-        return _passed_through(self._last[form], (*args, *kwargs.values()))
-
-
-def _form(value: Any) -> Any:
-    """A key that is equal for arguments of one form."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype
-    if isinstance(value, list | tuple):
-        return type(value), tuple(_form(one) for one in value)
-    if isinstance(value, dict):
-        return type(value), tuple((str(key), _form(one)) for key, one in value.items())
-    if value is None or isinstance(value, bool | int | float | str):
-        return type(value), repr(value)
-    return (type(value), id(value)) if callable(value) else type(value)
-
-
-def _passed_through(out: Any, given: Sequence[Any]) -> Any:
-    """An earlier output with the activation that a call was given in its place, so that gradients reach what made that.
-
-    Args:
-        out: the earlier output.
-        given: the arguments of the call.
-    """
-    first = out[0] if type(out) in (tuple, list) and out else out
-    passed = next((one for one in given if isinstance(one, Tensor) and one.is_floating_point()), None)
-    if passed is None or not isinstance(first, Tensor) or (passed.shape, passed.dtype) != (first.shape, first.dtype):
-        return out
-    passed = passed.clone()
-    return passed if first is out else type(out)((passed, *out[1:]))
-
-
-def owner_of(model: nn.Module, block: str) -> str:
-    """Name of the module that runs a block: the first module around it that is no list."""
-    owner = block.rpartition(".")[0]
-    while owner and isinstance(model.get_submodule(owner), nn.ModuleList | nn.Sequential | nn.ModuleDict):
-        owner = owner.rpartition(".")[0]
-    return owner

@@ -18,9 +18,14 @@ _STEPS = {"backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_ste
 _WEIGHTS = {"weight", "get_input_embeddings", "get_output_embeddings"}
 """Names by which code comes to an embedding's or a head's weight."""
 
+_PAST_THE_GRAPH = {"grad", "data", "no_grad"}
+"""Names by which code reads or changes a weight past autograd."""
+
 
 def weight_reader(owners: Iterable[object]) -> str | None:
-    """The first hook or evaluation step whose code, or that of the methods and functions that it calls, names a weight.
+    """The first hook or step whose code, or that of the methods and functions that it calls, names a weight.
+
+    Of training steps only those that also name ``grad``, ``data`` or ``no_grad``.
 
     Args:
         owners: a LightningModule and callbacks.
@@ -31,8 +36,12 @@ def weight_reader(owners: Iterable[object]) -> str | None:
     for owner in owners:
         for kind in _own_classes(owner):
             for name, method in vars(kind).items():
+                if not isinstance(method, types.FunctionType):
+                    continue
                 runs = name.startswith("on_") or name in _STEPS
-                if runs and isinstance(method, types.FunctionType) and _names_weight(method, owner, set()):
+                # What a training step reads of a weight for its loss is guarded in the graph; only past that it is not.
+                beside = name == "training_step" and _names(method, owner, _PAST_THE_GRAPH, set())
+                if (runs or beside) and _names(method, owner, _WEIGHTS, set()):
                     return f"{kind.__name__}.{name}"
     return None
 
@@ -47,19 +56,19 @@ def _own_classes(owner: object) -> Iterator[type]:
         yield kind
 
 
-def _names_weight(function: types.FunctionType, owner: object, seen: set[int]) -> bool:
-    """Whether a function's code names a weight, or calls a method of its object or a function beside it that does."""
+def _names(function: types.FunctionType, owner: object, words: set[str], seen: set[int]) -> bool:
+    """Whether a function's code has one of the names, or calls a method of its object or a function beside it that has."""
     if id(function) in seen:
         return False
     seen.add(id(function))
     for code in _codes(function.__code__):
-        if _WEIGHTS.intersection(code.co_names):
+        if words.intersection(code.co_names):
             return True
         for name in code.co_names:
             for called in (getattr(type(owner), name, None), function.__globals__.get(name)):
                 if not isinstance(called, types.FunctionType) or called.__module__ != function.__module__:
                     continue
-                if _names_weight(called, owner, seen):
+                if _names(called, owner, words, seen):
                     return True
     return False
 

@@ -149,7 +149,8 @@ def _add_modules(digest: ContentDigest, module: LightningModule, tensors: Mappin
                 [key, first, str(parameter.dtype), parameter.shape, parameter.requires_grad, parameter.is_meta], path
             )
             digest.add(list((getattr(parameter, "_backward_hooks", None) or {}).values()), f"a hook of {path}.{key}")
-            digest.add(vars(parameter), f"{path}.{key}")
+            if attributes := vars(parameter):
+                digest.add(attributes, f"{path}.{key}")
         for key, buffer in part._buffers.items():
             digest.add([key, None if buffer is None else [str(buffer.dtype), buffer.shape, buffer.is_meta]], path)
             if buffer is not None and not buffer.is_meta:

@@ -163,6 +163,23 @@ class Freezing(models.GPT):
             self.model.tokens.weight.grad[:4] = 0
 
 
+class Manual(models.GPT):
+    """Steps by hand, and keeps the first rows as they were."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.model.tokens.weight.grad[:4] = 0
+        optimizer.step()
+
+
+class Weighted(models.GPT):
+    """Reads a weight for its loss, where the graph shows who reads it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.model.norm.weight.square().sum()
+
+
 class Shown(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         norms = [module.weight.norm() for module in pl_module.modules() if isinstance(module, nn.Embedding)]
@@ -181,10 +198,12 @@ def test_code_beside_the_forward_that_names_a_weight_leaves_the_vocabulary_whole
     assert outcome(models.GPT(), callbacks=[Quiet(), ModelCheckpoint()]).outcome.startswith("sharded: model.tokens")
     for model, callbacks, reader in (
         (Freezing(), [], "Freezing.on_after_backward"),
+        (Manual(), [], "Manual.training_step"),
         (models.GPT(), [Shown()], "Shown.on_train_batch_end"),
     ):
         (said,) = outcome(model, callbacks=callbacks).whole
         assert said.startswith(f"model.tokens, model.head whole: {reader} names a weight")
+    assert outcome(Weighted()).outcome.startswith("sharded: model.tokens")
     rules = [{"pattern": "model.{tokens,head}", "style": "vocab"}]
     chosen = outcome(Freezing(), PlanSpec(base="auto", rules=rules))
     assert not chosen.whole

@@ -129,7 +129,7 @@ def test_a_large_model_is_never_materialised():
         model = Large()
     assert sum(p.numel() for p in model.parameters()) > 5e9
     copied = detached_copy(model, torch.device("cpu"), torch.float32, Reduction(skips_repeats=True))
-    assert sum(p.numel() for p in copied.parameters()) < 0.4e9  # one block, and the last one
+    assert sum(p.numel() for p in copied.parameters()) < 0.3e9
     del copied
     started = time.monotonic()
     plan = infer_plan(model, IDS[:2, :6], 8).plan

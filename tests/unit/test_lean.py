@@ -368,17 +368,23 @@ def test_a_stretch_is_offloaded(body):
         assert torch.equal(a, b)
 
 
+def one_stretch() -> tuple[nn.Parameter, nn.Parameter, torch.Tensor]:
+    """A column, a stretch that is made again, and a row: their weights, and a loss whose backward has not run."""
+    weight, row = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
+    column = F.linear(torch.randn(2, 4, 8), weight)
+    stretch = ElementwiseRecompute.open()
+    stretch.add(column)
+    inner = F.gelu(F.silu(column) * column)
+    stretch.pause()
+    loss = F.linear(inner, row).square().sum()
+    assert stretch.close(done=True)
+    return weight, row, loss
+
+
 def test_every_tensor_that_others_keep_is_read_once():
     others = Others("copied", [])
-    weight, row = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
     with others:
-        column = F.linear(torch.randn(2, 4, 8), weight)
-        stretch = ElementwiseRecompute.open()
-        stretch.add(column)
-        inner = F.gelu(F.silu(column) * column)
-        stretch.pause()
-        loss = F.linear(inner, row).square().sum()
-        assert stretch.close(done=True)
+        weight, row, loss = one_stretch()
     loss.backward(retain_graph=True)
     assert others.unpacked == len(others.seen)
     first = weight.grad.clone(), row.grad.clone()
@@ -573,14 +579,7 @@ def test_a_stretch_leaves_what_others_keep_alone():
 
 
 def test_a_stretch_can_be_run_through_twice():
-    weight, row = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
-    column = F.linear(torch.randn(2, 4, 8), weight)
-    stretch = ElementwiseRecompute.open()
-    stretch.add(column)
-    inner = F.gelu(F.silu(column) * column)
-    stretch.pause()
-    loss = F.linear(inner, row).square().sum()
-    assert stretch.close(done=True)
+    weight, row, loss = one_stretch()
     loss.backward(retain_graph=True)
     first = weight.grad.clone(), row.grad.clone()
     loss.backward()

@@ -284,6 +284,30 @@ def test_another_model_has_another_key(change):
     assert key(first) != key(second)
 
 
+OTHERWISE: dict[str, Any] = {
+    "hook": lambda model, n: model.first.register_forward_hook(with_cell(n)),
+    "hook of a gradient": lambda model, n: model.first.weight.register_hook(with_cell(n)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", OTHERWISE)
+def test_what_is_changed_in_two_ways_has_two_keys(change):
+    found = []
+    for n in (1, 1, 2):
+        model = Model()
+        OTHERWISE[change](model, n)
+        found.append(key(model))
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_library_that_is_patched_in_two_ways_has_two_keys(monkeypatch):
+    found = [key(Model())]
+    for n in (1, 1, 2):
+        monkeypatch.setattr(F, "softplus", with_cell(n))
+        found.append(key(Model()))
+    assert found[0] != found[1] == found[2] != found[3]
+
+
 def test_weights_are_no_part_of_a_proof():
     first, second = Model(), Model()
     with torch.no_grad():

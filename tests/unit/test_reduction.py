@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_seqpar.inference.block_kinds import kind_of
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import detached_copy
-from lightning_seqpar.inference.reduction import LARGE, Reduction, kind_of
+from lightning_seqpar.inference.reduction import LARGE, Reduction
 from tests.helpers import zoo
 
 CPU = torch.device("cpu")
@@ -117,9 +118,11 @@ def test_a_small_model_is_copied_as_it_is():
 
 def test_blocks_of_each_kind_are_there_once():
     blocks = tower({}, {"window": 4}, {}, {"window": 4}, {}, {"width": 12}, {"index": 9}, {})
-    copied = detached_copy(blocks, CPU, torch.float64, reduced())
+    copied = detached_copy(blocks, CPU, torch.float64, reduced(), {"head": "vocab"})
     at = list(copied.layers)
     assert [at.index(block) for block in at] == [0, 1, 0, 1, 0, 5, 0, 7]  # activations may become whole behind the last
+    without_plan = list(detached_copy(blocks, CPU, torch.float64, reduced()).layers)
+    assert [without_plan.index(block) for block in without_plan] == [0, 1, 0, 1, 0, 5, 0, 0]
     assert reduced().numel(blocks) == sum(parameter.numel() for parameter in copied.parameters())
 
 
@@ -209,7 +212,7 @@ def test_experts_are_no_stack():
 
 
 def test_equal_blocks_are_computed_twice_for_each_input():
-    copied = detached_copy(tower({}, {}, {}, {}, {}, {}), CPU, torch.float64, reduced())
+    copied = detached_copy(tower({}, {}, {}, {}, {}, {}), CPU, torch.float64, reduced(), {"head": "vocab"})
     example = Example("the test", "forward", (torch.zeros(1, 5, dtype=torch.long),), {}, reduction=reduced())
     with example.repeats(copied):
         copied(torch.zeros(1, 5, dtype=torch.long))

@@ -1,0 +1,220 @@
+"""Which blocks of a model are alike, so that a copy has one module for all of them and a proof for one holds for the others."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_seqpar.layout.module_names import inside
+
+
+def is_settings(value: Any) -> bool:
+    """Whether a value may be a config: an object with attributes, or a dictionary, that is no tensor, class or module."""
+    if isinstance(value, dict):
+        return True
+    return hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type) and not callable(value)
+
+
+def kind_of(module: nn.Module, decisive: dict[type, frozenset[str]] | None = None) -> Any:
+    """A key that is equal for blocks of a stack that are alike: classes, shapes, hooks and settings.
+
+    A block's own index counts only if its code decides by it; most blocks merely hand it to a cache.
+
+    Args:
+        module: the block.
+        decisive: what is known of the code of classes; kept by who asks for several blocks, since source is slow to read.
+    """
+    decisive = {} if decisive is None else decisive
+
+    def decides(kind: type, key: str) -> bool:
+        if kind not in decisive:
+            decisive[kind] = _attributes_that_decide(kind)
+        return key in decisive[kind]
+
+    def settings(part: nn.Module) -> tuple[Any, ...]:
+        return tuple(
+            (key, _setting(value))
+            for key, value in sorted(vars(part).items())
+            if key not in _TOLD_OTHERWISE and (not _INDEX.search(key) or decides(type(part), key))
+        )
+
+    return tuple(
+        (
+            name,
+            type(part),
+            settings(part),
+            tuple(
+                (n, tuple(t.shape), t.requires_grad)
+                for n, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+            ),
+        )
+        for name, part in module.named_modules()
+    )
+
+
+_TOLD_OTHERWISE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+"""Attributes of modules that say nothing of their own, or that a kind has anyway."""
+
+
+def _setting(value: Any, depth: int = 3) -> Any:
+    """A key that is equal for values that let a block do the same.
+
+    Numbers, functions, containers and configs are told by their content, all else by its identity.
+    """
+    if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device):
+        return type(value), repr(value)
+    if depth and isinstance(value, list | tuple):
+        return type(value), tuple(_setting(one, depth - 1) for one in value)
+    if depth and isinstance(value, dict):
+        return type(value), tuple((_setting(key, 0), _setting(one, depth - 1)) for key, one in value.items())
+    if isinstance(value, set | frozenset):
+        return type(value), tuple(sorted(map(str, value)))
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, types.MethodType):
+        return "method", value.__func__
+    if depth and isinstance(value, types.FunctionType):
+        held = [cell.cell_contents for cell in value.__closure__ or ()]
+        return "function", value.__code__, _setting((value.__defaults__, value.__kwdefaults__, held), depth - 1)
+    if depth and isinstance(value, partial):
+        return "partial", _setting((value.func, value.args, value.keywords), depth)
+    if depth and is_settings(value):
+        return type(value), _setting(vars(value), depth - 1)
+    return type(value), id(value)
+
+
+_INDEX = re.compile(r"(idx|index|layer_id|layer_number|depth)$", re.IGNORECASE)
+"""Names of attributes that hold a block's own index in its stack."""
+
+_INDEX_READ = re.compile(r"\.\w*(idx|index|layer_id|layer_number|depth)\b", re.IGNORECASE)
+"""How such an attribute is read."""
+
+
+def _attributes_that_decide(kind: type) -> frozenset[str]:
+    """Names of the attributes of ``self`` that a class's methods, but not its constructor, may decide by.
+
+    Those are left out that are only handed to a cache, printed, or part of a number that is neither compared nor looked up by.
+    """
+    found: set[str] = set()
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):
+            continue
+        if not base.__module__.startswith("torch.") and _INDEX_READ.search(source):
+            found |= _names_decided_by(source)
+    return frozenset(found)
+
+
+def _names_decided_by(source: str) -> set[str]:
+    """The same for the source of one class."""
+    try:
+        tree = ast.parse(textwrap.dedent(source))
+    except SyntaxError:
+        return set()
+    around = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    return {
+        node.attr
+        for method in ast.walk(tree)
+        if isinstance(method, ast.FunctionDef) and method.name != "__init__" and method.args.args
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _INDEX.search(node.attr)
+        if isinstance(node.value, ast.Name) and node.value.id == method.args.args[0].arg and _decides(node, around)
+    }
+
+
+def _decides(value: ast.AST, around: Mapping[ast.AST, ast.AST]) -> bool:
+    """Whether code may do one thing or another by a value.
+
+    Args:
+        value: where it is read.
+        around: for each part of the code, what it is a part of.
+    """
+    node = around[value]
+    while isinstance(node, ast.BinOp | ast.UnaryOp | ast.keyword) and not (
+        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv)
+    ):
+        value, node = node, around[node]
+    if isinstance(node, ast.Call):
+        return value is not node.func and not _HARMLESS.search(ast.unparse(node.func))
+    if isinstance(node, ast.Subscript):
+        return value is node.slice and not re.search(r"cache|past|kv", ast.unparse(node.value))
+    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):  # under another name; not in a longer expression
+        return isinstance(value, ast.Attribute)
+    return not isinstance(node, ast.FormattedValue | ast.Attribute | ast.Expr)
+
+
+_HARMLESS = re.compile(r"cache|past|kv|log|warn|print|^(float|str|repr|super)")
+"""Functions that a block may give its index to without deciding by it."""
+
+
+def stacks(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
+    """The blocks of every list that may be a stack of them, by name; lists inside blocks hold experts, which are no stack."""
+    inner: set[int] = set()
+    for name, stack in model.named_modules():
+        if not isinstance(stack, nn.ModuleList | nn.Sequential | nn.ModuleDict) or id(stack) in inner:
+            continue
+        kinds = [type(block) for block in stack.children()]
+        for block in stack.children():
+            if kinds.count(type(block)) > 1:
+                inner |= {id(part) for part in block.modules()}
+        if len(stack) >= 3:
+            yield {
+                f"{name}.{key}".lstrip("."): block
+                for key, block in stack._modules.items()
+                if block is not None and any(True for _ in block.children())
+            }
+
+
+def share_equal_blocks(model: nn.Module, rules: Mapping[str, str], memo: dict[int, Any]) -> None:
+    """Write into ``memo`` that equal blocks of a stack are copied as one module, so that they need the memory of one.
+
+    Args:
+        model: the model that will be copied.
+        rules: what a plan says of modules and parameters, by name; blocks of which it says different things are not equal. Empty
+            for a copy that no plan is carried out on.
+        memo: for ``copy.deepcopy``.
+    """
+    decisive: dict[type, frozenset[str]] = {}
+    for blocks in stacks(model):
+        first: dict[Any, Any] = {}
+        last = next(reversed(blocks), "")
+        for name, block in blocks.items():
+            if id(block) in memo:
+                continue
+            told = tuple((key[len(name) :], rule) for key, rule in rules.items() if inside(key, name))
+            # Under a plan the last one is a module of its own: activations may become whole behind it, but not between the blocks.
+            kind = kind_of(block, decisive), told, bool(rules) and name == last
+            if kind not in first:
+                first[kind] = copy.deepcopy(block, memo)
+            memo[id(block)] = first[kind]
+
+
+def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The blocks that a copy under a plan has no module of its own for, since an earlier one is alike."""
+    decisive: dict[type, frozenset[str]] = {}
+    for blocks in stacks(model):
+        first: dict[Any, nn.Module] = {}
+        last = next(reversed(blocks), "")
+        for name, block in blocks.items():
+            if first.setdefault((kind_of(block, decisive), name == last), block) is not block:
+                yield block
+
+
+def in_repeated_blocks(model: nn.Module) -> set[int]:
+    """Ids of all modules inside blocks of which a stack has several of one class."""
+    found: set[int] = set()
+    for blocks in stacks(model):
+        kinds = [type(block) for block in blocks.values()]
+        found |= {id(part) for block in blocks.values() if kinds.count(type(block)) > 1 for part in block.modules()}
+    return found
