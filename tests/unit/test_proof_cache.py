@@ -174,6 +174,16 @@ def test_equal_values_have_one_digest_and_others_another(kind):
     assert first != digest(other())
 
 
+def test_two_values_are_not_written_like_one():
+    one, other, long = object(), object(), object()
+    apart = ContentDigest({id(one): "x", id(other): "y"})
+    apart.add(one, "")
+    apart.add(other, "")
+    together = ContentDigest({id(long): "x0 partsaty"})
+    together.add(long, "")
+    assert apart.hexdigest() != together.hexdigest()
+
+
 def test_classes_of_modules_without_a_file_are_read(monkeypatch):
     digests = set()
     for result in ("x", "x + 1"):
