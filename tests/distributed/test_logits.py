@@ -304,11 +304,18 @@ def _through_plain_views(x: Tensor) -> list[Tensor]:
     return [x, rest, turned, seen, F.cross_entropy(x, torch.arange(TOKENS)), x.softmax(-1)]
 
 
+def _through_one_plain_view(x: Tensor) -> list[Tensor]:
+    """Nothing but the view is changed, and the logits are asked only afterwards."""
+    x[..., 3:6].mul_(2.0)
+    return [x, F.cross_entropy(x, torch.arange(TOKENS))]
+
+
 CHANGES: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "views of a slice": _views_of_a_slice,
     "top k": _top_k,
     "copies stay": _copies_stay,
     "through plain views": _through_plain_views,
+    "through one plain view": _through_one_plain_view,
 }
 
 
