@@ -2068,7 +2068,7 @@ MUTANTS = [
         "_of_strategy.all_gather",
         "torch.stack([tensor] * size)",
         "tensor.unsqueeze(0)",
-        "tests/test_trainer_in_steps.py",
+        "tests/test_trainer_view.py -k entry",
     ),
     Mutant(
         "gathered entries have no gradient",
