@@ -222,7 +222,8 @@ class BlockPlanner:
         for (name, style), args in flow.gathers.items():
             if any(inside(one, name) for one in used):
                 options: dict[str, Any] = {} if args == [0] else {"args": list(args)}
-                if any(edit.kind == "narrow" and edit.module == name for edit in self._edits):
+                narrow = [edit.key for edit in self._edits if edit.kind == "narrow" and edit.module == name]
+                if style == "gather" and any(key in args for key in narrow):
                     options["local_width"] = True
                 self._plan.rules.append((self._inner(name), style, options))
         for name, args in flow.sums.items():

@@ -183,7 +183,7 @@ class _Probe:
                 def cut(module: nn.Module, args: Any, out: Tensor, name: str = name) -> Tensor:
                     leaf = out.detach().requires_grad_()
                     self.made[name].append(leaf)
-                    return leaf
+                    return leaf.clone()  # code that changes it in place may not change a leaf
 
                 stack.callback(block.modules[name].register_forward_hook(cut).remove)
             for name in skipped:

@@ -68,15 +68,25 @@ class Block:
 
     @staticmethod
     def quiet(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A module's forward, with random draws made constant; buffers that it updates are put back."""
-        kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        """A module's forward, with random draws made constant, on copies of its buffers, which it may update.
+
+        The graph of what is returned keeps the copies: buffers that were put back would have changed under it.
+        """
+        copies: dict[int, Tensor] = {}
+        owned = [
+            (owner._buffers, key, buffer)
+            for owner in module.modules()
+            for key, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
         try:
+            for buffers, key, buffer in owned:
+                buffers[key] = copies.setdefault(id(buffer), buffer.detach().clone())
             with Quiet():
                 return module(*args, **kwargs)
         finally:
-            for buffer, before in kept:
-                if not torch.equal(buffer, before):
-                    buffer.detach().copy_(before)
+            for buffers, key, buffer in owned:
+                buffers[key] = buffer
 
     def argument_shapes(self, name: str) -> dict[int | str, tuple[int, ...]]:
         """Shapes of the tensor arguments of a module inside the block, by position or name."""
