@@ -41,6 +41,7 @@ class Linear:
         op: index of the product's operation.
         reads: id of the value that it reads, the activation.
         makes: ids of the values that it makes.
+        is_called: whether all its products happen in calls of the module, and none past it (``F.linear(x, linear.weight)``).
     """
 
     name: str
@@ -49,6 +50,7 @@ class Linear:
     op: int
     reads: int
     makes: tuple[int, ...]
+    is_called: bool = True
 
     @property
     def is_unwrapped(self) -> bool:
@@ -190,11 +192,13 @@ class _BlockReader:
         if known is not None and known.parameter != parameter:
             owner = parameter  # the module has several weights: each is a linear of its own
             known = self.out.linears.get(owner)
+        is_called = any(self.trace.calls[number].name == owner for number in op.stack)
         if known is None:
-            self.out.linears[owner] = Linear(owner, parameter, upstream, op.index, others[0], op.outputs)
+            self.out.linears[owner] = Linear(owner, parameter, upstream, op.index, others[0], op.outputs, is_called)
         else:
             known.upstream |= upstream
             known.makes += op.outputs
+            known.is_called &= is_called
         for number in op.outputs:
             self.upstream_of[number] = frozenset({owner})
 

@@ -70,7 +70,7 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
     """
     columns = block.flow.columns[row]
     for name in (row, *columns):
-        if name not in block.modules:
+        if name not in block.modules or (name == row and not block.flow.linears[row].is_called):
             raise CantInferError(f"{name}: a parameter that is multiplied past any linear module (einsum?)")
         if linear_kind(block.modules[name]) is None:
             raise UnknownLinearError(
@@ -103,6 +103,10 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
 
 def mixes_positions(block: Block, row: str) -> bool:
     """Whether the row's input at one position depends on its columns' outputs at others, as in attention and not in an MLP."""
+    if not all(block.flow.linears[column].is_called for column in block.flow.columns[row]):
+        return (
+            True  # their outputs can't be told apart by position; attention is what calls projections by their weights
+        )
     try:
         probe = _Probe(block, row, block.flow.columns[row], 1, ())
     except CantInferError:
@@ -112,8 +116,7 @@ def mixes_positions(block: Block, row: str) -> bool:
         return False  # an expert that gets no token
     cotangent = torch.zeros_like(flat)
     cotangent[-1] = 1.0
-    leaves = [leaf for made in probe.made.values() for leaf in made]
-    grads = torch.autograd.grad(flat, leaves, cotangent, allow_unused=True)
+    grads = torch.autograd.grad(flat, [leaf for _, leaf in probe.leaves()], cotangent, allow_unused=True)
     return any(grad is not None and bool(grad.reshape(-1, grad.shape[-1])[:-1].any()) for grad in grads)
 
 
@@ -166,7 +169,8 @@ class _Probe:
         skipped: modules that pass their input on unchanged (norms over the whole width).
 
     Attributes:
-        made: the outputs of each column, ``[b, s, f]``, one for each call, as leaves of the graph.
+        made: the outputs of each column, ``[b, s, f]``, one for each call, as leaves of the graph; of a column that is called
+            past its module, its weight.
         read: the row's input, ``[b, s, f]``.
         features: number of its features.
 
@@ -177,8 +181,15 @@ class _Probe:
     def __init__(self, block: Block, row: str, columns: Sequence[str], seed: int, skipped: Sequence[str]) -> None:
         self.made: dict[str, list[Tensor]] = {name: [] for name in columns}
         self._reads: list[Tensor] = []
+        self._past = {name for name in columns if not block.flow.linears[name].is_called}
+        self._in_out = {name for name in self._past if linear_kind(block.modules[name]) == "in_out"}
         with ExitStack() as stack:
-            for name in columns:
+            for name in self._past:
+                weight = block.modules[name].weight
+                assert isinstance(weight, Tensor)
+                stack.callback(weight.requires_grad_, weight.requires_grad)
+                self.made[name].append(weight.requires_grad_())
+            for name in self.made.keys() - self._past:
 
                 def cut(module: nn.Module, args: Any, out: Tensor, name: str = name) -> Tensor:
                     leaf = out.detach().requires_grad_()
@@ -211,6 +222,10 @@ class _Probe:
         self.features = self.read.shape[-1]
         self._seed = seed
 
+    def leaves(self) -> list[tuple[str, Tensor]]:
+        """The leaves of the graph, each with its column."""
+        return [(name, leaf) for name, made in self.made.items() for leaf in made]
+
     def support(self, features: Tensor) -> dict[str, Tensor]:
         """For each column, on which of its out-features the row's input at the indices ``features`` depends: bool ``[f]``."""
         generator = torch.Generator().manual_seed(17 + self._seed)
@@ -218,15 +233,17 @@ class _Probe:
         shape = (*self.read.shape[:-1], len(features))
         noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.read)
         cotangent.index_copy_(-1, features.to(self.read.device), noise)
-        leaves = [(name, leaf) for name, made in self.made.items() for leaf in made]
+        leaves = self.leaves()
         grads = torch.autograd.grad(
             self.read, [leaf for _, leaf in leaves], cotangent, retain_graph=True, allow_unused=True
         )
         out: dict[str, Tensor] = {}
         for (name, leaf), grad in zip(leaves, grads, strict=True):
-            touched = torch.zeros(leaf.shape[-1], dtype=torch.bool, device=leaf.device)
+            of_weight = name in self._past and name not in self._in_out
+            dim = 0 if of_weight else -1
+            touched = torch.zeros(leaf.shape[dim], dtype=torch.bool, device=leaf.device)
             if grad is not None and grad.numel():  # an expert may get no token
-                touched = grad.reshape(-1, leaf.shape[-1]).abs().amax(0) > 0
+                touched = grad.movedim(dim, -1).reshape(-1, leaf.shape[dim]).abs().amax(0) > 0
             out[name] = out[name] | touched if name in out else touched
         return {name: touched.cpu() for name, touched in out.items()}
 

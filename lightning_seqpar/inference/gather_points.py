@@ -198,9 +198,7 @@ class GatherPoints:
         for number in common[common.index(flow.call.id) + 1 :]:
             call = trace.calls[number]
             takes = [
-                key
-                for key, value in call.args.items()
-                if value in made and self._is_activation(trace.values[value])
+                key for key, value in call.args.items() if value in made and self._is_activation(trace.values[value])
             ]
             if len(takes) == 1 and not self._leaks(call, trace.values[call.args[takes[0]]].root):
                 for column in alone:

@@ -197,21 +197,31 @@ def _plan_stack(
     _refuse_unfit_stack(flows[0].name, known.values(), dims)
     blocks = pattern_of(names)
     dim = next(iter(dims.values()))
-    whole = any(plan.reads_length for plan in known.values())
-    out: list[dict[str, Any]] = [{"pattern": blocks, "style": "blocks", "dim": dim, **({"sp": False} if whole else {})}]
+    whole = dim is None or any(plan.reads_length for plan in known.values())
+    where = {"style": "blocks", **({} if dim is None else {"dim": dim}), **({"sp": False} if whole else {})}
+    out: list[dict[str, Any]] = [{"pattern": blocks, **where}]
     args = {name: flow.arg for flow in flows if flow.arg != 0 for name in _all_names(model, [flow.name])}
     for arg in dict.fromkeys(args.values()):
         out.append({"pattern": pattern_of([n for n in names if args.get(n) == arg]), "style": "scatter", "arg": arg})
     out += _compress(names, plans)
     out += _exit_rules(trace, model, names, blocks, alone=alone)
     kinds = "" if len(known) == 1 else f" of {len(known)} kinds"
-    reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, sequence at dim {dim}"]
+    at = f"sequence at dim {dim}" if dim is not None else f"{_positions(trace, flows[0])}: no sequence parallelism here"
+    reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, {at}"]
     for plan in known.values():
         reasons += plan.reasons
     return out, reasons
 
 
-def _refuse_unfit_stack(first: str, plans: Iterable[BlockPlan], dims: Mapping[str, int]) -> None:
+def _positions(trace: ForwardTrace, flow: BlockFlow) -> str:
+    """Why no one dim of a block's activation is the sequence."""
+    shape = list(trace.values[flow.call.args[flow.arg]].shape)
+    if len(shape) > 3:
+        return f"its activation {shape} has positions in {len(shape) - 2} dims"
+    return f"both the first and the second dim of its activation {shape} mix (a batch norm?)"
+
+
+def _refuse_unfit_stack(first: str, plans: Iterable[BlockPlan], dims: Mapping[str, int | None]) -> None:
     """Refuse a stack without a row linear, or whose blocks have their sequences at different dims.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError
+from lightning_seqpar.inference.dataflow import BlockFlow
 from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.layout.linear_kind import features, linear_kind
 
@@ -103,17 +103,18 @@ class Block:
         handle.remove()
         return shapes
 
-    def sequence_dim(self) -> int:
+    def sequence_dim(self) -> int | None:
         """The tensor dim along which the block mixes positions: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or ``[tokens, h]``.
 
-        Raises:
-            CantInferError: if it mixes along both dims.
+        None if there is no such one dim: positions in two dims (``[b, h, w, c]``), or entries of a batch that mix (a batch norm).
         """
         args, kwargs, x = self.inputs(grad=True)
-        out = self.run(args, kwargs)
-        first = out[0] if isinstance(out, list | tuple) else out
         if x.ndim == 2:
             return 0
+        if x.ndim > 3:
+            return None
+        out = self.run(args, kwargs)
+        first = out[0] if isinstance(out, list | tuple) else out
         mixed = [False, False]
         for at in ((-1, -1), (0, 0)):
             cotangent = torch.zeros_like(first)
@@ -122,12 +123,7 @@ class Block:
             touched = grad.abs().amax(-1) > 0
             mixed[0] |= bool(touched.any(1).sum() > 1)
             mixed[1] |= bool(touched.any(0).sum() > 1)
-        if all(mixed):
-            raise CantInferError(
-                f"{self.flow.name}: it mixes both the first and the second dim of its input {list(x.shape)}, so neither is "
-                "a batch; name the sequence's dim by {pattern: ..., style: blocks, dim: 1}"
-            )
-        return 0 if mixed[0] else 1
+        return None if all(mixed) else 0 if mixed[0] else 1
 
 
 def _is_cache(value: Any) -> bool:

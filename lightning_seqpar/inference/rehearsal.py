@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_seqpar.inference.feature_dependence import GroupLayout, Ranges
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.layout.attribute_override import write_attribute
+from lightning_seqpar.layout.linear_kind import linear_kind
 
 EQUAL = {torch.float64: 1e-8, torch.float32: 1e-3}
 """Largest difference, relative to the largest value, up to which two tensors count as equal; 5e-2 in other types."""
@@ -144,6 +145,9 @@ class _Rehearsal:
         for column, layout in group.columns.items():
             module = self._block.modules[column]
             mine = _indices(layout.ranges[self._rank])
+            if not self._block.flow.linears[column].is_called:
+                stack.enter_context(_cut_weight(module, mine))
+                continue
 
             def cut(module: nn.Module, args: Any, out: Tensor, mine: Tensor = mine) -> Tensor:
                 return out.index_select(-1, mine.to(out.device))
@@ -211,6 +215,18 @@ def changed_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         delattr(module, first) if missing else setattr(module, first, before)
+
+
+@contextmanager
+def _cut_weight(module: nn.Module, mine: Tensor) -> Iterator[None]:
+    """While open, a linear has some of its out-features only, in its weight and its bias."""
+    dim = 0 if linear_kind(module) == "out_in" else 1
+    with ExitStack() as stack:
+        for key, parameter in module.named_parameters(recurse=False):
+            stack.callback(setattr, parameter, "data", parameter.data)
+            parameter.data = parameter.data.index_select(dim if key == "weight" else 0, mine.to(parameter.device))
+        stack.enter_context(changed_attribute(module, "out_features", len(mine)))
+        yield
 
 
 @contextmanager
