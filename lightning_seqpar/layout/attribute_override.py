@@ -34,10 +34,10 @@ class AttributeOverride:
 
 
 def named_numbers(value: Any) -> dict[str, int]:
-    """The whole numbers that a mapping holds by name, or a tuple of pairs (``(("h", 4),)`` in einops' layers); else none."""
-    if isinstance(value, tuple) and value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
-        value = dict(value) if all(isinstance(key, str) for key, _ in value) else {}
-    if not isinstance(value, Mapping):
+    """The whole numbers that a dict holds by name, or a tuple of pairs (``(("h", 4),)`` in einops' layers); else none."""
+    if type(value) is tuple and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+        value = {key: number for key, number in value if isinstance(key, str)}
+    if type(value) is not dict:
         return {}
     return {key: number for key, number in value.items() if isinstance(key, str) and type(number) is int}
 
@@ -49,10 +49,8 @@ def read_attribute(module: Any, path: str) -> Any:
         AttributeError: if there is none.
     """
     for part in path.split("."):
-        if not hasattr(module, part) and part in (held := named_numbers(module)):
-            module = held[part]
-        else:
-            module = getattr(module, part)
+        held = named_numbers(module)
+        module = held[part] if part in held else getattr(module, part)
     return module
 
 
@@ -66,7 +64,7 @@ def write_attribute(module: Any, path: str, value: Any) -> None:
         setattr(module, leaf, value)
         return
     original, values = read_attribute(module, holder), {}
-    if not hasattr(original, leaf) and leaf in named_numbers(original):
+    if leaf in named_numbers(original):
         pairs = {**dict(original), leaf: value}
         write_attribute(module, holder, tuple(pairs.items()) if isinstance(original, tuple) else pairs)
         return
