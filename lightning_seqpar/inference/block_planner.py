@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.rehearsal import Edit
 from lightning_seqpar.inference.token_order import orders_tokens, reorders_tokens
 from lightning_seqpar.inference.trace import ForwardTrace
+from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.inference.unwrapped_parameters import UnwrappedProducts
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.module_names import inside
@@ -75,7 +77,9 @@ class BlockPlanner:
 
     def _stop(self, error: str | Exception, row: str) -> CantInferError:
         """The error to raise for a row, with the rule that would get the user further."""
-        return CantInferError(f"{error}\n  {_what_to_write(self._flow, row, self._stack)}")
+        around, text = part_around(self._flow, row), str(error)
+        advice = _what_to_write(self._flow, around, self._stack)
+        return CantInferError(f"{text}\n  {advice}", around, text)
 
     def make(self) -> BlockPlan:
         """Make the plan.
@@ -86,15 +90,8 @@ class BlockPlanner:
         for row in self._flow.rows:
             if self._covers(row, *self._flow.columns[row]):
                 continue
-            if 0 in self._trace.values[self._flow.linears[row].reads].shape:
-                self._idle.append(row)  # an expert that gets no token of the example
-            elif self._flow.linears[row].is_unwrapped:
-                self._plan_products(row)
-            elif row in self._flow.attentions:
-                self._plan.rules.append((self._inner(row), "replace", {}))
-                self._reason(f"{row}: an nn.MultiheadAttention, which calls its projections through raw weights")
-            else:
-                self._plan_row(row)
+            with self._telling(row):
+                self._plan_any(row)
         for edit in self._edits:
             self._reason(f"{edit.shown}: without it the forward of one rank's part goes wrong")
         self._keep_whole_sequences()
@@ -105,6 +102,31 @@ class BlockPlanner:
         self._check_idle()
         self._plan.rules = _one_for_all_experts(self._block.module, self._plan.rules)
         return self._plan
+
+    @contextmanager
+    def _telling(self, row: str) -> Iterator[None]:
+        """What the model's own code raises, run in another way than it was made for, is told as a reason."""
+        try:
+            yield
+        except CantInferError:
+            raise
+        except Exception as error:
+            what = (
+                f"{row}: cutting it for tp={self._tp} was tried, and the block's code raised {describe_failure(error)}"
+            )
+            raise self._stop(what, row) from error
+
+    def _plan_any(self, row: str) -> None:
+        """Plan one row, whatever it is."""
+        if 0 in self._trace.values[self._flow.linears[row].reads].shape:
+            self._idle.append(row)  # an expert that gets no token of the example
+        elif self._flow.linears[row].is_unwrapped:
+            self._plan_products(row)
+        elif row in self._flow.attentions:
+            self._plan.rules.append((self._inner(row), "replace", {}))
+            self._reason(f"{row}: an nn.MultiheadAttention, which calls its projections through raw weights")
+        else:
+            self._plan_row(row)
 
     def _reason(self, text: str) -> None:
         """Add a reason."""
@@ -310,11 +332,16 @@ def pair_mixes_positions(model: nn.Module, flow: BlockFlow, row: str, *, unknown
     return mixes_positions(Block(model, flow), row)
 
 
-def _what_to_write(flow: BlockFlow, row: str, stack: Sequence[str]) -> str:
-    """Advice: a rule that has the part around a row computed whole, or where to move that part."""
+def part_around(flow: BlockFlow, row: str) -> str:
+    """The module inside the block that would have to be computed whole if a row can't be split; empty if that is the block."""
     names = [name for (name, _), _ in flow.gathers.items() if inside(row, name)]
     around = names[0] if names else row.rpartition(".")[0]
-    if len(around) <= len(flow.name):
+    return around if len(around) > len(flow.name) else ""
+
+
+def _what_to_write(flow: BlockFlow, around: str, stack: Sequence[str]) -> str:
+    """Advice: a rule that has the part around a row computed whole, or where to move that part."""
+    if not around:
         return (
             "Put that part of the block's forward into a module of its own, or write the columns and the row yourself"
         )

@@ -22,7 +22,16 @@ _SUMS = ("add", "sub", "rsub", "addcmul", "lerp", "_foreach_add")
 
 
 class CantInferError(ValueError):
-    """Inference can't decide how to shard a module; the message names it and the rule to write."""
+    """Inference can't decide how to shard a module; the message names it and the rule to write.
+
+    Attributes:
+        whole: name of the module inside a block that would have to be computed whole to go on; empty for none.
+        why: the message without what to write.
+    """
+
+    def __init__(self, message: str, whole: str = "", why: str = "") -> None:
+        super().__init__(message)
+        self.whole, self.why = whole, why or message
 
 
 class UnknownLinearError(CantInferError):
