@@ -101,7 +101,7 @@ def _choices(annotation: Any) -> list[Any]:
 
 
 def _modules_can_be_asked() -> bool:
-    """Whether every loaded module can be asked for its file, as pydantic asks them for docstrings; one imported lazily may raise."""
+    """Whether every loaded module can be asked for its file, as pydantic asks for docstrings; one imported lazily may raise."""
     try:
         for module in [*sys.modules.values()]:
             getattr(module, "__file__", None)

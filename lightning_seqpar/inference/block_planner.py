@@ -31,11 +31,13 @@ class BlockPlan:
     Attributes:
         rules: a triple each: name inside the block, style, options.
         reasons: why, a sentence each.
+        parts: names inside the block of the modules around what is sharded, each of which could be computed whole instead.
         reads_length: whether the block is right on whole sequences only, so that its stack runs without sequence parallelism.
     """
 
     rules: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
     reads_length: bool = False
 
 
@@ -92,6 +94,8 @@ class BlockPlanner:
                 continue
             with self._telling(row):
                 self._plan_any(row)
+            if around := part_around(self._flow, row):
+                self._plan.parts.append(self._inner(around))
         for edit in self._edits:
             self._reason(f"{edit.shown}: without it the forward of one rank's part goes wrong")
         self._keep_whole_sequences()

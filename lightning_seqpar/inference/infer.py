@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,10 +42,12 @@ class Inference:
     Attributes:
         plan: the plan.
         reasons: why it is as it is, a sentence each.
+        parts: rules, each of which has one sharded part of the blocks computed whole.
     """
 
     plan: ShardingPlan
     reasons: list[str]
+    parts: list[dict[str, Any]] = field(default_factory=list)
 
 
 def infer_plan(
@@ -54,6 +56,7 @@ def infer_plan(
     tp: int,
     own: ShardingPlan | None = None,
     *,
+    beside: Sequence[ShardingPlan] = (),
     sums: bool = True,
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda copied: None,
@@ -65,6 +68,7 @@ def infer_plan(
         example: what ``forward`` takes (a tensor, a tuple or a dict), or an :class:`Example`.
         tp: number of tensor-parallel ranks.
         own: the user's own rules, which inference leaves alone.
+        beside: plans for other parts of the model; their blocks are left out.
         sums: whether a module that deals its tokens out to experts may be reduced where it returns; if not, each expert is
             reduced by itself, which needs whole sequences between the blocks.
         dtype: of the copy; None keeps the model's.
@@ -84,7 +88,7 @@ def infer_plan(
         copied = without_checkpoints(without_adapters(detached_copy(model, cpu, dtype, example.reduction)))
         prepare(copied)
         try:
-            return _infer(copied, example.to(cpu, dtype), tp, own, sums=sums)
+            return _infer(copied, example.to(cpu, dtype), tp, own, beside=beside, sums=sums)
         except CantInferError:
             raise
         except Exception as error:
@@ -98,7 +102,15 @@ def infer_plan(
             ) from error
 
 
-def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None, *, sums: bool) -> Inference:
+def _infer(
+    model: nn.Module,
+    example: Example,
+    tp: int,
+    own: ShardingPlan | None,
+    *,
+    beside: Sequence[ShardingPlan] = (),
+    sums: bool,
+) -> Inference:
     """:func:`infer_plan` on the copy itself."""
     trace = ForwardTrace(model)
     user_rules = _UserRules(model, own)
@@ -109,7 +121,12 @@ def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None
         raise CantInferError(
             f"{type(model).__name__}: a copy of it runs none of its own modules (its forward is a closure over the original?)"
         )
-    stacks = user_rules.stacks(trace) or find_stacks(trace, model)
+    planned = {match.name for plan in beside for match in plan.match(model)}
+    stacks = user_rules.stacks(trace) or [
+        calls
+        for calls in find_stacks(trace, model)
+        if not any(inside(name, call.name) or inside(call.name, name) for call in calls for name in planned if name)
+    ]
     if not stacks:
         raise CantInferError(
             f"{type(model).__name__}: no repeated blocks found, that is modules of one class that hold linears and map an "
@@ -117,11 +134,12 @@ def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None
         )
     rules: list[dict[str, Any]] = []
     reasons: list[str] = []
+    parts: list[dict[str, Any]] = []
     owners = [owner_of(model, calls[0].name) for calls in stacks]
     failed: list[CantInferError] = []
     for calls, owner in zip(stacks, owners, strict=True):
         try:
-            more_rules, more_reasons = _plan_stack(
+            more_rules, more_reasons, more_parts = _plan_stack(
                 trace, model, calls, tp, user_rules, alone=owners.count(owner) == 1, sums=sums
             )
         except UnknownLinearError:
@@ -133,9 +151,10 @@ def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None
             continue
         rules += more_rules
         reasons += more_reasons
+        parts += more_parts
     if not rules:
         raise failed[0]
-    return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons)
+    return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons, parts)
 
 
 class _UserRules:
@@ -175,8 +194,8 @@ def _plan_stack(
     *,
     alone: bool,
     sums: bool,
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rules for one stack of blocks, and the reasons for them.
+) -> tuple[list[dict[str, Any]], list[str], list[dict[str, Any]]]:
+    """The rules for one stack of blocks, the reasons for them, and rules by which a part of the blocks would stay whole.
 
     Args:
         trace: the recorded forward.
@@ -242,7 +261,8 @@ def _plan_stack(
     for plan in known.values():
         reasons += plan.reasons
     reasons += [f"{blocks}.{part}: computed whole on every rank: {error.why}" for part, error in wholes.items()]
-    return out, reasons
+    sharded = dict.fromkeys(part for plan in known.values() for part in plan.parts)
+    return out, reasons, _whole_rules(trace, flows, blocks, sharded)
 
 
 def _positions(trace: ForwardTrace, flow: BlockFlow) -> str:

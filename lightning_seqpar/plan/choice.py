@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_seqpar.config import PlanSpec, nearest
 from lightning_seqpar.layout.adapters import BASE, is_adapted
-from lightning_seqpar.layout.module_names import match_pattern
+from lightning_seqpar.layout.module_names import inside, match_pattern
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, Family, ShardingPlan, load_families
 from lightning_seqpar.styles.style import Rule
 
@@ -36,15 +36,17 @@ def _search_families(model: nn.Module, known: Sequence[Family], *, strict: bool)
     return search
 
 
-def resolve_plans(
-    spec: str | PlanSpec, model: nn.Module, infer: Callable[[], ShardingPlan] | None = None
-) -> list[ShardingPlan]:
+Infer = Callable[[Sequence[ShardingPlan]], ShardingPlan | None]
+"""Makes a plan for what the plans that it is given leave whole; None if there is none. Without plans it makes one or raises."""
+
+
+def resolve_plans(spec: str | PlanSpec, model: nn.Module, infer: Infer | None = None) -> list[ShardingPlan]:
     """The plans that a config's ``plan`` stands for on ``model``: the base's, then the user's own rules.
 
     Args:
         spec: the config's field.
         model: the whole model.
-        infer: makes a plan where ``auto`` finds no family.
+        infer: makes a plan where ``auto`` finds no family, or a family's plan ends.
 
     Raises:
         ValueError: if ``auto`` finds nothing (the message says how to write a plan), or a name is unknown.
@@ -111,7 +113,25 @@ def _family_named(name: str, known: Sequence[Family]) -> Family:
     return found[0]
 
 
-def _resolve_base(base: str, model: nn.Module, infer: Callable[[], ShardingPlan] | None = None) -> list[ShardingPlan]:
+def _inferred(infer: Infer) -> list[ShardingPlan]:
+    plan = infer([])
+    assert plan is not None
+    return [plan]
+
+
+def linears_beside(model: nn.Module, plans: Sequence[ShardingPlan]) -> list[str]:
+    """Names of the linears in repeated modules that lie outside the modules that the plans are relative to."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.MultiheadAttention)
+        and not any(inside(name, plan.prefix) for plan in plans)
+        and any(inside(name, one) for one in lists)
+    ]
+
+
+def _resolve_base(base: str, model: nn.Module, infer: Infer | None = None) -> list[ShardingPlan]:
     if base.endswith((".yaml", ".yml")):
         return [ShardingPlan.from_yaml(base)]
     if base == "infer":
@@ -119,14 +139,15 @@ def _resolve_base(base: str, model: nn.Module, infer: Callable[[], ShardingPlan]
             raise ValueError(
                 "plan='infer' is found by a strategy, which has an example input; here name a plan, or use 'auto'"
             )
-        return [infer()]
+        return _inferred(infer)
     known = load_families()
     if base == "auto":
         search = _search_families(model, known, strict=True)
         if search.plans:
-            return search.plans
+            more = infer(search.plans) if infer is not None and linears_beside(model, search.plans) else None
+            return [*search.plans, *([] if more is None else [more])]
         if infer is not None:
-            return [infer()]
+            return _inferred(infer)
         raise ValueError(_how_to_write_a_plan(model, known, search.refused))
     chosen = _family_named(base, known)
     search = _search_families(model, [chosen], strict=False)
