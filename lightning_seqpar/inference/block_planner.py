@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_seqpar.inference.block_kinds import kind_of
-from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError, UserDecidesError
 from lightning_seqpar.inference.edit_search import find_edits, is_settings
 from lightning_seqpar.inference.feature_dependence import ColumnLayout, GroupLayout, group_layout, mixes_positions
 from lightning_seqpar.inference.isolated_block import Block
@@ -81,7 +81,8 @@ class BlockPlanner:
         """The error to raise for a row, with the rule that would get the user further."""
         around, text = part_around(self._flow, row), str(error)
         advice = _what_to_write(self._flow, around, self._stack)
-        return CantInferError(f"{text}\n  {advice}", around, text)
+        kind = type(error) if isinstance(error, UserDecidesError) else CantInferError
+        return kind(f"{text}\n  {advice}", around, text)
 
     def make(self) -> BlockPlan:
         """Make the plan.

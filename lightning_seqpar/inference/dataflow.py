@@ -34,8 +34,16 @@ class CantInferError(ValueError):
         self.whole, self.why = whole, why or message
 
 
-class UnknownLinearError(CantInferError):
-    """A linear of a class that is not known to compute what ``nn.Linear`` does (quantised?): refused, not left whole."""
+class UserDecidesError(CantInferError):
+    """With less sharded inference could go on, but that is for the user to say."""
+
+
+class UnknownLinearError(UserDecidesError):
+    """A linear of a class that is not known to compute what ``nn.Linear`` does (quantised?)."""
+
+
+class UnevenError(UserDecidesError):
+    """Heads or features that another number of ranks would divide."""
 
 
 @dataclass
@@ -201,9 +209,11 @@ class _BlockReader:
         if known is not None and known.parameter != parameter:
             owner = parameter  # the module has several weights: each is a linear of its own
             known = self.out.linears.get(owner)
+        # A bias that was computed is no parameter either, but no linear is upstream of it.
+        reads = next((number for number in others if self.upstream_of.get(number)), others[0])
         is_called = any(self.trace.calls[number].name == owner for number in op.stack)
         if known is None:
-            self.out.linears[owner] = Linear(owner, parameter, upstream, op.index, others[0], op.outputs, is_called)
+            self.out.linears[owner] = Linear(owner, parameter, upstream, op.index, reads, op.outputs, is_called)
         else:
             known.upstream |= upstream
             known.makes += op.outputs

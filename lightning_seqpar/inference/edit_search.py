@@ -72,9 +72,11 @@ def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout]
     group = groups[-1]
     around = _modules_around(block, group)
     edits: list[Edit] = []
-    for name in around:
+    parts = [name for name in around if name != block.flow.name] or [block.flow.name]
+    within = [name for name in block.modules if name not in around and any(inside(name, part) for part in parts)]
+    for name in (*around, *within):
         module = block.modules[name]
-        if type(module).__module__.startswith("torch.nn"):
+        if type(module).__module__.startswith("torch.nn") or name in (group.row, *block.flow.columns[group.row]):
             continue
         for key, value in vars(module).items():
             if type(value) is int and value in shares:
@@ -88,7 +90,6 @@ def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout]
                 ]
     heads = {group.units, group.features, *(block.width(column) for column in group.columns)}
     linears = {group.row, *block.flow.columns[group.row]}
-    parts = [name for name in around if name != block.flow.name] or [block.flow.name]
     for name, module in block.modules.items():
         if not any(inside(name, one) for one in parts) or name in linears or name in group.full_width:
             continue
@@ -173,7 +174,7 @@ def _tries(candidates: Sequence[Edit], together: Sequence[Edit]) -> Iterator[tup
     names = _by(sets, lambda edit: str(edit.key).rpartition(".")[2])
     values = _by(sets, lambda edit: edit.value)
     tensors = _by([edit for edit in candidates if edit.kind == "tensor"], lambda edit: edit.dim)
-    families = list(dict.fromkeys([*heads, *names, *values]))
+    families = list(dict.fromkeys([*heads, *names, *values, *([tuple(sets)] if len(sets) > 1 else [])]))
     joint = [*families, *tensors, *(family + some for some in tensors for family in families)]
     joint += [(edit, *some) for some in tensors for edit in candidates if edit.kind in ("set", "narrow")]
     single = [(edit,) for edit in candidates]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.inference.dataflow import CantInferError, UnknownLinearError
+from lightning_seqpar.inference.dataflow import CantInferError, UnevenError, UnknownLinearError
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
@@ -66,6 +66,7 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
 
     Raises:
         CantInferError: if the features can't be split into ``tp`` independent parts.
+        UnevenError: if they could be, into another number of them.
         UnknownLinearError: if one of them is not known to compute what ``nn.Linear`` does.
     """
     columns = block.flow.columns[row]
@@ -91,7 +92,7 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
     heads = max((count for count in counts if count < support.features), default=support.features)
     if heads % tp:
         works = [n for n in range(2, heads + 1) if heads % n == 0]
-        raise CantInferError(
+        raise UnevenError(
             f"{row}: its {support.features} in-features fall apart into {heads} units (heads), which do not divide by "
             f"tp={tp}" + (f"; use tp of {', '.join(map(str, works))}" if works else "")
         )
@@ -271,7 +272,7 @@ class _FeatureSupport:
         self._tp = tp
         self._feeding = {name for column in columns for name in block.flow.linears[column].upstream}
         if self.features % tp:
-            raise CantInferError(f"{row}: its {self.features} in-features do not divide by tp={tp}")
+            raise UnevenError(f"{row}: its {self.features} in-features do not divide by tp={tp}")
         size = self.features // tp
         self._parts = self._all_parts(size)
         for seed in range(1, _MAX_DRAWS):

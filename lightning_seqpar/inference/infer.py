@@ -18,7 +18,13 @@ from torch import nn
 
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, pair_mixes_positions, pattern_of
-from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError, made_of_activation
+from lightning_seqpar.inference.dataflow import (
+    BlockFlow,
+    CantInferError,
+    UnknownLinearError,
+    UserDecidesError,
+    made_of_activation,
+)
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.gather_points import read_blocks
 from lightning_seqpar.inference.isolated_block import Block
@@ -142,7 +148,7 @@ def _infer(
             more_rules, more_reasons, more_parts = _plan_stack(
                 trace, model, calls, tp, user_rules, alone=owners.count(owner) == 1, sums=sums
             )
-        except UnknownLinearError:
+        except UserDecidesError:
             raise
         except CantInferError as error:
             failed.append(error)
@@ -240,7 +246,7 @@ def _plan_stack(
             break
         except CantInferError as error:
             inner = error.whole[len(flow.name) + 1 :]
-            if not inner or inner in wholes or isinstance(error, UnknownLinearError):
+            if not inner or inner in wholes or isinstance(error, UserDecidesError):
                 raise
             wholes[inner] = error
     _refuse_unfit_stack(flows[0].name, known.values(), dims, wholes.values())

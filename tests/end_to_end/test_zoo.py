@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import warnings
+from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import zoo
 from tests.helpers.fit import fit
 
-REFUSED = ("hard_coded", "head_list")
-KINDS = [kind for kind in (*zoo.BLOCKS, *zoo.MODELS) if kind not in REFUSED]
+KEPT_WHOLE = ("hard_coded", "head_list")
+KINDS = [kind for kind in (*zoo.BLOCKS, *zoo.MODELS) if kind not in KEPT_WHOLE]
 # On four ranks, one of each sort; the rest differ in what two ranks show as well.
 FOUR = [
     "parallel_residual", "sandwich", "gqa", "gqa_shared", "mqa", "head_norm", "full_norm", "fused_per_head", "fused_gqa", "einsum",
@@ -68,19 +71,32 @@ def test_parity_with_one_process(topology, kind):
     compare(reference(kind), got).raise_if_failed()
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_dealt_out_is_refused_with_the_rule_to_write(kind):
-    told = run_distributed(fit_all, 2, [kind], 2, 2, True)
-    assert told[0] == told[1]
-    said = told[0][kind]
-    assert "inference stops at" in said
-    assert "net.h.0.attn." in said
-    assert "{pattern: 'net.h.*.attn', style: whole}" in said
+class Shown(Callback):
+    """Has warnings shown while the model is set up."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        warnings.simplefilter("always")
+
+
+def fit_and_warn(kind: str, tp: int) -> tuple[Trace, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        trace = fit("Zoo", {"kind": kind}, world=tp, strategy={"tp": tp}, steps=3, callbacks=[Shown()])
+    return trace, [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("kind", KEPT_WHOLE)
+def test_what_cannot_be_dealt_out_is_computed_whole_and_said(kind, tp):
+    (trace, told), *_ = run_distributed(fit_and_warn, tp, kind, tp)
+    compare(reference(kind), trace).raise_if_failed()
+    (said,) = [text for text in told if "every rank computes" in text]
+    assert "every rank computes net.h.*.attn whole, since no way to split it was found: net.h.*.attn: " in said
+    assert "net.h.0.attn.out: with its columns cut for one rank" in said
 
 
 @pytest.mark.parametrize("sp", [True, False])
-@pytest.mark.parametrize("kind", REFUSED)
-def test_that_rule_beside_inference_is_enough(kind, sp):
+@pytest.mark.parametrize("kind", KEPT_WHOLE)
+def test_the_same_rule_written_beside_inference(kind, sp):
     rule = {"pattern": "net.h.*.attn", "style": "whole"}
     got = run_distributed(
         fit, 2, "Zoo", {"kind": kind}, world=2, strategy={"tp": 2, "sp": sp, "plan": {"rules": [rule]}}, steps=3

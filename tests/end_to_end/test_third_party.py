@@ -1,0 +1,55 @@
+"""Kinds of code that libraries of models have: inferred, proved, trained, and equal to one process."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import Trace, compare
+from tests.helpers.fit import fit
+from tests.helpers.third_party import KINDS
+
+# A batch norm's statistics are those of one replica's batch, as they are with any data parallelism.
+NOT_OVER_REPLICAS = ("conformer",)
+TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True), "tp2-no-sp": (2, 2, False)}
+ALWAYS = {"tp2": KINDS, "tp4": KINDS[0::3], "dp2-tp2": [k for k in KINDS[1::3] if k not in NOT_OVER_REPLICAS], "tp2-no-sp": KINDS[2::3]}  # fmt: skip
+CASES = [
+    pytest.param(name, kind, marks=() if kind in ALWAYS[name] else pytest.mark.matrix, id=f"{name}-{kind}")
+    for name in TOPOLOGIES
+    for kind in KINDS
+    if not (name.startswith("dp") and kind in NOT_OVER_REPLICAS)
+]
+
+
+def fit_all(kinds: list[str], world: int, tp: int, sp: bool) -> dict[str, Trace | str]:
+    """Train every kind in this process, one after the other; an error is the same on all ranks."""
+    out: dict[str, Trace | str] = {}
+    for kind in kinds:
+        try:
+            out[kind] = fit("Zoo", {"kind": kind}, world=world, strategy={"tp": tp, "sp": sp}, steps=3)
+        except ValueError as error:
+            out[kind] = str(error)
+    return out
+
+
+@functools.cache
+def reference(kind: str) -> Trace:
+    return fit("Zoo", {"kind": kind}, steps=3)
+
+
+@functools.cache
+def trained(topology: str, always: bool) -> dict[str, Trace | str]:
+    """One start of the ranks for all kinds that always run, or for all others."""
+    world, tp, sp = TOPOLOGIES[topology]
+    kinds = [kind for kind in KINDS if (kind in ALWAYS[topology]) == always]
+    kinds = [kind for kind in kinds if not (topology.startswith("dp") and kind in NOT_OVER_REPLICAS)]
+    return run_distributed(fit_all, world, kinds, world, tp, sp, timeout=400.0)[0]
+
+
+@pytest.mark.parametrize(("topology", "kind"), CASES)
+def test_parity_with_one_process(topology, kind):
+    got = trained(topology, kind in ALWAYS[topology])[kind]
+    assert isinstance(got, Trace), got
+    compare(reference(kind), got).raise_if_failed()
