@@ -21,6 +21,7 @@ from lightning_seqpar.inference.trace import ForwardTrace
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.inference.unwrapped_parameters import UnwrappedProducts
 from lightning_seqpar.layout.attribute_override import read_attribute
+from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import inside
 
 
@@ -149,6 +150,7 @@ class BlockPlanner:
         tried = [*self._groups]
         try:
             group = group_layout(block, row, self._tp)
+            self._refuse_fused(group)
             tried.append(group)
             more_edits = find_edits(self._trace, block, tried, self._edits, self._tp)
         except CantInferError as error:
@@ -169,6 +171,17 @@ class BlockPlanner:
             f"{row}: row, its output is added to the residual; its input falls apart into {group.units} units, made by "
             f"the columns {shown}"
         )
+
+    def _refuse_fused(self, group: GroupLayout) -> None:
+        """Refuse a column that is a parameter of another module than a linear, and of which a rank has more than one range.
+
+        Raises:
+            CantInferError: naming it.
+        """
+        for column, layout in group.columns.items():
+            if linear_kind(self._block.modules.get(column)) is None and len(layout.segments) > 1:
+                parameter = self._flow.linears[column].parameter
+                raise CantInferError(f"{parameter}: a fused projection that its module multiplies itself")
 
     def _plan_products(self, row: str) -> None:
         """Plan a module that multiplies its parameters itself: all its rows and columns at once, or leave it whole.
@@ -266,7 +279,12 @@ class BlockPlanner:
         rules = self._plan.rules
         for group in self._groups:
             for column, layout in group.columns.items():
-                rules.append((self._inner(column), "column", _column_options(self._model, column, layout)))
+                if linear_kind(self._block.modules.get(column)) is not None:
+                    rules.append((self._inner(column), "column", _column_options(self._model, column, layout)))
+                    continue
+                linear = self._flow.linears[column]
+                dim = {"dim": linear.out_dim} if linear.out_dim else {}
+                rules.append((self._inner(linear.parameter), "local_heads", dim))
             for norm in group.full_width:
                 rules.append((self._inner(norm), "full_width", {}))
             units = _unit_name(self._model, group.row, group.units)

@@ -16,7 +16,7 @@ from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.rehearsal import Edit, rehearse
 from lightning_seqpar.inference.trace import ForwardTrace
 from lightning_seqpar.layout.attribute_override import named_numbers
-from lightning_seqpar.layout.linear_kind import is_depthwise
+from lightning_seqpar.layout.linear_kind import is_depthwise, linear_kind
 from lightning_seqpar.layout.module_names import inside
 
 _OWN_OF_MODULES = ("_parameters", "_buffers", "_modules", "_forward", "_backward", "_state_dict", "_load_state")
@@ -89,7 +89,9 @@ def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout]
                     if type(number) is int and number in shares and not leaf.startswith("_")
                 ]
     heads = {group.units, group.features, *(block.width(column) for column in group.columns)}
-    linears = {group.row, *block.flow.columns[group.row]}
+    columns = block.flow.columns[group.row]
+    linears = {group.row, *(name for name in columns if linear_kind(block.modules.get(name)) is not None)}
+    products = {block.flow.linears[name].parameter for name in columns}
     for name, module in block.modules.items():
         if not any(inside(name, one) for one in parts) or name in linears or name in group.full_width:
             continue
@@ -101,6 +103,8 @@ def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout]
                     if number in shares
                 ]
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if f"{name}.{key}" in products:
+                continue
             dims = [dim for dim, size in enumerate(tensor.shape) if size in heads and size % tp == 0 and size > 1]
             edits += [Edit("tensor", name, key, dim=dim) for dim in dims]
     for name in parts:

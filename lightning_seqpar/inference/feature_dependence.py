@@ -71,12 +71,14 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
     """
     columns = block.flow.columns[row]
     for name in (row, *columns):
-        if name not in block.modules or (name == row and not block.flow.linears[row].is_called):
-            raise CantInferError(f"{name}: a parameter that is multiplied past any linear module (einsum?)")
-        if linear_kind(block.modules[name]) is None:
+        linear = block.flow.linears[name]
+        module = block.modules.get(name)
+        if isinstance(module, nn.Linear) and linear_kind(module) is None:
             raise UnknownLinearError(
-                f"{name}: a {type(block.modules[name]).__name__}, which is not known to compute what nn.Linear does"
+                f"{name}: a {type(module).__name__}, which is not known to compute what nn.Linear does"
             )
+        if not linear.is_called and (name == row or block.model.get_parameter(linear.parameter).ndim != 2):
+            raise CantInferError(f"{linear.parameter}: a parameter that is multiplied past any linear module (einsum?)")
     support = _FeatureSupport(block, row, columns, (), tp)
     if any(support.is_shared(column) for column in columns) and (norms := _wide_norms(block, row, columns)):
         without = _FeatureSupport(block, row, columns, norms, tp)
@@ -182,15 +184,17 @@ class _Probe:
     def __init__(self, block: Block, row: str, columns: Sequence[str], seed: int, skipped: Sequence[str]) -> None:
         self.made: dict[str, list[Tensor]] = {name: [] for name in columns}
         self._reads: list[Tensor] = []
-        self._past = {name for name in columns if not block.flow.linears[name].is_called}
-        self._in_out = {name for name in self._past if linear_kind(block.modules[name]) == "in_out"}
+        self._past = {name: one.out_dim for name in columns if not (one := block.flow.linears[name]).is_called}
         with ExitStack() as stack:
             for name in self._past:
-                weight = block.modules[name].weight
-                assert isinstance(weight, Tensor)
-                stack.callback(weight.requires_grad_, weight.requires_grad)
-                self.made[name].append(weight.requires_grad_())
-            for name in self.made.keys() - self._past:
+                owner, _, leaf = block.flow.linears[name].parameter.rpartition(".")
+                held = block.modules[owner]._parameters
+                stack.callback(held.__setitem__, leaf, held[leaf])
+                held[leaf] = nn.Parameter(
+                    block.model.get_parameter(f"{owner}.{leaf}").detach().clone()
+                )  # a frozen one, too
+                self.made[name].append(block.model.get_parameter(f"{owner}.{leaf}"))
+            for name in [column for column in columns if column not in self._past]:
 
                 def cut(module: nn.Module, args: Any, out: Tensor, name: str = name) -> Tensor:
                     leaf = out.detach().requires_grad_()
@@ -240,8 +244,7 @@ class _Probe:
         )
         out: dict[str, Tensor] = {}
         for (name, leaf), grad in zip(leaves, grads, strict=True):
-            of_weight = name in self._past and name not in self._in_out
-            dim = 0 if of_weight else -1
+            dim = self._past.get(name, -1)
             touched = torch.zeros(leaf.shape[dim], dtype=torch.bool, device=leaf.device)
             if grad is not None and grad.numel():  # an expert may get no token
                 touched = grad.movedim(dim, -1).reshape(-1, leaf.shape[dim]).abs().amax(0) > 0

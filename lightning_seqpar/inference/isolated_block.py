@@ -34,6 +34,9 @@ class Block:
 
     def width(self, column: str) -> int:
         """Number of a column's out-features."""
+        linear = self.flow.linears[column]
+        if not linear.is_called:
+            return self.model.get_parameter(linear.parameter).shape[linear.out_dim]
         kind = linear_kind(self.modules[column])
         assert kind is not None
         return features(self.modules[column], kind)[0]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_seqpar.inference.dataflow import Linear
 from lightning_seqpar.inference.feature_dependence import GroupLayout, Ranges
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.layout.attribute_override import write_attribute
@@ -143,11 +144,12 @@ class _Rehearsal:
             return (next((x for stand_in, x in self._stand_ins if stand_in is args[0]), args[0]), *args[1:])
 
         for column, layout in group.columns.items():
-            module = self._block.modules[column]
             mine = _indices(layout.ranges[self._rank])
-            if not self._block.flow.linears[column].is_called:
-                stack.enter_context(_cut_weight(module, mine))
+            linear = self._block.flow.linears[column]
+            if not linear.is_called:
+                stack.enter_context(_cut_weight(self._block, linear, mine))
                 continue
+            module = self._block.modules[column]
 
             def cut(module: nn.Module, args: Any, out: Tensor, mine: Tensor = mine) -> Tensor:
                 return out.index_select(-1, mine.to(out.device))
@@ -218,14 +220,16 @@ def changed_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _cut_weight(module: nn.Module, mine: Tensor) -> Iterator[None]:
-    """While open, a linear has some of its out-features only, in its weight and its bias."""
-    dim = 0 if linear_kind(module) == "out_in" else 1
+def _cut_weight(block: Block, linear: Linear, mine: Tensor) -> Iterator[None]:
+    """While open, a parameter that is multiplied past a linear has some of its out-features only; and a linear's bias too."""
+    parts: list[tuple[Tensor, int]] = [(block.model.get_parameter(linear.parameter), linear.out_dim)]
+    module = block.modules.get(linear.name)
+    if module is not None and linear_kind(module) is not None and isinstance(module.bias, Tensor):
+        parts.append((module.bias, 0))
     with ExitStack() as stack:
-        for key, parameter in module.named_parameters(recurse=False):
-            stack.callback(setattr, parameter, "data", parameter.data)
-            parameter.data = parameter.data.index_select(dim if key == "weight" else 0, mine.to(parameter.device))
-        stack.enter_context(changed_attribute(module, "out_features", len(mine)))
+        for tensor, dim in parts:
+            stack.callback(setattr, tensor, "data", tensor.data)
+            tensor.data = tensor.data.index_select(dim, mine.to(tensor.device))
         yield
 
 

@@ -14,13 +14,15 @@ LinearKind = Literal["out_in", "in_out"]
 """How a linear keeps its weight: ``[out, in]`` as ``nn.Linear``, or ``[in, out]`` as Conv1D."""
 
 
-def linear_kind(module: nn.Module) -> LinearKind | None:
+def linear_kind(module: nn.Module | None) -> LinearKind | None:
     """How ``module`` keeps its weight if it computes ``x Wᵀ + b`` and nothing else; None for any other module.
 
     torch's own ``nn.Linear`` is known. A module of any other class with a matrix ``weight`` (Conv1D, a subclass of
     ``nn.Linear``) is run on random numbers and compared with ``F.linear``: quantised linears compute something else, and one
     that casts its weight to its input's type is none either.
     """
+    if module is None:
+        return None
     if type(module).__module__.startswith("torch.nn.modules.linear"):
         known = isinstance(module, nn.Linear) and set(dict(module.named_parameters())) <= {"weight", "bias"}
         return "out_in" if known else None

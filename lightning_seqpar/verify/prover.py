@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -395,9 +396,9 @@ class Prover:
         for part in self._parts[:_MOST_PARTS]:
             rules = ShardingPlan.from_rules([part]).rules
             fewer = [replace(plan, rules=(*plan.rules, *rules)) for plan in inferred]
-            yield lambda fewer=fewer: fewer
+            yield functools.partial(list, fewer)
             if self._config.sp:
-                yield lambda fewer=fewer: [plan.without_sp() for plan in fewer]
+                yield functools.partial(list, [plan.without_sp() for plan in fewer])
         if self._beside:
             yield list
 

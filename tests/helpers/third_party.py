@@ -109,6 +109,43 @@ class WeightOfQKV(nn.Module):
         return self.proj(attend(*qkv.unbind(0)))
 
 
+class LowRankLinear(nn.Module):
+    """torchtune's LoRA: the frozen weight is the module's own, beside two linears."""
+
+    def __init__(self, dim: int, out: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(out, dim)), nn.Parameter(torch.zeros(out))
+        nn.init.normal_(self.weight, std=0.1)
+        self.weight.requires_grad_(False)
+        self.lora_a, self.lora_b = nn.Linear(dim, 2, bias=False), nn.Linear(2, out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) + 0.5 * self.lora_b(self.lora_a(x))
+
+
+class MatrixLinear(nn.Module):
+    """litgpt's LoRA: a linear, and two matrices that are parameters."""
+
+    def __init__(self, dim: int, out: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, out)
+        self.lora_A, self.lora_B = nn.Parameter(0.1 * torch.randn(2, dim)), nn.Parameter(0.1 * torch.randn(out, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + (x @ self.lora_A.transpose(0, 1) @ self.lora_B.transpose(0, 1)) * 0.5
+
+
+class Adapted(Projections):
+    """Attention whose queries and values have an adapter."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.q, self.v = linear(16, 16), linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v))))
+
+
 class Core(nn.Module):
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -330,6 +367,8 @@ zoo.EXTRA |= {
     "einops_heads": lambda: PreNorm(16, EinopsHeads(), FeedForward(16, 32)),
     "own_linears": lambda: PreNorm(16, OwnLinears(), FeedForward(16, 32)),
     "weight_of_qkv": lambda: PreNorm(16, WeightOfQKV(), FeedForward(16, 32)),
+    "low_rank_linear": lambda: PreNorm(16, Adapted(LowRankLinear), FeedForward(16, 32)),
+    "matrix_linear": lambda: PreNorm(16, Adapted(MatrixLinear), FeedForward(16, 32)),
     "two_counts": lambda: PreNorm(16, TwoCounts(), FeedForward(16, 32)),
     "mix_ffn": lambda: PreNorm(16, Attention(16, 4), MixFFN()),
     "re_attention": lambda: PreNorm(16, ReAttention(), FeedForward(16, 32)),
@@ -344,6 +383,7 @@ zoo.MODELS |= {
     "described": Described,
 }
 KINDS = [
-    "in_place", "conformer", "einops_heads", "own_linears", "weight_of_qkv", "two_counts", "mix_ffn", "re_attention",
-    "parallel_scaling", "reads_width", "positioned", "positioned_memory", "windows", "channels_first", "described",
+    "in_place", "conformer", "einops_heads", "own_linears", "weight_of_qkv", "low_rank_linear", "matrix_linear", "two_counts",
+    "mix_ffn", "re_attention", "parallel_scaling", "reads_width", "positioned", "positioned_memory", "windows",
+    "channels_first", "described",
 ]  # fmt: skip
