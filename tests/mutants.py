@@ -2186,7 +2186,7 @@ MUTANTS = [
     Mutant(
         "behind a shipped plan nothing is inferred",
         "_resolve_base",
-        "infer(search.plans) if infer is not None and linears_beside(model, search.plans) else None",
+        "infer_rest(search.plans) if infer_rest and linears_beside(model, search.plans) else None",
         "None",
         "tests/test_kinds_of_code.py -k shipped",
     ),

@@ -65,7 +65,9 @@ def _try(module: nn.Module, weight: Tensor, bias: Tensor | None) -> LinearKind |
 def _makes(module: nn.Module, x: Tensor, wanted: Tensor, training: bool) -> bool:
     """Whether a module makes ``wanted`` of ``x``, in training or not."""
     got = _output(module, x, training)
-    return got is not None and got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)
+    if got is None or (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
+        return False
+    return torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 def _output(module: nn.Module, x: Tensor, training: bool) -> Tensor | None:

@@ -36,26 +36,31 @@ def _search_families(model: nn.Module, known: Sequence[Family], *, strict: bool)
     return search
 
 
-Infer = Callable[[Sequence[ShardingPlan]], ShardingPlan | None]
-"""Makes a plan for what the plans that it is given leave whole; None if there is none. Without plans it makes one or raises."""
+Infer = Callable[[], ShardingPlan]
+"""Makes a plan for a model."""
+InferRest = Callable[[Sequence[ShardingPlan]], ShardingPlan | None]
+"""Makes a plan for what the plans that it is given leave whole; None if there is none."""
 
 
-def resolve_plans(spec: str | PlanSpec, model: nn.Module, infer: Infer | None = None) -> list[ShardingPlan]:
+def resolve_plans(
+    spec: str | PlanSpec, model: nn.Module, infer: Infer | None = None, infer_rest: InferRest | None = None
+) -> list[ShardingPlan]:
     """The plans that a config's ``plan`` stands for on ``model``: the base's, then the user's own rules.
 
     Args:
         spec: the config's field.
         model: the whole model.
-        infer: makes a plan where ``auto`` finds no family, or a family's plan ends.
+        infer: makes a plan where ``auto`` finds no family.
+        infer_rest: makes one for the rest where a family's plan ends.
 
     Raises:
         ValueError: if ``auto`` finds nothing (the message says how to write a plan), or a name is unknown.
     """
     if isinstance(spec, str):
-        plans = _resolve_base(spec, model, infer)
+        plans = _resolve_base(spec, model, infer, infer_rest)
     else:
         own = ShardingPlan.from_rules(spec.rules, source="your plan")
-        plans = [*([] if spec.base == "none" else _resolve_base(spec.base, model, infer)), own]
+        plans = [*([] if spec.base == "none" else _resolve_base(spec.base, model, infer, infer_rest)), own]
     return [_with_adapters(plan, model) for plan in plans]
 
 
@@ -113,12 +118,6 @@ def _family_named(name: str, known: Sequence[Family]) -> Family:
     return found[0]
 
 
-def _inferred(infer: Infer) -> list[ShardingPlan]:
-    plan = infer([])
-    assert plan is not None
-    return [plan]
-
-
 def linears_beside(model: nn.Module, plans: Sequence[ShardingPlan]) -> list[str]:
     """Names of the linears in repeated modules that lie outside the modules that the plans are relative to."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
@@ -131,7 +130,9 @@ def linears_beside(model: nn.Module, plans: Sequence[ShardingPlan]) -> list[str]
     ]
 
 
-def _resolve_base(base: str, model: nn.Module, infer: Infer | None = None) -> list[ShardingPlan]:
+def _resolve_base(
+    base: str, model: nn.Module, infer: Infer | None = None, infer_rest: InferRest | None = None
+) -> list[ShardingPlan]:
     if base.endswith((".yaml", ".yml")):
         return [ShardingPlan.from_yaml(base)]
     if base == "infer":
@@ -139,15 +140,15 @@ def _resolve_base(base: str, model: nn.Module, infer: Infer | None = None) -> li
             raise ValueError(
                 "plan='infer' is found by a strategy, which has an example input; here name a plan, or use 'auto'"
             )
-        return _inferred(infer)
+        return [infer()]
     known = load_families()
     if base == "auto":
         search = _search_families(model, known, strict=True)
         if search.plans:
-            more = infer(search.plans) if infer is not None and linears_beside(model, search.plans) else None
+            more = infer_rest(search.plans) if infer_rest and linears_beside(model, search.plans) else None
             return [*search.plans, *([] if more is None else [more])]
         if infer is not None:
-            return _inferred(infer)
+            return [infer()]
         raise ValueError(_how_to_write_a_plan(model, known, search.refused))
     chosen = _family_named(base, known)
     search = _search_families(model, [chosen], strict=False)

@@ -24,7 +24,6 @@ from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.data.batch import map_tensors
 from lightning_seqpar.distributed.counters import SavedBytes, Traffic
 from lightning_seqpar.distributed.rng import OneStream, kept_streams
-from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
 from lightning_seqpar.layout.module_names import inside
@@ -177,7 +176,12 @@ def describe(
             step = TracedStep.find(planned, example, batch, batch_size, length)
         record, plans, whole = None, [], []
         if config.tp > 1:
-            plans = resolve_plans(config.plan, planned, lambda beside: _infer(model, step, config, beside))
+            plans = resolve_plans(
+                config.plan,
+                planned,
+                lambda: _infer(model, step, config),
+                lambda beside: _infer_rest(model, step, config, beside),
+            )
             if config.vocab:
                 choice = with_vocabulary(
                     plans, config.plan, planned, config.tp, config.sp, certain=not config.self_check
@@ -223,19 +227,29 @@ def _configured(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _infer(
+def _infer_rest(
     model: nn.Module, step: TracedStep, config: ParallelConfig, beside: Sequence[ShardingPlan]
 ) -> ShardingPlan | None:
+    """A plan for what shipped plans leave whole, or None if it stays so."""
+    try:
+        return _infer(model, step, config, beside)
+    except ValueError:
+        return None  # the strategy says why, where it trains
+
+
+def _infer(
+    model: nn.Module, step: TracedStep, config: ParallelConfig, beside: Sequence[ShardingPlan] = ()
+) -> ShardingPlan:
     """Infer a plan from a small input with real numbers, outside the mode that makes tensors without memory.
 
     Args:
         model: the whole model.
         step: what is traced, with its input.
         config: the configuration.
-        beside: plans for parts of the model; what they leave whole is inferred, or stays whole (None).
+        beside: plans for other parts of the model, which are left out.
 
     Raises:
-        ValueError: if there is no input for ``forward``, and no plan at all.
+        ValueError: if there is no input for ``forward``.
     """
     with unset_fake_temporarily():
         return _infer_with_numbers(model, step, config, beside)
@@ -243,10 +257,8 @@ def _infer(
 
 def _infer_with_numbers(
     model: nn.Module, step: TracedStep, config: ParallelConfig, beside: Sequence[ShardingPlan]
-) -> ShardingPlan | None:
+) -> ShardingPlan:
     if step.missing or step.method != "forward":
-        if beside:
-            return None
         raise ValueError(
             f"plan={config.plan if isinstance(config.plan, str) else config.plan.base!r}: no shipped plan fits "
             f"{type(model).__name__}, and to infer one an example is needed: pass example= (what forward takes), or set "
@@ -264,13 +276,8 @@ def _infer_with_numbers(
     part = model.get_submodule(step.path)
     own = ShardingPlan.from_rules(config.plan.rules) if isinstance(config.plan, PlanSpec) else None
     above = f"{step.path}." if step.path else ""
-    known = [dataclasses.replace(plan, prefix=plan.prefix.removeprefix(above)) for plan in beside]
-    try:
-        plan = infer_plan(part, kwargs or args, config.tp, own, beside=known).plan
-    except CantInferError:
-        if beside:
-            return None
-        raise
+    others = [dataclasses.replace(plan, prefix=plan.prefix.removeprefix(above)) for plan in beside]
+    plan = infer_plan(part, kwargs or args, config.tp, own, beside=others).plan
     return dataclasses.replace(plan, prefix=step.path)
 
 

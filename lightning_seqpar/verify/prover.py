@@ -149,11 +149,10 @@ class Prover:
             ShardingPlan.from_rules(self._config.plan.rules, source="your plan").match(self._module)
         with self._phases.phase("finding a plan"):
 
-            def infer(beside: Sequence[ShardingPlan]) -> ShardingPlan | None:
-                known = cached is not None or (remembered is not None and beside)
-                return cached if known else self._infer(beside)
+            def infer_rest(beside: Sequence[ShardingPlan]) -> ShardingPlan | None:
+                return self._infer_rest(beside) if remembered is None else cached
 
-            out.plans = resolve_plans(self._config.plan, self._module, infer)
+            out.plans = resolve_plans(self._config.plan, self._module, lambda: cached or self._infer(), infer_rest)
         for plan in out.plans:
             plan.match(self._module)
         self._add_vocabulary(out, remembered)
@@ -302,11 +301,23 @@ class Prover:
             release(copied)
         return None
 
-    def _infer(self, beside: Sequence[ShardingPlan] = (), *, sums: bool = True) -> ShardingPlan | None:
+    def _infer_rest(self, beside: Sequence[ShardingPlan], *, sums: bool = True) -> ShardingPlan | None:
+        """Infer a plan for what shipped plans leave whole, or None if it stays so; collective over the world."""
+        self._beside = beside
+        if self._example().example is None:
+            self._rest = "whole outside the shipped plan: to infer one there, an example input is needed"
+            return None
+        try:
+            return self._infer(beside, sums=sums)
+        except ValueError as error:
+            self._rest = f"whole outside the shipped plan: {error}"
+            return None
+
+    def _infer(self, beside: Sequence[ShardingPlan] = (), *, sums: bool = True) -> ShardingPlan:
         """Infer a plan on the first rank; collective over the world.
 
         Args:
-            beside: plans for other parts of the model; if there are any, the rest may stay whole (None).
+            beside: plans for other parts of the model, which are left out.
             sums: whether a module that deals its tokens out to experts may be reduced where it returns.
 
         Raises:
@@ -314,10 +325,6 @@ class Prover:
         """
         name = type(self._module).__name__
         example, dtype, failures = self._example()
-        self._beside = beside
-        if example is None and beside:
-            self._rest = "whole outside the shipped plan: to infer one there, an example input is needed"
-            return None
         if example is None:
             raise ValueError(
                 f"plan='auto': no shipped plan fits {name}, and to infer one an example input is needed: "
@@ -344,8 +351,7 @@ class Prover:
             inferred: Inference = self._from_first_rank(work)
         except CantInferError as error:
             if beside:
-                self._rest = f"whole outside the shipped plan: {error}"
-                return None
+                raise
             raise ValueError(
                 f"plan='auto': no shipped plan fits {name}, and inference stops at\n  {error}\nWrite the rules for it (the "
                 "others are found as before: plan={'rules': [...]}), a whole plan (plan='my_plan.yaml' or plan={'base': "
@@ -404,8 +410,7 @@ class Prover:
 
     def _infer_without_sums(self) -> list[ShardingPlan]:
         """The inferred plan in which each expert is reduced by itself, with whole sequences between the blocks."""
-        plan = self._infer(self._beside, sums=False)
-        return [] if plan is None else [plan.without_sp()]
+        return [self._infer(self._beside, sums=False).without_sp()]
 
     def _tell_what_is_whole(self, out: Proved) -> None:
         """Warn where an inferred plan shards less than was asked for, and say why."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from lightning_seqpar.layout.class_source import class_source
+from lightning_seqpar.plan.sharding_plan import Family
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers.fit import fit
@@ -54,3 +59,26 @@ def test_parity_with_one_process(topology, kind):
     got = trained(topology, kind in ALWAYS[topology])[kind]
     assert isinstance(got, Trace), got
     compare(reference(kind), got).raise_if_failed()
+
+
+# ---- modules that are imported lazily ----------------------------------------------------------------------------
+
+LAZY = """
+import sys, types
+import lightning.pytorch  # torch itself asks every module for its file while it is imported
+class Lazy(types.ModuleType):
+    def __getattr__(self, name):
+        raise ImportError(f"lazy import of {self.__name__} failed")
+sys.modules["some_optional_thing"] = Lazy("some_optional_thing")
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.layout.class_source import class_source
+from lightning_seqpar.plan.sharding_plan import Family
+SeqParallelStrategy(tp=2)
+print(class_source(Family), end="")
+"""
+
+
+def test_a_module_that_raises_when_it_is_asked_for_its_file_does_no_harm():
+    done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=False, cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == class_source(Family)
