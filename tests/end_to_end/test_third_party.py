@@ -13,7 +13,7 @@ from lightning_seqpar.layout.class_source import class_source
 from lightning_seqpar.plan.sharding_plan import Family
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
-from tests.helpers.fit import fit
+from tests.helpers.fit import fit, fit_kinds
 from tests.helpers.third_party import KINDS
 
 # A batch norm's statistics are those of one replica's batch, as they are with any data parallelism.
@@ -29,20 +29,9 @@ CASES = [
 ]
 
 
-def fit_all(kinds: list[str], world: int, tp: int, sp: bool) -> dict[str, Trace | str]:
-    """Train every kind in this process, one after the other; an error is the same on all ranks."""
-    out: dict[str, Trace | str] = {}
-    for kind in kinds:
-        try:
-            out[kind] = fit("Zoo", {"kind": kind}, world=world, strategy={"tp": tp, "sp": sp}, steps=3)
-        except ValueError as error:
-            out[kind] = str(error)
-    return out
-
-
 @functools.cache
 def reference(kind: str) -> Trace:
-    return fit("Zoo", {"kind": kind}, steps=3)
+    return fit("ThirdParty", {"kind": kind}, steps=3)
 
 
 @functools.cache
@@ -51,7 +40,7 @@ def trained(topology: str, always: bool) -> dict[str, Trace | str]:
     world, tp, sp = TOPOLOGIES[topology]
     kinds = [kind for kind in KINDS if (kind in ALWAYS[topology]) == always]
     kinds = [kind for kind in kinds if not (topology.startswith("dp") and kind in NOT_OVER_REPLICAS)]
-    return run_distributed(fit_all, world, kinds, world, tp, sp, timeout=400.0)[0]
+    return run_distributed(fit_kinds, world, "ThirdParty", kinds, world, tp, sp, timeout=400.0)[0]
 
 
 @pytest.mark.parametrize(("topology", "kind"), CASES)

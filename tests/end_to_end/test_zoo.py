@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import zoo
-from tests.helpers.fit import fit
+from tests.helpers.fit import fit, fit_kinds
 
 KEPT_WHOLE = ("hard_coded", "head_list")
 KINDS = [kind for kind in (*zoo.BLOCKS, *zoo.MODELS) if kind not in KEPT_WHOLE]
@@ -33,17 +33,6 @@ WHOLE = {"tp2": KINDS, "tp4": FOUR, "dp2-tp2": FOUR, "tp2-no-sp": KINDS}
 CHOSEN = SLICES | {f"{name}-others": [kind for kind in WHOLE[name] if kind not in SLICES[name]] for name in TOPOLOGIES}
 
 
-def fit_all(kinds: list[str], world: int, tp: int, sp: bool) -> dict[str, Trace | str]:
-    """Train every kind in this process, one after the other; an error is the same on all ranks."""
-    out: dict[str, Trace | str] = {}
-    for kind in kinds:
-        try:
-            out[kind] = fit("Zoo", {"kind": kind}, world=world, strategy={"tp": tp, "sp": sp}, steps=3)
-        except ValueError as error:
-            out[kind] = str(error)
-    return out
-
-
 @functools.cache
 def reference(kind: str) -> Trace:
     return fit("Zoo", {"kind": kind}, steps=3)
@@ -54,7 +43,7 @@ def trained(topology: str) -> dict[str, Trace | str]:
     """One start of the ranks for all kinds."""
     world, tp, sp = TOPOLOGIES[topology.removesuffix("-others")]
     kinds = CHOSEN[topology]
-    return run_distributed(fit_all, world, kinds, world, tp, sp, timeout=400.0)[0]
+    return run_distributed(fit_kinds, world, "Zoo", kinds, world, tp, sp, timeout=400.0)[0]
 
 
 CASES = [

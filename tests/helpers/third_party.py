@@ -382,6 +382,12 @@ zoo.MODELS |= {
     "channels_first": lambda: Image(lambda at: ChannelsFirst(), first=True),
     "described": Described,
 }
+
+
+class ThirdParty(zoo.Zoo):
+    """A model of one of these kinds, in a process that has heard of them."""
+
+
 KINDS = [
     "in_place", "conformer", "einops_heads", "own_linears", "weight_of_qkv", "low_rank_linear", "matrix_linear", "two_counts",
     "mix_ffn", "re_attention", "parallel_scaling", "reads_width", "positioned", "positioned_memory", "windows",
