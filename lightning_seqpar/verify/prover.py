@@ -119,6 +119,7 @@ class Prover:
         self._beside: Sequence[ShardingPlan] = ()  # shipped plans, beside which the rest is inferred
         self._rest = ""  # why there is no plan for that
         self._parts: list[dict[str, Any]] = []  # rules by which a part of the blocks is computed whole
+        self._draws_differ = False  # whether random numbers were among what a self-check found wrong
         self._why_wide = ""  # what the self-check found wrong with the plan that shards more
 
     def prove(self) -> Proved:
@@ -399,7 +400,8 @@ class Prover:
             yield lambda: [plan.without_sp() for plan in inferred]
         if _has_sums(inferred):
             yield self._infer_without_sums
-        for part in self._parts[:_MOST_PARTS]:
+        # What draws random numbers in a way that no rule mends would only be computed whole: the user can do better.
+        for part in () if self._draws_differ else self._parts[:_MOST_PARTS]:
             rules = ShardingPlan.from_rules([part]).rules
             fewer = [replace(plan, rules=(*plan.rules, *rules)) for plan in inferred]
             yield functools.partial(list, fewer)
@@ -534,9 +536,10 @@ class Prover:
         )
         if groups is not self._groups:
             groups.destroy()
-        flag = torch.tensor([len(verdict.wrong)], device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world)
-        if int(flag):
+        flags = torch.tensor([len(verdict.wrong), int(verdict.draws)], device=self._device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._world)
+        self._draws_differ |= bool(flags[1])
+        if int(flags[0]):
             what = "; ".join(verdict.wrong) or "another replica found it wrong"
             rules = "".join(f"\n  {line}" for plan in out.plans for line in plan.to_yaml().splitlines()[1:])
             raise SelfCheckError(
