@@ -425,7 +425,7 @@ class Prover:
         if parts:
             rank_zero_warn(
                 f"lightning_seqpar: every rank computes {', '.join(parts)} whole, since no way to split it was found: "
-                f"{self._why(parts)}. All else is sharded. plan={{'rules': [...]}} can say more"
+                f"{self._why(parts)} (all else is sharded; plan={{'rules': [...]}} can say more)"
             )
         if wide:
             named = "this model's blocks" if len(wide) == len(blocks) else ", ".join(wide)

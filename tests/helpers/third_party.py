@@ -374,7 +374,7 @@ zoo.EXTRA |= {
     "re_attention": lambda: PreNorm(16, ReAttention(), FeedForward(16, 32)),
     "parallel_scaling": ParallelScaling,
 }
-zoo.MODELS |= {
+MODELS: dict[str, Any] = {
     "reads_width": lambda: WithInputs(ReadsWidth, "memory"),
     "positioned": lambda: WithInputs(Positioned, "pos"),
     "positioned_memory": lambda: WithInputs(PositionedMemory, "memory memory_pos"),
@@ -384,8 +384,16 @@ zoo.MODELS |= {
 }
 
 
+def build(kind: str) -> nn.Module:
+    """A model of one of these kinds."""
+    return MODELS[kind]() if kind in MODELS else zoo.Decoder(kind)
+
+
 class ThirdParty(zoo.Zoo):
-    """A model of one of these kinds, in a process that has heard of them."""
+    """A model of one of these kinds with a next-token loss."""
+
+    def build(self, kind: str) -> nn.Module:
+        return build(kind)
 
 
 KINDS = [
