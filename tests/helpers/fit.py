@@ -44,7 +44,7 @@ def metered(module: L.LightningModule, strategy: SeqParallelStrategy, loader: An
 
 def _class_named(name: str) -> Any:
     """The class of a helper module; the last two, which import transformers and peft, are loaded only if they are needed."""
-    for place in ("models", "zoo", "third_party", "families", "adapted"):
+    for place in ("models", "zoo", "families", "adapted", "third_party"):
         found = getattr(importlib.import_module(f"tests.helpers.{place}"), name, None)
         if found is not None:
             return found

@@ -135,7 +135,7 @@ class MatrixLinear(nn.Module):
         return self.linear(x) + (x @ self.lora_A.transpose(0, 1) @ self.lora_B.transpose(0, 1)) * 0.5
 
 
-class Adapted(Projections):
+class LowRankProjections(Projections):
     """Attention whose queries and values have an adapter."""
 
     def __init__(self, linear: Any) -> None:
@@ -367,8 +367,8 @@ zoo.EXTRA |= {
     "einops_heads": lambda: PreNorm(16, EinopsHeads(), FeedForward(16, 32)),
     "own_linears": lambda: PreNorm(16, OwnLinears(), FeedForward(16, 32)),
     "weight_of_qkv": lambda: PreNorm(16, WeightOfQKV(), FeedForward(16, 32)),
-    "low_rank_linear": lambda: PreNorm(16, Adapted(LowRankLinear), FeedForward(16, 32)),
-    "matrix_linear": lambda: PreNorm(16, Adapted(MatrixLinear), FeedForward(16, 32)),
+    "low_rank_linear": lambda: PreNorm(16, LowRankProjections(LowRankLinear), FeedForward(16, 32)),
+    "matrix_linear": lambda: PreNorm(16, LowRankProjections(MatrixLinear), FeedForward(16, 32)),
     "two_counts": lambda: PreNorm(16, TwoCounts(), FeedForward(16, 32)),
     "mix_ffn": lambda: PreNorm(16, Attention(16, 4), MixFFN()),
     "re_attention": lambda: PreNorm(16, ReAttention(), FeedForward(16, 32)),
