@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -99,12 +100,26 @@ def _choices(annotation: Any) -> list[Any]:
     return []
 
 
+def _modules_can_be_asked() -> bool:
+    """Whether every loaded module can be asked for its file, as pydantic asks for docstrings; one imported lazily may raise."""
+    try:
+        for module in [*sys.modules.values()]:
+            getattr(module, "__file__", None)
+    except Exception:  # whatever importing it raises
+        return False
+    return True
+
+
 class FrozenModel(BaseModel):
     """Base of every config model: frozen, and unknown keys are answered with the nearest known one."""
 
     # The rules below show the value themselves.
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, hide_input_in_errors=True
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=_modules_can_be_asked(),
+        hide_input_in_errors=True,
     )
 
     @model_validator(mode="before")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import inspect
 import re
 import textwrap
 import types
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_seqpar.layout.class_source import class_source
 from lightning_seqpar.layout.module_names import inside
 
 
@@ -108,7 +108,7 @@ def _attributes_that_decide(kind: type) -> frozenset[str]:
     found: set[str] = set()
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         try:
-            source = inspect.getsource(base)
+            source = class_source(base)
         except (OSError, TypeError):
             continue
         if not base.__module__.startswith("torch.") and _INDEX_READ.search(source):

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from lightning_seqpar.inference.block_kinds import kind_of
-from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError
+from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError, UserDecidesError
 from lightning_seqpar.inference.edit_search import find_edits, is_settings
 from lightning_seqpar.inference.feature_dependence import ColumnLayout, GroupLayout, group_layout, mixes_positions
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.rehearsal import Edit
 from lightning_seqpar.inference.token_order import orders_tokens, reorders_tokens
 from lightning_seqpar.inference.trace import ForwardTrace
+from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.inference.unwrapped_parameters import UnwrappedProducts
 from lightning_seqpar.layout.attribute_override import read_attribute
+from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import inside
 
 
@@ -29,11 +32,13 @@ class BlockPlan:
     Attributes:
         rules: a triple each: name inside the block, style, options.
         reasons: why, a sentence each.
+        parts: names inside the block of the modules around what is sharded, each of which could be computed whole instead.
         reads_length: whether the block is right on whole sequences only, so that its stack runs without sequence parallelism.
     """
 
     rules: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
     reads_length: bool = False
 
 
@@ -75,7 +80,10 @@ class BlockPlanner:
 
     def _stop(self, error: str | Exception, row: str) -> CantInferError:
         """The error to raise for a row, with the rule that would get the user further."""
-        return CantInferError(f"{error}\n  {_what_to_write(self._flow, row, self._stack)}")
+        around, text = part_around(self._flow, row), str(error)
+        advice = _what_to_write(self._flow, around, self._stack)
+        kind = type(error) if isinstance(error, UserDecidesError) else CantInferError
+        return kind(f"{text}\n  {advice}", around, text)
 
     def make(self) -> BlockPlan:
         """Make the plan.
@@ -86,15 +94,10 @@ class BlockPlanner:
         for row in self._flow.rows:
             if self._covers(row, *self._flow.columns[row]):
                 continue
-            if 0 in self._trace.values[self._flow.linears[row].reads].shape:
-                self._idle.append(row)  # an expert that gets no token of the example
-            elif self._flow.linears[row].is_unwrapped:
-                self._plan_products(row)
-            elif row in self._flow.attentions:
-                self._plan.rules.append((self._inner(row), "replace", {}))
-                self._reason(f"{row}: an nn.MultiheadAttention, which calls its projections through raw weights")
-            else:
-                self._plan_row(row)
+            with self._telling(row):
+                self._plan_any(row)
+            if around := part_around(self._flow, row):
+                self._plan.parts.append(self._inner(around))
         for edit in self._edits:
             self._reason(f"{edit.shown}: without it the forward of one rank's part goes wrong")
         self._keep_whole_sequences()
@@ -105,6 +108,31 @@ class BlockPlanner:
         self._check_idle()
         self._plan.rules = _one_for_all_experts(self._block.module, self._plan.rules)
         return self._plan
+
+    @contextmanager
+    def _telling(self, row: str) -> Iterator[None]:
+        """What the model's own code raises, run in another way than it was made for, is told as a reason."""
+        try:
+            yield
+        except CantInferError:
+            raise
+        except Exception as error:
+            what = (
+                f"{row}: cutting it for tp={self._tp} was tried, and the block's code raised {describe_failure(error)}"
+            )
+            raise self._stop(what, row) from error
+
+    def _plan_any(self, row: str) -> None:
+        """Plan one row, whatever it is."""
+        if 0 in self._trace.values[self._flow.linears[row].reads].shape:
+            self._idle.append(row)  # an expert that gets no token of the example
+        elif self._flow.linears[row].is_unwrapped:
+            self._plan_products(row)
+        elif row in self._flow.attentions:
+            self._plan.rules.append((self._inner(row), "replace", {}))
+            self._reason(f"{row}: an nn.MultiheadAttention, which calls its projections through raw weights")
+        else:
+            self._plan_row(row)
 
     def _reason(self, text: str) -> None:
         """Add a reason."""
@@ -122,6 +150,7 @@ class BlockPlanner:
         tried = [*self._groups]
         try:
             group = group_layout(block, row, self._tp)
+            self._refuse_fused(group)
             tried.append(group)
             more_edits = find_edits(self._trace, block, tried, self._edits, self._tp)
         except CantInferError as error:
@@ -142,6 +171,17 @@ class BlockPlanner:
             f"{row}: row, its output is added to the residual; its input falls apart into {group.units} units, made by "
             f"the columns {shown}"
         )
+
+    def _refuse_fused(self, group: GroupLayout) -> None:
+        """Refuse a column that is a parameter of another module than a linear, and of which a rank has more than one range.
+
+        Raises:
+            CantInferError: naming it.
+        """
+        for column, layout in group.columns.items():
+            if linear_kind(self._block.modules.get(column)) is None and len(layout.segments) > 1:
+                parameter = self._flow.linears[column].parameter
+                raise CantInferError(f"{parameter}: a fused projection that its module multiplies itself")
 
     def _plan_products(self, row: str) -> None:
         """Plan a module that multiplies its parameters itself: all its rows and columns at once, or leave it whole.
@@ -222,7 +262,8 @@ class BlockPlanner:
         for (name, style), args in flow.gathers.items():
             if any(inside(one, name) for one in used):
                 options: dict[str, Any] = {} if args == [0] else {"args": list(args)}
-                if any(edit.kind == "narrow" and edit.module == name for edit in self._edits):
+                narrow = [edit.key for edit in self._edits if edit.kind == "narrow" and edit.module == name]
+                if style == "gather" and any(key in args for key in narrow):
                     options["local_width"] = True
                 self._plan.rules.append((self._inner(name), style, options))
         for name, args in flow.sums.items():
@@ -238,7 +279,12 @@ class BlockPlanner:
         rules = self._plan.rules
         for group in self._groups:
             for column, layout in group.columns.items():
-                rules.append((self._inner(column), "column", _column_options(self._model, column, layout)))
+                if linear_kind(self._block.modules.get(column)) is not None:
+                    rules.append((self._inner(column), "column", _column_options(self._model, column, layout)))
+                    continue
+                linear = self._flow.linears[column]
+                dim = {"dim": linear.out_dim} if linear.out_dim else {}
+                rules.append((self._inner(linear.parameter), "local_heads", dim))
             for norm in group.full_width:
                 rules.append((self._inner(norm), "full_width", {}))
             units = _unit_name(self._model, group.row, group.units)
@@ -309,11 +355,16 @@ def pair_mixes_positions(model: nn.Module, flow: BlockFlow, row: str, *, unknown
     return mixes_positions(Block(model, flow), row)
 
 
-def _what_to_write(flow: BlockFlow, row: str, stack: Sequence[str]) -> str:
-    """Advice: a rule that has the part around a row computed whole, or where to move that part."""
+def part_around(flow: BlockFlow, row: str) -> str:
+    """The module inside the block that would have to be computed whole if a row can't be split; empty if that is the block."""
     names = [name for (name, _), _ in flow.gathers.items() if inside(row, name)]
     around = names[0] if names else row.rpartition(".")[0]
-    if len(around) <= len(flow.name):
+    return around if len(around) > len(flow.name) else ""
+
+
+def _what_to_write(flow: BlockFlow, around: str, stack: Sequence[str]) -> str:
+    """Advice: a rule that has the part around a row computed whole, or where to move that part."""
+    if not around:
         return (
             "Put that part of the block's forward into a module of its own, or write the columns and the row yourself"
         )

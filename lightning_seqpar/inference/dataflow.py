@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_seqpar.inference.stacks import activation
 from lightning_seqpar.inference.trace import Call, ForwardTrace, Op, Value
+from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import Argument
 
 RESIDUAL = "<residual>"
@@ -22,11 +23,28 @@ _SUMS = ("add", "sub", "rsub", "addcmul", "lerp", "_foreach_add")
 
 
 class CantInferError(ValueError):
-    """Inference can't decide how to shard a module; the message names it and the rule to write."""
+    """Inference can't decide how to shard a module; the message names it and the rule to write.
+
+    Attributes:
+        whole: name of the module inside a block that would have to be computed whole to go on; empty for none.
+        why: the message without what to write.
+    """
+
+    def __init__(self, message: str, whole: str = "", why: str = "") -> None:
+        super().__init__(message)
+        self.whole, self.why = whole, why or message
 
 
-class UnknownLinearError(CantInferError):
-    """A linear of a class that is not known to compute what ``nn.Linear`` does (quantised?): refused, not left whole."""
+class UserDecidesError(CantInferError):
+    """With less sharded inference could go on, but that is for the user to say."""
+
+
+class UnknownLinearError(UserDecidesError):
+    """A linear of a class that is not known to compute what ``nn.Linear`` does (quantised?)."""
+
+
+class UnevenError(UserDecidesError):
+    """Heads or features that another number of ranks would divide."""
 
 
 @dataclass
@@ -41,6 +59,9 @@ class Linear:
         op: index of the product's operation.
         reads: id of the value that it reads, the activation.
         makes: ids of the values that it makes.
+        is_called: whether all its products happen in calls of a module that is known to be a linear, and none past it
+            (``F.linear(x, linear.weight)``, or in a module that adds more to its product).
+        out_dim: the dim of the parameter along which its out-features are.
     """
 
     name: str
@@ -49,6 +70,8 @@ class Linear:
     op: int
     reads: int
     makes: tuple[int, ...]
+    is_called: bool = True
+    out_dim: int = 0
 
     @property
     def is_unwrapped(self) -> bool:
@@ -114,6 +137,7 @@ class _BlockReader:
         self.upstream_of: dict[int, frozenset[str]] = {}
         self.rows: dict[str, None] = {}
         self.ops = trace.ops_in(call)
+        self.makers = {n: op for op in self.ops for n in op.outputs if trace.values[n].parameter is not None}
         self.shape = trace.values[call.args[arg]].shape
 
     def value(self, number: int) -> Value:
@@ -190,13 +214,30 @@ class _BlockReader:
         if known is not None and known.parameter != parameter:
             owner = parameter  # the module has several weights: each is a linear of its own
             known = self.out.linears.get(owner)
+        # A bias that was computed is no parameter either, but no linear is upstream of it.
+        reads = next((number for number in others if self.upstream_of.get(number)), others[0])
+        module = next((call.module for n in op.stack if (call := self.trace.calls[n]).name == owner), None)
+        is_called = module is not None and linear_kind(module) is not None
         if known is None:
-            self.out.linears[owner] = Linear(owner, parameter, upstream, op.index, others[0], op.outputs)
+            out_dim = self._out_dim(op, weight)
+            self.out.linears[owner] = Linear(
+                owner, parameter, upstream, op.index, reads, op.outputs, is_called, out_dim
+            )
         else:
             known.upstream |= upstream
             known.makes += op.outputs
+            known.is_called &= is_called
         for number in op.outputs:
             self.upstream_of[number] = frozenset({owner})
+
+    def _out_dim(self, op: Op, weight: int) -> int:
+        """The dim of a matrix along which the out-features of a product with it are."""
+        turns, at = int(op.name != "linear"), weight
+        while at in self.makers:
+            maker = self.makers[at]
+            turns += maker.name in ("t", "transpose", "permute")
+            at = maker.inputs[0]
+        return turns % 2
 
     def _is_unwrapped(self, parameter: str) -> bool:
         """Whether a module that is no linear multiplies the parameter: it owns other matrices, or the weight stacks several."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, islice
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, combinations, islice
 from typing import Any
 
 import torch
@@ -14,8 +15,12 @@ from lightning_seqpar.inference.feature_dependence import GroupLayout
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.rehearsal import Edit, rehearse
 from lightning_seqpar.inference.trace import ForwardTrace
+from lightning_seqpar.layout.attribute_override import named_numbers
+from lightning_seqpar.layout.linear_kind import is_depthwise, linear_kind
 from lightning_seqpar.layout.module_names import inside
 
+_OWN_OF_MODULES = ("_parameters", "_buffers", "_modules", "_forward", "_backward", "_state_dict", "_load_state")
+"""Beginnings of the attributes in which every ``nn.Module`` keeps its parts and hooks."""
 _MAX_TRIES = 600
 """Sets of edits that are rehearsed at most, the smallest first."""
 
@@ -67,9 +72,11 @@ def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout]
     group = groups[-1]
     around = _modules_around(block, group)
     edits: list[Edit] = []
-    for name in around:
+    parts = [name for name in around if name != block.flow.name] or [block.flow.name]
+    within = [name for name in block.modules if name not in around and any(inside(name, part) for part in parts)]
+    for name in (*around, *within):
         module = block.modules[name]
-        if type(module).__module__.startswith("torch.nn"):
+        if type(module).__module__.startswith("torch.nn") or name in (group.row, *block.flow.columns[group.row]):
             continue
         for key, value in vars(module).items():
             if type(value) is int and value in shares:
@@ -82,12 +89,22 @@ def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout]
                     if type(number) is int and number in shares and not leaf.startswith("_")
                 ]
     heads = {group.units, group.features, *(block.width(column) for column in group.columns)}
-    linears = {group.row, *block.flow.columns[group.row]}
-    parts = [name for name in around if name != block.flow.name] or [block.flow.name]
+    columns = block.flow.columns[group.row]
+    linears = {group.row, *(name for name in columns if linear_kind(block.modules.get(name)) is not None)}
+    products = {block.flow.linears[name].parameter for name in columns}
     for name, module in block.modules.items():
         if not any(inside(name, one) for one in parts) or name in linears or name in group.full_width:
             continue
+        for key, value in vars(module).items():  # sizes by name, as einops' layers keep them
+            if not key.startswith(_OWN_OF_MODULES):
+                edits += [
+                    Edit("set", name, f"{key}.{leaf}", value=shares[number])
+                    for leaf, number in named_numbers(value).items()
+                    if number in shares
+                ]
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if f"{name}.{key}" in products:
+                continue
             dims = [dim for dim, size in enumerate(tensor.shape) if size in heads and size % tp == 0 and size > 1]
             edits += [Edit("tensor", name, key, dim=dim) for dim in dims]
     for name in parts:
@@ -136,9 +153,10 @@ def find_edits(
     if first is None:
         return []
     candidates = [edit for edit in _candidates(trace, block, groups, tp) if edit not in edits]
-    for chosen in islice(_subsets(candidates), _MAX_TRIES):
+    together = _depthwise(block, groups[-1], tp)
+    for chosen in islice(_tries(candidates, together), _MAX_TRIES):
         if rehearse(block, groups, tp, [*edits, *chosen]) is None:
-            return list(chosen)
+            return _needed(block, groups, tp, edits, chosen)
     row = groups[-1].row
     tried = ", ".join(edit.shown for edit in candidates[:5]) + (", ..." if len(candidates) > 5 else "") or "none"
     raise CantInferError(
@@ -148,7 +166,68 @@ def find_edits(
     )
 
 
-def _subsets(items: Sequence[Edit]) -> Iterator[tuple[Edit, ...]]:
-    """The subsets that are not empty, the smallest first."""
-    for size in range(1, len(items) + 1):
-        yield from combinations(items, size)
+def _tries(candidates: Sequence[Edit], together: Sequence[Edit]) -> Iterator[tuple[Edit, ...]]:
+    """Sets of edits, the likeliest first: each alone, then families of alike ones at once, then all sets by size.
+
+    Args:
+        candidates: edits that may be needed.
+        together: edits that are only right all at once; they are in every second try, or in none if there are none.
+    """
+    sets = [edit for edit in candidates if edit.kind == "set"]
+    heads = _by(sets, lambda edit: edit.value if "head" in str(edit.key) else None)
+    names = _by(sets, lambda edit: str(edit.key).rpartition(".")[2])
+    values = _by(sets, lambda edit: edit.value)
+    tensors = _by([edit for edit in candidates if edit.kind == "tensor"], lambda edit: edit.dim)
+    families = list(dict.fromkeys([*heads, *names, *values, *([tuple(sets)] if len(sets) > 1 else [])]))
+    joint = [*families, *tensors, *(family + some for some in tensors for family in families)]
+    joint += [(edit, *some) for some in tensors for edit in candidates if edit.kind in ("set", "narrow")]
+    single = [(edit,) for edit in candidates]
+    tries: Iterator[tuple[Edit, ...]] = chain(
+        [()] if together else [],
+        single,
+        joint,
+        *(combinations(candidates, size) for size in range(2, len(candidates) + 1)),
+    )
+    for chosen in tries:
+        if together:
+            yield (*together, *chosen)
+        if chosen:
+            yield chosen
+
+
+def _by(edits: Sequence[Edit], key: Callable[[Edit], Any]) -> list[tuple[Edit, ...]]:
+    """Families of several edits with an equal key; an edit whose key is None is in none."""
+    families: dict[Any, list[Edit]] = defaultdict(list)
+    for edit in edits:
+        if (of := key(edit)) is not None:
+            families[of].append(edit)
+    return [tuple(family) for family in families.values() if len(family) > 1]
+
+
+def _needed(
+    block: Block, groups: Sequence[GroupLayout], tp: int, edits: Sequence[Edit], chosen: Sequence[Edit]
+) -> list[Edit]:
+    """Those of the chosen edits without which the rehearsal goes wrong."""
+    kept = list(chosen)
+    for edit in chosen if len(chosen) > 1 else ():
+        fewer = [one for one in kept if one != edit]
+        if rehearse(block, groups, tp, [*edits, *fewer]) is None:
+            kept = fewer
+    return kept
+
+
+def _depthwise(block: Block, group: GroupLayout, tp: int) -> list[Edit]:
+    """Edits for the convolutions around a row's columns of which each channel stands for itself: a rank has its channels."""
+    widths = {group.features, *(block.width(column) for column in group.columns)}
+    around = [name for name in _modules_around(block, group) if name != block.flow.name] or [block.flow.name]
+    edits: list[Edit] = []
+    for name, module in block.modules.items():
+        if not is_depthwise(module) or module.in_channels not in widths or module.in_channels % tp:
+            continue
+        if any(inside(name, one) for one in around):
+            edits += [
+                Edit("set", name, key, value=module.in_channels // tp)
+                for key in ("groups", "in_channels", "out_channels")
+            ]
+            edits += [Edit("tensor", name, key) for key, _ in module.named_parameters()]
+    return edits

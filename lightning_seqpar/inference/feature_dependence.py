@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.inference.dataflow import CantInferError, UnknownLinearError
+from lightning_seqpar.inference.dataflow import CantInferError, UnevenError, UnknownLinearError
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.shard import Shard
@@ -66,16 +66,19 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
 
     Raises:
         CantInferError: if the features can't be split into ``tp`` independent parts.
+        UnevenError: if they could be, into another number of them.
         UnknownLinearError: if one of them is not known to compute what ``nn.Linear`` does.
     """
     columns = block.flow.columns[row]
     for name in (row, *columns):
-        if name not in block.modules:
-            raise CantInferError(f"{name}: a parameter that is multiplied past any linear module (einsum?)")
-        if linear_kind(block.modules[name]) is None:
+        linear = block.flow.linears[name]
+        module = block.modules.get(name)
+        if isinstance(module, nn.Linear) and linear_kind(module) is None:
             raise UnknownLinearError(
-                f"{name}: a {type(block.modules[name]).__name__}, which is not known to compute what nn.Linear does"
+                f"{name}: a {type(module).__name__}, which is not known to compute what nn.Linear does"
             )
+        if not linear.is_called and (name == row or block.model.get_parameter(linear.parameter).ndim != 2):
+            raise CantInferError(f"{linear.parameter}: a parameter that is multiplied past any linear module (einsum?)")
     support = _FeatureSupport(block, row, columns, (), tp)
     if any(support.is_shared(column) for column in columns) and (norms := _wide_norms(block, row, columns)):
         without = _FeatureSupport(block, row, columns, norms, tp)
@@ -91,7 +94,7 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
     heads = max((count for count in counts if count < support.features), default=support.features)
     if heads % tp:
         works = [n for n in range(2, heads + 1) if heads % n == 0]
-        raise CantInferError(
+        raise UnevenError(
             f"{row}: its {support.features} in-features fall apart into {heads} units (heads), which do not divide by "
             f"tp={tp}" + (f"; use tp of {', '.join(map(str, works))}" if works else "")
         )
@@ -103,6 +106,10 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
 
 def mixes_positions(block: Block, row: str) -> bool:
     """Whether the row's input at one position depends on its columns' outputs at others, as in attention and not in an MLP."""
+    if not all(block.flow.linears[column].is_called for column in block.flow.columns[row]):
+        return (
+            True  # their outputs can't be told apart by position; attention is what calls projections by their weights
+        )
     try:
         probe = _Probe(block, row, block.flow.columns[row], 1, ())
     except CantInferError:
@@ -112,8 +119,7 @@ def mixes_positions(block: Block, row: str) -> bool:
         return False  # an expert that gets no token
     cotangent = torch.zeros_like(flat)
     cotangent[-1] = 1.0
-    leaves = [leaf for made in probe.made.values() for leaf in made]
-    grads = torch.autograd.grad(flat, leaves, cotangent, allow_unused=True)
+    grads = torch.autograd.grad(flat, [leaf for _, leaf in probe.leaves()], cotangent, allow_unused=True)
     return any(grad is not None and bool(grad.reshape(-1, grad.shape[-1])[:-1].any()) for grad in grads)
 
 
@@ -166,7 +172,8 @@ class _Probe:
         skipped: modules that pass their input on unchanged (norms over the whole width).
 
     Attributes:
-        made: the outputs of each column, ``[b, s, f]``, one for each call, as leaves of the graph.
+        made: the outputs of each column, ``[b, s, f]``, one for each call, as leaves of the graph; of a column that is called
+            past its module, its weight.
         read: the row's input, ``[b, s, f]``.
         features: number of its features.
 
@@ -177,13 +184,22 @@ class _Probe:
     def __init__(self, block: Block, row: str, columns: Sequence[str], seed: int, skipped: Sequence[str]) -> None:
         self.made: dict[str, list[Tensor]] = {name: [] for name in columns}
         self._reads: list[Tensor] = []
+        self._past = {name: one.out_dim for name in columns if not (one := block.flow.linears[name]).is_called}
         with ExitStack() as stack:
-            for name in columns:
+            for name in self._past:
+                owner, _, leaf = block.flow.linears[name].parameter.rpartition(".")
+                held = block.modules[owner]._parameters
+                stack.callback(held.__setitem__, leaf, held[leaf])
+                held[leaf] = nn.Parameter(
+                    block.model.get_parameter(f"{owner}.{leaf}").detach().clone()
+                )  # a frozen one, too
+                self.made[name].append(block.model.get_parameter(f"{owner}.{leaf}"))
+            for name in [column for column in columns if column not in self._past]:
 
                 def cut(module: nn.Module, args: Any, out: Tensor, name: str = name) -> Tensor:
                     leaf = out.detach().requires_grad_()
                     self.made[name].append(leaf)
-                    return leaf
+                    return leaf.clone()  # code that changes it in place may not change a leaf
 
                 stack.callback(block.modules[name].register_forward_hook(cut).remove)
             for name in skipped:
@@ -211,6 +227,10 @@ class _Probe:
         self.features = self.read.shape[-1]
         self._seed = seed
 
+    def leaves(self) -> list[tuple[str, Tensor]]:
+        """The leaves of the graph, each with its column."""
+        return [(name, leaf) for name, made in self.made.items() for leaf in made]
+
     def support(self, features: Tensor) -> dict[str, Tensor]:
         """For each column, on which of its out-features the row's input at the indices ``features`` depends: bool ``[f]``."""
         generator = torch.Generator().manual_seed(17 + self._seed)
@@ -218,15 +238,16 @@ class _Probe:
         shape = (*self.read.shape[:-1], len(features))
         noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.read)
         cotangent.index_copy_(-1, features.to(self.read.device), noise)
-        leaves = [(name, leaf) for name, made in self.made.items() for leaf in made]
+        leaves = self.leaves()
         grads = torch.autograd.grad(
             self.read, [leaf for _, leaf in leaves], cotangent, retain_graph=True, allow_unused=True
         )
         out: dict[str, Tensor] = {}
         for (name, leaf), grad in zip(leaves, grads, strict=True):
-            touched = torch.zeros(leaf.shape[-1], dtype=torch.bool, device=leaf.device)
+            dim = self._past.get(name, -1)
+            touched = torch.zeros(leaf.shape[dim], dtype=torch.bool, device=leaf.device)
             if grad is not None and grad.numel():  # an expert may get no token
-                touched = grad.reshape(-1, leaf.shape[-1]).abs().amax(0) > 0
+                touched = grad.movedim(dim, -1).reshape(-1, leaf.shape[dim]).abs().amax(0) > 0
             out[name] = out[name] | touched if name in out else touched
         return {name: touched.cpu() for name, touched in out.items()}
 
@@ -254,7 +275,7 @@ class _FeatureSupport:
         self._tp = tp
         self._feeding = {name for column in columns for name in block.flow.linears[column].upstream}
         if self.features % tp:
-            raise CantInferError(f"{row}: its {self.features} in-features do not divide by tp={tp}")
+            raise UnevenError(f"{row}: its {self.features} in-features do not divide by tp={tp}")
         size = self.features // tp
         self._parts = self._all_parts(size)
         for seed in range(1, _MAX_DRAWS):

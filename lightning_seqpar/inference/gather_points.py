@@ -16,6 +16,7 @@ from lightning_seqpar.inference.dataflow import (
     read_block,
 )
 from lightning_seqpar.inference.trace import Call, ForwardTrace, Value
+from lightning_seqpar.layout.module_names import Argument, inside
 
 
 def read_blocks(
@@ -51,6 +52,7 @@ def read_blocks(
                 gathering.find(column)
             if mixes(flow, row):
                 gathering.merge(row)
+        gathering.settle()
     return flows
 
 
@@ -192,14 +194,87 @@ class GatherPoints:
             return
         stacks = [trace.ops[flow.linears[name].op].stack for name in (*alone, row)]
         common = [number for number in stacks[0] if all(number in stack for stack in stacks)]
+        made = made_of_activation(trace, flow)
         for number in common[common.index(flow.call.id) + 1 :]:
             call = trace.calls[number]
-            takes = [key for key, value in call.args.items() if self._is_activation(trace.values[value])]
+            takes = [
+                key for key, value in call.args.items() if value in made and self._is_activation(trace.values[value])
+            ]
             if len(takes) == 1 and not self._leaks(call, trace.values[call.args[takes[0]]].root):
                 for column in alone:
                     del flow.gathers[column, "gather"]
                 flow.gathers[call.name, "gather"] = takes
                 return
+
+    def settle(self) -> None:
+        """See that what a module is given is made whole, and its gradient summed, exactly once.
+
+        A column whose input is computed inside a module that gathers for others gets it from there (DETR adds positions to
+        queries and keys, not to values), and what else such an input is made of, whole in front of the module, is copied.
+        """
+        trace, flow = self.trace, self.flow
+        made = made_of_activation(trace, flow)
+        points = {name for name, _ in flow.gathers}
+        for point in sorted(points, key=len):
+            call = self._call_of(point)
+            inner = [column for column in flow.all_columns if inside(column, point)]
+            sources = {
+                key
+                for column in inner
+                for key in self._sources(call, flow.linears[column].reads)
+                if trace.values[call.args[key]].floating
+            }
+            nested = [one for one in points if one != point and inside(one, point)]
+            fed = [one for one in nested if any(self._is_fed(call, key, one) for key in self._args_of(point))]
+            if fed:
+                whole = [key for key in sources if call.args[key] in made]
+                if all(self._is_activation(trace.values[call.args[key]]) for key in whole) and not any(
+                    self._leaks(call, trace.values[call.args[key]].root) for key in whole
+                ):
+                    self._write(point, "gather", whole)
+                    for one in fed:
+                        flow.gathers.pop((one, "gather"), None)
+                        flow.gathers.pop((one, "copy"), None)
+            if any((point, style) in flow.gathers for style in ("gather", "copy")):
+                self._write(point, "copy", [key for key in sources if call.args[key] not in made])
+
+    def _write(self, name: str, style: str, keys: Iterable[Argument]) -> None:
+        """Add arguments to those that a module makes whole, in the order in which it takes them."""
+        order = list(self._call_of(name).args)
+        args = {*self.flow.gathers.get((name, style), ()), *keys}
+        if args:
+            self.flow.gathers[name, style] = sorted(args, key=order.index)
+
+    def _args_of(self, name: str) -> list[Argument]:
+        """The arguments that a module makes whole."""
+        return [key for style in ("gather", "copy") for key in self.flow.gathers.get((name, style), ())]
+
+    def _call_of(self, name: str) -> Call:
+        """The module's first call in this block."""
+        first = self.flow.call.first_op
+        return next(call for call in self.trace.calls_of(name) if call.first_op >= first)
+
+    def _is_fed(self, call: Call, key: Argument, name: str) -> bool:
+        """Whether what the module ``name`` makes whole, inside a call, is made of that call's argument ``key``."""
+        inner = self._call_of(name)
+        return any(key in self._sources(call, inner.args[one]) for one in self._args_of(name) if one in inner.args)
+
+    def _sources(self, call: Call, number: int) -> set[Argument]:
+        """The arguments of a call of which a value inside it is made."""
+        root = {self.trace.values[value].root: key for key, value in call.args.items()}
+        todo, seen, found = [number], set(), set()
+        makers = {n: op for op in self.trace.ops_in(call) for n in op.outputs}
+        while todo:
+            at = todo.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            key = root.get(self.trace.values[at].root)
+            if key is not None:
+                found.add(key)
+            elif at in makers and not makers[at].is_empty:
+                todo += makers[at].inputs
+        return found
 
     def _is_activation(self, value: Value) -> bool:
         """Whether a value has the shape of the block's activation."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,13 @@ from torch import nn
 
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, pair_mixes_positions, pattern_of
-from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError
+from lightning_seqpar.inference.dataflow import (
+    BlockFlow,
+    CantInferError,
+    UnknownLinearError,
+    UserDecidesError,
+    made_of_activation,
+)
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.gather_points import read_blocks
 from lightning_seqpar.inference.isolated_block import Block
@@ -27,6 +33,7 @@ from lightning_seqpar.inference.reduction import Reduction, is_large
 from lightning_seqpar.inference.repeats import owner_of
 from lightning_seqpar.inference.stacks import activation, find_exit, find_stacks
 from lightning_seqpar.inference.trace import Call, ForwardTrace
+from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.layout.adapters import without_adapters
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import inside
@@ -41,10 +48,12 @@ class Inference:
     Attributes:
         plan: the plan.
         reasons: why it is as it is, a sentence each.
+        parts: rules, each of which has one sharded part of the blocks computed whole.
     """
 
     plan: ShardingPlan
     reasons: list[str]
+    parts: list[dict[str, Any]] = field(default_factory=list)
 
 
 def infer_plan(
@@ -53,6 +62,7 @@ def infer_plan(
     tp: int,
     own: ShardingPlan | None = None,
     *,
+    beside: Sequence[ShardingPlan] = (),
     sums: bool = True,
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda copied: None,
@@ -64,6 +74,7 @@ def infer_plan(
         example: what ``forward`` takes (a tensor, a tuple or a dict), or an :class:`Example`.
         tp: number of tensor-parallel ranks.
         own: the user's own rules, which inference leaves alone.
+        beside: plans for other parts of the model; their blocks are left out.
         sums: whether a module that deals its tokens out to experts may be reduced where it returns; if not, each expert is
             reduced by itself, which needs whole sequences between the blocks.
         dtype: of the copy; None keeps the model's.
@@ -83,17 +94,29 @@ def infer_plan(
         copied = without_checkpoints(without_adapters(detached_copy(model, cpu, dtype, example.reduction)))
         prepare(copied)
         try:
-            return _infer(copied, example.to(cpu, dtype), tp, own, sums=sums)
-        except RuntimeError as error:
+            return _infer(copied, example.to(cpu, dtype), tp, own, beside=beside, sums=sums)
+        except CantInferError:
+            raise
+        except Exception as error:
             if "use_reentrant" not in str(error):
-                raise
+                raise CantInferError(
+                    f"{type(model).__name__}: recording its forward was tried, and it raised {describe_failure(error)}"
+                ) from error
             raise CantInferError(
                 f"{type(model).__name__}: its forward runs blocks under reentrant checkpointing, through which no plan can be "
                 "inferred; write checkpoint(..., use_reentrant=False), or name the linears by rules"
             ) from error
 
 
-def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None, *, sums: bool) -> Inference:
+def _infer(
+    model: nn.Module,
+    example: Example,
+    tp: int,
+    own: ShardingPlan | None,
+    *,
+    beside: Sequence[ShardingPlan] = (),
+    sums: bool,
+) -> Inference:
     """:func:`infer_plan` on the copy itself."""
     trace = ForwardTrace(model)
     user_rules = _UserRules(model, own)
@@ -104,7 +127,12 @@ def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None
         raise CantInferError(
             f"{type(model).__name__}: a copy of it runs none of its own modules (its forward is a closure over the original?)"
         )
-    stacks = user_rules.stacks(trace) or find_stacks(trace, model)
+    planned = {match.name for plan in beside for match in plan.match(model)}
+    stacks = user_rules.stacks(trace) or [
+        calls
+        for calls in find_stacks(trace, model)
+        if not any(inside(name, call.name) or inside(call.name, name) for call in calls for name in planned if name)
+    ]
     if not stacks:
         raise CantInferError(
             f"{type(model).__name__}: no repeated blocks found, that is modules of one class that hold linears and map an "
@@ -112,14 +140,27 @@ def _infer(model: nn.Module, example: Example, tp: int, own: ShardingPlan | None
         )
     rules: list[dict[str, Any]] = []
     reasons: list[str] = []
+    parts: list[dict[str, Any]] = []
     owners = [owner_of(model, calls[0].name) for calls in stacks]
+    failed: list[CantInferError] = []
     for calls, owner in zip(stacks, owners, strict=True):
-        more_rules, more_reasons = _plan_stack(
-            trace, model, calls, tp, user_rules, alone=owners.count(owner) == 1, sums=sums
-        )
+        try:
+            more_rules, more_reasons, more_parts = _plan_stack(
+                trace, model, calls, tp, user_rules, alone=owners.count(owner) == 1, sums=sums
+            )
+        except UserDecidesError:
+            raise
+        except CantInferError as error:
+            failed.append(error)
+            names = _all_names(model, [call.name for call in calls])
+            reasons.append(f"{pattern_of(names)}: every rank has these blocks whole: {error.why}")
+            continue
         rules += more_rules
         reasons += more_reasons
-    return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons)
+        parts += more_parts
+    if not rules:
+        raise failed[0]
+    return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons, parts)
 
 
 class _UserRules:
@@ -159,8 +200,8 @@ def _plan_stack(
     *,
     alone: bool,
     sums: bool,
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rules for one stack of blocks, and the reasons for them.
+) -> tuple[list[dict[str, Any]], list[str], list[dict[str, Any]]]:
+    """The rules for one stack of blocks, the reasons for them, and rules by which a part of the blocks would stay whole.
 
     Args:
         trace: the recorded forward.
@@ -184,40 +225,89 @@ def _plan_stack(
 
     _refuse_unknown_linears(trace, calls, user_rules)
     flows = read_blocks(trace, calls, model, mixes, sums=sums)
-    known: dict[Any, BlockPlan] = {}
-    plans: dict[str, BlockPlan] = {}
-    dims = {}
     names = _all_names(model, [flow.name for flow in flows])
-    for flow in flows:
-        key = _likeness(flow, model)
-        if key not in known:
-            known[key] = BlockPlanner(trace, model, flow, tp, user_rules.covers, names, sums=sums).make()
-            dims[flow.name] = Block(model, flow).sequence_dim()
-        plans.update(dict.fromkeys(_all_names(model, [flow.name]), known[key]))
-    _refuse_unfit_stack(flows[0].name, known.values(), dims)
+    wholes: dict[str, CantInferError] = {}  # by name inside a block: what can't be split, and why
+
+    def covers(*asked: str) -> bool:
+        parts = [f"{name}.{inner}" for name in names for inner in wholes]
+        return user_rules.covers(*asked) or any(inside(one, part) for one in asked for part in parts)
+
+    while True:
+        known: dict[Any, BlockPlan] = {}
+        plans: dict[str, BlockPlan] = {}
+        dims = {}
+        try:
+            for flow in flows:
+                key = _likeness(flow, model)
+                if key not in known:
+                    known[key] = BlockPlanner(trace, model, flow, tp, covers, names, sums=sums).make()
+                    dims[flow.name] = Block(model, flow).sequence_dim()
+                plans.update(dict.fromkeys(_all_names(model, [flow.name]), known[key]))
+            break
+        except CantInferError as error:
+            inner = error.whole[len(flow.name) + 1 :]
+            if not inner or inner in wholes or isinstance(error, UserDecidesError):
+                raise
+            wholes[inner] = error
+    _refuse_unfit_stack(flows[0].name, known.values(), dims, wholes.values())
     blocks = pattern_of(names)
     dim = next(iter(dims.values()))
-    whole = any(plan.reads_length for plan in known.values())
-    out: list[dict[str, Any]] = [{"pattern": blocks, "style": "blocks", "dim": dim, **({"sp": False} if whole else {})}]
+    whole = dim is None or any(plan.reads_length for plan in known.values())
+    where = {"style": "blocks", **({} if dim is None else {"dim": dim}), **({"sp": False} if whole else {})}
+    out: list[dict[str, Any]] = [{"pattern": blocks, **where}]
     args = {name: flow.arg for flow in flows if flow.arg != 0 for name in _all_names(model, [flow.name])}
     for arg in dict.fromkeys(args.values()):
         out.append({"pattern": pattern_of([n for n in names if args.get(n) == arg]), "style": "scatter", "arg": arg})
     out += _compress(names, plans)
+    out += _whole_rules(trace, flows, blocks, wholes)
     out += _exit_rules(trace, model, names, blocks, alone=alone)
     kinds = "" if len(known) == 1 else f" of {len(known)} kinds"
-    reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, sequence at dim {dim}"]
+    at = f"sequence at dim {dim}" if dim is not None else f"{_positions(trace, flows[0])}: no sequence parallelism here"
+    reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, {at}"]
     for plan in known.values():
         reasons += plan.reasons
-    return out, reasons
+    reasons += [f"{blocks}.{part}: computed whole on every rank: {error.why}" for part, error in wholes.items()]
+    sharded = dict.fromkeys(part for plan in known.values() for part in plan.parts)
+    return out, reasons, _whole_rules(trace, flows, blocks, sharded)
 
 
-def _refuse_unfit_stack(first: str, plans: Iterable[BlockPlan], dims: Mapping[str, int]) -> None:
+def _positions(trace: ForwardTrace, flow: BlockFlow) -> str:
+    """Why no one dim of a block's activation is the sequence."""
+    shape = list(trace.values[flow.call.args[flow.arg]].shape)
+    if len(shape) > 3:
+        return f"its activation {shape} has positions in {len(shape) - 2} dims"
+    return f"both the first and the second dim of its activation {shape} mix (a batch norm?)"
+
+
+def _whole_rules(
+    trace: ForwardTrace, flows: Sequence[BlockFlow], blocks: str, wholes: Iterable[str]
+) -> list[dict[str, Any]]:
+    """The rules for parts of the blocks that are computed whole, with the arguments that hold the activation."""
+    out: list[dict[str, Any]] = []
+    for inner in wholes:
+        flow = next(flow for flow in flows if trace.calls_of(f"{flow.name}.{inner}"))
+        call = next(c for c in trace.calls_of(f"{flow.name}.{inner}") if c.first_op >= flow.call.first_op)
+        made, shape = made_of_activation(trace, flow), trace.values[flow.call.args[flow.arg]].shape
+        args = [key for key, value in call.args.items() if value in made and trace.values[value].shape == shape]
+        out.append(
+            {"pattern": f"{blocks}.{inner}", "style": "whole", **({"args": args} if args not in ([], [0]) else {})}
+        )
+    return out
+
+
+def _refuse_unfit_stack(
+    first: str,
+    plans: Iterable[BlockPlan],
+    dims: Mapping[str, int | None],
+    wholes: Iterable[CantInferError] = (),
+) -> None:
     """Refuse a stack without a row linear, or whose blocks have their sequences at different dims.
 
     Args:
         first: name of the first block.
         plans: the plans of its blocks.
         dims: the sequence's dim, by block.
+        wholes: why parts of them can't be split.
 
     Raises:
         CantInferError: naming the blocks.
@@ -225,6 +315,11 @@ def _refuse_unfit_stack(first: str, plans: Iterable[BlockPlan], dims: Mapping[st
     if len(set(dims.values())) > 1:
         raise CantInferError(f"the blocks {', '.join(dims)} have their sequence at different dims: {dims}")
     if not any(style in ("row", "replace") for plan in plans for _, style, _ in plan.rules):
+        if reasons := [error.why for error in wholes]:
+            raise CantInferError(
+                f"{'; '.join(reasons)}\n  With these parts computed whole nothing of the block is left to shard: no plan was "
+                "found for it"
+            )
         raise CantInferError(
             f"{first}: no pair of linears is found in it, of which the second one's output is added to the block's "
             "input; name them: {pattern: ..., style: column} and {pattern: ..., style: row}"
@@ -258,14 +353,14 @@ def _refuse_unknown_linears(trace: ForwardTrace, blocks: Sequence[Call], user_ru
     One that returns more than one tensor (a router) is not taken for a linear.
 
     Raises:
-        CantInferError: naming the module and the rule to write.
+        UnknownLinearError: naming the module and the rule to write.
     """
     for call in trace.calls:
         module = call.module
         unknown = isinstance(module, nn.Linear) and linear_kind(module) is None and len(call.outputs) == 1
         if unknown and any(inside(call.name, block.name) for block in blocks) and not user_rules.covers(call.name):
             around = re.sub(r"(?<=\.)\d+(?=\.)", "*", call.name.rpartition(".")[0])
-            raise CantInferError(
+            raise UnknownLinearError(
                 f"{call.name}: a {type(module).__name__}, which is not known to compute what nn.Linear does (is it quantised?); "
                 f"leave the module around it whole: {{pattern: {around}, style: whole}}"
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError
+from lightning_seqpar.inference.dataflow import BlockFlow
 from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.layout.linear_kind import features, linear_kind
 
@@ -34,6 +34,9 @@ class Block:
 
     def width(self, column: str) -> int:
         """Number of a column's out-features."""
+        linear = self.flow.linears[column]
+        if not linear.is_called:
+            return self.model.get_parameter(linear.parameter).shape[linear.out_dim]
         kind = linear_kind(self.modules[column])
         assert kind is not None
         return features(self.modules[column], kind)[0]
@@ -68,15 +71,25 @@ class Block:
 
     @staticmethod
     def quiet(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A module's forward, with random draws made constant; buffers that it updates are put back."""
-        kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        """A module's forward, with random draws made constant, on copies of its buffers, which it may update.
+
+        The graph of what is returned keeps the copies: buffers that were put back would have changed under it.
+        """
+        copies: dict[int, Tensor] = {}
+        owned = [
+            (owner._buffers, key, buffer)
+            for owner in module.modules()
+            for key, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
         try:
+            for buffers, key, buffer in owned:
+                buffers[key] = copies.setdefault(id(buffer), buffer.detach().clone())
             with Quiet():
                 return module(*args, **kwargs)
         finally:
-            for buffer, before in kept:
-                if not torch.equal(buffer, before):
-                    buffer.detach().copy_(before)
+            for buffers, key, buffer in owned:
+                buffers[key] = buffer
 
     def argument_shapes(self, name: str) -> dict[int | str, tuple[int, ...]]:
         """Shapes of the tensor arguments of a module inside the block, by position or name."""
@@ -93,17 +106,18 @@ class Block:
         handle.remove()
         return shapes
 
-    def sequence_dim(self) -> int:
+    def sequence_dim(self) -> int | None:
         """The tensor dim along which the block mixes positions: 1 for ``[b, s, h]``, 0 for ``[s, b, h]`` or ``[tokens, h]``.
 
-        Raises:
-            CantInferError: if it mixes along both dims.
+        None if there is no such one dim: positions in two dims (``[b, h, w, c]``), or entries of a batch that mix (a batch norm).
         """
         args, kwargs, x = self.inputs(grad=True)
-        out = self.run(args, kwargs)
-        first = out[0] if isinstance(out, list | tuple) else out
         if x.ndim == 2:
             return 0
+        if x.ndim > 3:
+            return None
+        out = self.run(args, kwargs)
+        first = out[0] if isinstance(out, list | tuple) else out
         mixed = [False, False]
         for at in ((-1, -1), (0, 0)):
             cotangent = torch.zeros_like(first)
@@ -112,12 +126,7 @@ class Block:
             touched = grad.abs().amax(-1) > 0
             mixed[0] |= bool(touched.any(1).sum() > 1)
             mixed[1] |= bool(touched.any(0).sum() > 1)
-        if all(mixed):
-            raise CantInferError(
-                f"{self.flow.name}: it mixes both the first and the second dim of its input {list(x.shape)}, so neither is "
-                "a batch; name the sequence's dim by {pattern: ..., style: blocks, dim: 1}"
-            )
-        return 0 if mixed[0] else 1
+        return None if all(mixed) else 0 if mixed[0] else 1
 
 
 def _is_cache(value: Any) -> bool:

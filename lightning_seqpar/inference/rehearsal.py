@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_seqpar.inference.dataflow import Linear
 from lightning_seqpar.inference.feature_dependence import GroupLayout, Ranges
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.layout.attribute_override import write_attribute
+from lightning_seqpar.layout.linear_kind import linear_kind
 
 EQUAL = {torch.float64: 1e-8, torch.float32: 1e-3}
 """Largest difference, relative to the largest value, up to which two tensors count as equal; 5e-2 in other types."""
@@ -72,8 +74,8 @@ def rehearse(block: Block, groups: Sequence[GroupLayout], tp: int, edits: Sequen
                 block.run(args, kwargs)
         except _MismatchError as error:
             return str(error)
-        except (RuntimeError, ValueError, IndexError, AssertionError, TypeError) as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        except Exception as error:  # of the block's own code, which was made for other sizes
+            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return None
 
 
@@ -142,8 +144,12 @@ class _Rehearsal:
             return (next((x for stand_in, x in self._stand_ins if stand_in is args[0]), args[0]), *args[1:])
 
         for column, layout in group.columns.items():
-            module = self._block.modules[column]
             mine = _indices(layout.ranges[self._rank])
+            linear = self._block.flow.linears[column]
+            if not linear.is_called:
+                stack.enter_context(_cut_weight(self._block, linear, mine))
+                continue
+            module = self._block.modules[column]
 
             def cut(module: nn.Module, args: Any, out: Tensor, mine: Tensor = mine) -> Tensor:
                 return out.index_select(-1, mine.to(out.device))
@@ -211,6 +217,20 @@ def changed_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         delattr(module, first) if missing else setattr(module, first, before)
+
+
+@contextmanager
+def _cut_weight(block: Block, linear: Linear, mine: Tensor) -> Iterator[None]:
+    """While open, a parameter that is multiplied past a linear has some of its out-features only; and a linear's bias too."""
+    parts: list[tuple[Tensor, int]] = [(block.model.get_parameter(linear.parameter), linear.out_dim)]
+    module = block.modules.get(linear.name)
+    if module is not None and linear_kind(module) is not None and isinstance(module.bias, Tensor):
+        parts.append((module.bias, 0))
+    with ExitStack() as stack:
+        for tensor, dim in parts:
+            stack.callback(setattr, tensor, "data", tensor.data)
+            tensor.data = tensor.data.index_select(dim, mine.to(tensor.device))
+        yield
 
 
 @contextmanager

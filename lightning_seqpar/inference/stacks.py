@@ -16,12 +16,13 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 def activation(trace: ForwardTrace, call: Call) -> Argument | None:
     """The argument that is the activation: the first floating-point one with the shape of the call's first output.
 
-    None if there is no such argument, or the output has neither the shape ``[b, s, h]`` nor ``[tokens, h]``.
+    None if there is no such argument. Shapes are ``[tokens, h]``, ``[b, s, h]`` or, with positions in several dims,
+    ``[b, h, w, c]`` and ``[b, c, h, w]``.
     """
     if not call.outputs:
         return None
     out = trace.values[call.outputs[0]]
-    if not out.floating or len(out.shape) not in (2, 3):
+    if not out.floating or len(out.shape) < 2:
         return None
     for key, value in call.args.items():
         argument = trace.values[value]
@@ -46,7 +47,15 @@ def find_stacks(trace: ForwardTrace, model: nn.Module) -> list[list[Call]]:
         and any(True for _ in module.children())
         and sum(parameter.ndim >= 2 for parameter in module.parameters()) >= 2
     }
-    fitting = [call for call in trace.calls if call.name in weighty and activation(trace, call) is not None]
+    # Blocks of images are candidates if they hold linears: of convolutions alone nothing is sharded.
+    dense = {name for name in weighty if sum(p.ndim == 2 for p in model.get_submodule(name).parameters()) >= 2}
+    fitting = [
+        call
+        for call in trace.calls
+        if call.name in weighty
+        and activation(trace, call) is not None
+        and (call.name in dense or len(trace.values[call.outputs[0]].shape) < 4)
+    ]
     by_kind: dict[tuple[str, type], list[Call]] = defaultdict(list)
     for call in fitting:
         by_kind[_parent(call.name), type(call.module)].append(call)

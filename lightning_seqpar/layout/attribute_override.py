@@ -33,24 +33,41 @@ class AttributeOverride:
         return AttributeOverride, (object.__getattribute__(self, "_original"), object.__getattribute__(self, "_values"))
 
 
+def named_numbers(value: Any) -> dict[str, int]:
+    """The whole numbers that a dict holds by name, or a tuple of pairs (``(("h", 4),)`` in einops' layers); else none."""
+    if type(value) is tuple and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+        value = {key: number for key, number in value if isinstance(key, str)}
+    if type(value) is not dict:
+        return {}
+    return {key: number for key, number in value.items() if isinstance(key, str) and type(number) is int}
+
+
 def read_attribute(module: Any, path: str) -> Any:
-    """An attribute by its path, such as ``num_heads`` or ``config.num_heads``.
+    """An attribute by its path, such as ``num_heads``, ``config.num_heads`` or, of a mapping or of pairs, ``sizes.h``.
 
     Raises:
         AttributeError: if there is none.
     """
     for part in path.split("."):
-        module = getattr(module, part)
+        held = named_numbers(module)
+        module = held[part] if part in held else getattr(module, part)
     return module
 
 
 def write_attribute(module: Any, path: str, value: Any) -> None:
-    """Set an attribute by its path; for ``config.num_heads`` the module gets an :class:`AttributeOverride` of its config."""
+    """Set an attribute by its path; for ``config.num_heads`` the module gets an :class:`AttributeOverride` of its config.
+
+    A mapping or a tuple of pairs is replaced by another one.
+    """
     holder, _, leaf = path.rpartition(".")
     if not holder:
         setattr(module, leaf, value)
         return
     original, values = read_attribute(module, holder), {}
+    if leaf in named_numbers(original):
+        pairs = {**dict(original), leaf: value}
+        write_attribute(module, holder, tuple(pairs.items()) if isinstance(original, tuple) else pairs)
+        return
     if isinstance(original, AttributeOverride):
         _, (original, values) = original.__reduce__()
     write_attribute(module, holder, AttributeOverride(original, {**values, leaf: value}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +14,18 @@ LinearKind = Literal["out_in", "in_out"]
 """How a linear keeps its weight: ``[out, in]`` as ``nn.Linear``, or ``[in, out]`` as Conv1D."""
 
 
-def linear_kind(module: nn.Module) -> LinearKind | None:
+def linear_kind(module: nn.Module | None) -> LinearKind | None:
     """How ``module`` keeps its weight if it computes ``x Wᵀ + b`` and nothing else; None for any other module.
 
-    Subclasses of ``nn.Linear`` that are not torch's own count as none, since quantised linears are such. A module of another
-    class with a matrix ``weight`` (Conv1D) is run on random numbers and compared with ``F.linear``.
+    torch's own ``nn.Linear`` is known. A module of any other class with a matrix ``weight`` (Conv1D, a subclass of
+    ``nn.Linear``) is run on random numbers and compared with ``F.linear``: quantised linears compute something else, and one
+    that casts its weight to its input's type is none either.
     """
-    if isinstance(module, nn.Linear):
-        if not type(module).__module__.startswith("torch.nn.modules.linear"):
-            return None
-        return "out_in" if set(dict(module.named_parameters())) <= {"weight", "bias"} else None
+    if module is None:
+        return None
+    if type(module).__module__.startswith("torch.nn.modules.linear"):
+        known = isinstance(module, nn.Linear) and set(dict(module.named_parameters())) <= {"weight", "bias"}
+        return "out_in" if known else None
     own = dict(module.named_parameters())
     weight, bias = own.get("weight"), own.get("bias")
     plain = set(own) <= {"weight", "bias"} and not any(True for _ in module.children())
@@ -31,8 +33,10 @@ def linear_kind(module: nn.Module) -> LinearKind | None:
         return None
     if weight is None or weight.ndim != 2 or not weight.is_floating_point() or (bias is not None and bias.ndim != 1):
         return None
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding) or type(module).__module__.startswith("lightning_seqpar."):
         return None
+    if type(weight) not in (nn.Parameter, Tensor, FakeTensor):
+        return None  # a tensor that computes in its own way, such as a quantised one
     if weight.is_meta or isinstance(weight, FakeTensor):  # it has no values, so a copy with random ones is tried
         with unset_fake_temporarily():
             numbers = {name: torch.randn(parameter.shape) for name, parameter in own.items()}
@@ -47,23 +51,45 @@ def _try(module: nn.Module, weight: Tensor, bias: Tensor | None) -> LinearKind |
     """Run a module on random numbers ``[2, 3, in]`` and compare it with ``F.linear`` for either form of its weight."""
     generator = torch.Generator().manual_seed(5)
     kinds: tuple[tuple[LinearKind, Tensor], ...] = (("in_out", weight.t()), ("out_in", weight))
-    with torch.no_grad():
-        for kind, matrix in kinds:
-            x = torch.randn(2, 3, matrix.shape[1], generator=generator).to(weight)
-            if bias is not None and bias.shape[0] != matrix.shape[0]:
-                continue
-            try:
-                got = module(x)
-            except (RuntimeError, TypeError, ValueError, IndexError):
-                continue  # it does not take such an input, so it is no linear of this kind
-            wanted = F.linear(x, matrix, bias)
-            if (
-                isinstance(got, Tensor)
-                and got.shape == wanted.shape
-                and torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)
-            ):
-                return kind
+    for kind, matrix in kinds:
+        if bias is not None and bias.shape[0] != matrix.shape[0]:
+            continue
+        x = torch.randn(2, 3, matrix.shape[1], generator=generator).to(weight)
+        wanted = F.linear(x, matrix, bias).detach()
+        if all(_makes(module, x, wanted, training) for training in (True, False)):
+            other = torch.float32 if x.dtype == torch.float64 else torch.float64
+            return None if _output(module, x.to(other), module.training) is not None else kind
     return None
+
+
+def _makes(module: nn.Module, x: Tensor, wanted: Tensor, training: bool) -> bool:
+    """Whether a module makes ``wanted`` of ``x``, in training or not."""
+    got = _output(module, x, training)
+    if got is None or (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
+        return False
+    return torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def _output(module: nn.Module, x: Tensor, training: bool) -> Tensor | None:
+    """What a module makes of ``x``, without its hooks and with no random stream moved on; None if it does not take it."""
+    before, module.training = module.training, training
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            got = module.forward(x)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None  # it does not take such an input, so it is no linear of this kind
+    finally:
+        module.training = before
+    return got if isinstance(got, Tensor) else None
+
+
+def is_depthwise(module: nn.Module) -> TypeGuard[nn.modules.conv._ConvNd]:
+    """Whether a module is a convolution in which every channel stands for itself, so that channels can be dealt out."""
+    return (
+        isinstance(module, nn.modules.conv._ConvNd)
+        and not module.transposed
+        and module.groups == module.in_channels == module.out_channels
+    )
 
 
 def features(module: nn.Module, kind: LinearKind) -> tuple[int, int]:

@@ -40,11 +40,14 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """``F.linear`` in ``dtype``, the type that autocast asks for; None for the inputs' own type."""
+    """``F.linear`` in ``dtype``, the type that autocast asks for; None for the inputs' own type. No view is returned."""
     if dtype is None:
-        return F.linear(x, weight, bias)
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        out = F.linear(x, weight, bias)
+    else:
+        with torch.autocast(x.device.type, enabled=False):
+            out = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    # Of three dims torch makes a view of the rows, and a view made inside a function of autograd may not be changed in place.
+    return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_seqpar.config import PlanSpec, nearest
 from lightning_seqpar.layout.adapters import BASE, is_adapted
-from lightning_seqpar.layout.module_names import match_pattern
+from lightning_seqpar.layout.module_names import inside, match_pattern
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, Family, ShardingPlan, load_families
 from lightning_seqpar.styles.style import Rule
 
@@ -36,8 +36,14 @@ def _search_families(model: nn.Module, known: Sequence[Family], *, strict: bool)
     return search
 
 
+Infer = Callable[[], ShardingPlan]
+"""Makes a plan for a model."""
+InferRest = Callable[[Sequence[ShardingPlan]], ShardingPlan | None]
+"""Makes a plan for what the plans that it is given leave whole; None if there is none."""
+
+
 def resolve_plans(
-    spec: str | PlanSpec, model: nn.Module, infer: Callable[[], ShardingPlan] | None = None
+    spec: str | PlanSpec, model: nn.Module, infer: Infer | None = None, infer_rest: InferRest | None = None
 ) -> list[ShardingPlan]:
     """The plans that a config's ``plan`` stands for on ``model``: the base's, then the user's own rules.
 
@@ -45,15 +51,16 @@ def resolve_plans(
         spec: the config's field.
         model: the whole model.
         infer: makes a plan where ``auto`` finds no family.
+        infer_rest: makes one for the rest where a family's plan ends.
 
     Raises:
         ValueError: if ``auto`` finds nothing (the message says how to write a plan), or a name is unknown.
     """
     if isinstance(spec, str):
-        plans = _resolve_base(spec, model, infer)
+        plans = _resolve_base(spec, model, infer, infer_rest)
     else:
         own = ShardingPlan.from_rules(spec.rules, source="your plan")
-        plans = [*([] if spec.base == "none" else _resolve_base(spec.base, model, infer)), own]
+        plans = [*([] if spec.base == "none" else _resolve_base(spec.base, model, infer, infer_rest)), own]
     return [_with_adapters(plan, model) for plan in plans]
 
 
@@ -111,7 +118,21 @@ def _family_named(name: str, known: Sequence[Family]) -> Family:
     return found[0]
 
 
-def _resolve_base(base: str, model: nn.Module, infer: Callable[[], ShardingPlan] | None = None) -> list[ShardingPlan]:
+def linears_beside(model: nn.Module, plans: Sequence[ShardingPlan]) -> list[str]:
+    """Names of the linears in repeated modules that lie outside the modules that the plans are relative to."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.MultiheadAttention)
+        and not any(inside(name, plan.prefix) for plan in plans)
+        and any(inside(name, one) for one in lists)
+    ]
+
+
+def _resolve_base(
+    base: str, model: nn.Module, infer: Infer | None = None, infer_rest: InferRest | None = None
+) -> list[ShardingPlan]:
     if base.endswith((".yaml", ".yml")):
         return [ShardingPlan.from_yaml(base)]
     if base == "infer":
@@ -124,7 +145,8 @@ def _resolve_base(base: str, model: nn.Module, infer: Callable[[], ShardingPlan]
     if base == "auto":
         search = _search_families(model, known, strict=True)
         if search.plans:
-            return search.plans
+            more = infer_rest(search.plans) if infer_rest and linears_beside(model, search.plans) else None
+            return [*search.plans, *([] if more is None else [more])]
         if infer is not None:
             return [infer()]
         raise ValueError(_how_to_write_a_plan(model, known, search.refused))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -21,6 +20,7 @@ from torch import nn
 
 from lightning_seqpar.config import FrozenModel, nearest
 from lightning_seqpar.layout.adapters import plain_modules
+from lightning_seqpar.layout.class_source import class_source
 from lightning_seqpar.layout.module_names import compile_pattern, match_pattern
 from lightning_seqpar.styles.registry import parse_rule
 from lightning_seqpar.styles.style import Match, Rule, Target
@@ -219,7 +219,7 @@ class Family(FrozenModel):
 def source_digest(kind: type) -> str:
     """Digest of a class's source; empty if the source can't be read."""
     try:
-        return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
+        return hashlib.sha256(class_source(kind).encode()).hexdigest()[:16]
     except (OSError, TypeError):
         return ""
 

@@ -176,7 +176,12 @@ def describe(
             step = TracedStep.find(planned, example, batch, batch_size, length)
         record, plans, whole = None, [], []
         if config.tp > 1:
-            plans = resolve_plans(config.plan, planned, lambda: _infer(model, step, config))
+            plans = resolve_plans(
+                config.plan,
+                planned,
+                lambda: _infer(model, step, config),
+                lambda beside: _infer_rest(model, step, config, beside),
+            )
             if config.vocab:
                 choice = with_vocabulary(
                     plans, config.plan, planned, config.tp, config.sp, certain=not config.self_check
@@ -222,17 +227,37 @@ def _configured(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _infer(model: nn.Module, step: TracedStep, config: ParallelConfig) -> ShardingPlan:
+def _infer_rest(
+    model: nn.Module, step: TracedStep, config: ParallelConfig, beside: Sequence[ShardingPlan]
+) -> ShardingPlan | None:
+    """A plan for what shipped plans leave whole, or None if it stays so."""
+    try:
+        return _infer(model, step, config, beside)
+    except ValueError:
+        return None  # the strategy says why, where it trains
+
+
+def _infer(
+    model: nn.Module, step: TracedStep, config: ParallelConfig, beside: Sequence[ShardingPlan] = ()
+) -> ShardingPlan:
     """Infer a plan from a small input with real numbers, outside the mode that makes tensors without memory.
+
+    Args:
+        model: the whole model.
+        step: what is traced, with its input.
+        config: the configuration.
+        beside: plans for other parts of the model, which are left out.
 
     Raises:
         ValueError: if there is no input for ``forward``.
     """
     with unset_fake_temporarily():
-        return _infer_with_numbers(model, step, config)
+        return _infer_with_numbers(model, step, config, beside)
 
 
-def _infer_with_numbers(model: nn.Module, step: TracedStep, config: ParallelConfig) -> ShardingPlan:
+def _infer_with_numbers(
+    model: nn.Module, step: TracedStep, config: ParallelConfig, beside: Sequence[ShardingPlan]
+) -> ShardingPlan:
     if step.missing or step.method != "forward":
         raise ValueError(
             f"plan={config.plan if isinstance(config.plan, str) else config.plan.base!r}: no shipped plan fits "
@@ -250,7 +275,9 @@ def _infer_with_numbers(model: nn.Module, step: TracedStep, config: ParallelConf
     args, kwargs = map_tensors(drawn, small)
     part = model.get_submodule(step.path)
     own = ShardingPlan.from_rules(config.plan.rules) if isinstance(config.plan, PlanSpec) else None
-    plan = infer_plan(part, kwargs or args, config.tp, own).plan
+    above = f"{step.path}." if step.path else ""
+    others = [dataclasses.replace(plan, prefix=plan.prefix.removeprefix(above)) for plan in beside]
+    plan = infer_plan(part, kwargs or args, config.tp, own, beside=others).plan
     return dataclasses.replace(plan, prefix=step.path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
 from lightning_seqpar.plan.vocabulary import SOURCE, not_proved, with_vocabulary, without_vocabulary
+from lightning_seqpar.styles.blocks import BlocksRule
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.proof_cache import Fingerprint, fingerprint, read_proof, write_proof
 from lightning_seqpar.verify.self_check import SelfCheckError, has_room, self_check
@@ -33,6 +35,10 @@ _WAYS_OUT = (
     "set example_input_array on the module (a tensor, tuple or dict that its forward takes), or self_check=False to train "
     "unproved with a plan of your own"
 )
+
+
+_MOST_PARTS = 4
+"""Parts of the blocks that are tried whole, one after the other, where a plan that was found is wrong."""
 
 
 class _ExampleSearch(NamedTuple):
@@ -110,6 +116,11 @@ class Prover:
         self._reasons: list[str] = []
         self._vocabulary: list[str] = []  # lines on what of it is sharded
         self._whole = ""  # why it stays whole after all
+        self._beside: Sequence[ShardingPlan] = ()  # shipped plans, beside which the rest is inferred
+        self._rest = ""  # why there is no plan for that
+        self._parts: list[dict[str, Any]] = []  # rules by which a part of the blocks is computed whole
+        self._draws_differ = False  # whether random numbers were among what a self-check found wrong
+        self._why_wide = ""  # what the self-check found wrong with the plan that shards more
 
     def prove(self) -> Proved:
         """Find the plans for the model and prove them.
@@ -138,12 +149,17 @@ class Prover:
         if isinstance(self._config.plan, PlanSpec):
             ShardingPlan.from_rules(self._config.plan.rules, source="your plan").match(self._module)
         with self._phases.phase("finding a plan"):
-            out.plans = resolve_plans(self._config.plan, self._module, lambda: cached or self._infer())
+
+            def infer_rest(beside: Sequence[ShardingPlan]) -> ShardingPlan | None:
+                return self._infer_rest(beside) if remembered is None else cached
+
+            out.plans = resolve_plans(self._config.plan, self._module, lambda: cached or self._infer(), infer_rest)
         for plan in out.plans:
             plan.match(self._module)
         self._add_vocabulary(out, remembered)
         with self._phases.phase("proving the plan"):
             self._prove(out, key, remembered is not None, started)
+        self._tell_what_is_whole(out)
         if unread:
             out.lines.append(f"self-check: not remembered, because {unread}")
         out.lines[:0] = self._vocabulary
@@ -286,10 +302,23 @@ class Prover:
             release(copied)
         return None
 
-    def _infer(self, *, sums: bool = True) -> ShardingPlan:
+    def _infer_rest(self, beside: Sequence[ShardingPlan], *, sums: bool = True) -> ShardingPlan | None:
+        """Infer a plan for what shipped plans leave whole, or None if it stays so; collective over the world."""
+        self._beside = beside
+        if self._example().example is None:
+            self._rest = "whole outside the shipped plan: to infer one there, an example input is needed"
+            return None
+        try:
+            return self._infer(beside, sums=sums)
+        except ValueError as error:
+            self._rest = f"whole outside the shipped plan: {error}"
+            return None
+
+    def _infer(self, beside: Sequence[ShardingPlan] = (), *, sums: bool = True) -> ShardingPlan:
         """Infer a plan on the first rank; collective over the world.
 
         Args:
+            beside: plans for other parts of the model, which are left out.
             sums: whether a module that deals its tokens out to experts may be reduced where it returns.
 
         Raises:
@@ -313,6 +342,7 @@ class Prover:
                 example,
                 self._tp,
                 own,
+                beside=beside,
                 sums=sums,
                 dtype=dtype,
                 prepare=lambda copied: attach_view(copied, self._trainer),
@@ -321,12 +351,14 @@ class Prover:
         try:
             inferred: Inference = self._from_first_rank(work)
         except CantInferError as error:
+            if beside:
+                raise
             raise ValueError(
                 f"plan='auto': no shipped plan fits {name}, and inference stops at\n  {error}\nWrite the rules for it (the "
                 "others are found as before: plan={'rules': [...]}), a whole plan (plan='my_plan.yaml' or plan={'base': "
                 f"'none', 'rules': [...]}}), with the module names of your model:\n{EXAMPLE}"
             ) from None
-        self._reasons = inferred.reasons
+        self._reasons, self._parts = inferred.reasons, inferred.parts
         return inferred.plan
 
     def _check_or_widen(self, out: Proved, inferred: list[ShardingPlan]) -> bool:
@@ -345,34 +377,73 @@ class Prover:
         try:
             return self._check_vocabulary(out)
         except ValueError as error:
-            if not inferred or not (self._config.sp or _has_sums(inferred)):
-                raise
             narrow = out.plans
-            if not self._check_wider(out, inferred):
-                out.plans = narrow
-                raise error from None
-            if not self._config.sp:
-                return True
+            for variant in self._variants(inferred):
+                try:
+                    out.plans = [*variant(), *(plan for plan in narrow if plan not in inferred)]
+                    passed = self._check_vocabulary(out)
+                except ValueError:
+                    continue  # the error of the plan on shards is the one that is raised
+                self._why_wide = _cause(error)
+                return passed
+            out.plans = narrow
+            raise error from None
+
+    def _variants(self, inferred: Sequence[ShardingPlan]) -> Iterator[Callable[[], list[ShardingPlan]]]:
+        """Other forms of the inferred plans, in which less is sharded.
+
+        Whole sequences between the blocks; then each expert reduced by itself; then one part of the blocks whole.
+        """
+        if not inferred:
+            return
+        if self._config.sp:
+            yield lambda: [plan.without_sp() for plan in inferred]
+        if _has_sums(inferred):
+            yield self._infer_without_sums
+        # What draws random numbers in a way that no rule mends would only be computed whole: the user can do better.
+        for part in () if self._draws_differ else self._parts[:_MOST_PARTS]:
+            rules = ShardingPlan.from_rules([part]).rules
+            fewer = [replace(plan, rules=(*plan.rules, *rules)) for plan in inferred]
+            yield functools.partial(list, fewer)
+            if self._config.sp:
+                yield functools.partial(list, [plan.without_sp() for plan in fewer])
+        if self._beside:
+            yield list
+
+    def _infer_without_sums(self) -> list[ShardingPlan]:
+        """The inferred plan in which each expert is reduced by itself, with whole sequences between the blocks."""
+        return [self._infer(self._beside, sums=False).without_sp()]
+
+    def _tell_what_is_whole(self, out: Proved) -> None:
+        """Warn where an inferred plan shards less than was asked for, and say why."""
+        if self._beside and not any(plan.source == "inferred" for plan in out.plans):
+            out.lines.append(self._rest or f"whole outside the shipped plan: {self._why_wide}")
+        rules = [rule for plan in out.plans if plan.source == "inferred" for rule in plan.rules]
+        parts = [rule.pattern for rule in rules if rule.style == "whole"]
+        blocks = [rule for rule in rules if isinstance(rule, BlocksRule)]
+        wide = [rule.pattern for rule in blocks if not rule.sp] if self._config.sp else []
+        if parts:
             rank_zero_warn(
-                "lightning_seqpar: sequence parallelism is off for this model's blocks, which are right on whole sequences only: "
-                f"{_cause(error)}. Tensor parallelism is on. plan={{'rules': [...]}} can say more: what mixes positions outside "
+                f"lightning_seqpar: every rank computes {', '.join(parts)} whole, since no way to split it was found: "
+                f"{self._why(parts)} (all else is sharded; plan={{'rules': [...]}} can say more)"
+            )
+        if wide:
+            named = "this model's blocks" if len(wide) == len(blocks) else ", ".join(wide)
+            rank_zero_warn(
+                f"lightning_seqpar: sequence parallelism is off for {named}, which are right on whole sequences only: "
+                f"{self._why(wide)}. Tensor parallelism is on. plan={{'rules': [...]}} can say more: what mixes positions outside "
                 "attention may be computed whole ({pattern: ..., style: whole})"
             )
-            out.lines.append("sequence parallelism is off for the blocks: they are right on whole sequences only")
-            return True
+            some = "the blocks" if len(wide) == len(blocks) else ", ".join(wide)
+            out.lines.append(f"sequence parallelism is off for {some}: they are right on whole sequences only")
 
-    def _check_wider(self, out: Proved, inferred: Sequence[ShardingPlan]) -> bool:
-        """Check variants of the inferred plans: whole sequences between the blocks, then each expert reduced by itself."""
-        narrow = out.plans
-        for again in [False] * self._config.sp + [True] * _has_sums(inferred):
-            try:
-                wide = [self._infer(sums=False) if again else plan for plan in inferred]
-                out.plans = [plan for plan in narrow if plan not in inferred]
-                out.plans[:0] = [plan.without_sp() for plan in wide]
-                return self._check_vocabulary(out)
-            except ValueError:
-                continue  # the error of the plan on shards is the one that is raised
-        return False
+    def _why(self, patterns: Sequence[str]) -> str:
+        """Why the modules of these patterns are whole, or see whole sequences."""
+        found = [reason for reason in self._reasons if any(reason.startswith(f"{pattern}: ") for pattern in patterns)]
+        found += [
+            reason for reason in self._reasons if "no sequence parallelism here" in reason and reason not in found
+        ]
+        return self._why_wide or "; ".join(found[:3]) or "so says the remembered proof"
 
     def _add_vocabulary(self, out: Proved, remembered: dict[str, str] | None) -> None:
         """Add the rules for embeddings and heads over a vocabulary to the plans; what no proof will show must be certain.
@@ -465,9 +536,10 @@ class Prover:
         )
         if groups is not self._groups:
             groups.destroy()
-        flag = torch.tensor([len(verdict.wrong)], device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world)
-        if int(flag):
+        flags = torch.tensor([len(verdict.wrong), int(verdict.draws)], device=self._device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._world)
+        self._draws_differ |= bool(flags[1])
+        if int(flags[0]):
             what = "; ".join(verdict.wrong) or "another replica found it wrong"
             rules = "".join(f"\n  {line}" for plan in out.plans for line in plan.to_yaml().splitlines()[1:])
             raise SelfCheckError(

@@ -37,9 +37,11 @@ class Verdict:
     Attributes:
         wrong: what differs, in words; empty if nothing does.
         idle: planned modules that the example did not run: nothing is proved of them.
+        draws: whether random numbers are among what differs: how they are drawn is for the user to change.
     """
 
     wrong: list[str] = field(default_factory=list)
+    draws: bool = False
     idle: list[str] = field(default_factory=list)
 
 
@@ -63,7 +65,9 @@ def compare_runs(
     worst = worst_gradient(dense.grads, each_gradient(record.model), narrow=dense.narrow)
     verdict.wrong += _unproved_modules(dense, record)
     shared = any(layout.shard is not None and layout.shard.has_shared for layout in record.layout.values())
-    verdict.wrong += _wrong_draws(dense.drawn, sharded.drawn, groups.size("tp") if shared else 0)
+    draws = _wrong_draws(dense.drawn, sharded.drawn, groups.size("tp") if shared else 0)
+    verdict.wrong += draws
+    verdict.draws = bool(draws)
     verdict.wrong += _wrong_buffers(dense, sharded, record, limit, groups)
     first = _first_difference(dense, sharded, record, groups, limit)
     if not error <= limit:

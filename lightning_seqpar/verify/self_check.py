@@ -142,8 +142,9 @@ def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups
     answers: list[Any] = [None] * groups.size("tp")
     # Of all replicas, since gradients are agreed on over dp too.
     _await_others(failure, groups[tuple(sorted(groups.topology.axes))])
-    dist.all_gather_object(answers, (verdict.wrong, failure), group=groups["tp"])
-    for wrong, raised in answers:
+    dist.all_gather_object(answers, (verdict.wrong, failure, verdict.draws), group=groups["tp"])
+    verdict.draws = any(draws for *_, draws in answers)
+    for wrong, raised, _ in answers:
         if raised is not None:
             verdict.wrong = [f"it does not run: {raised}" + _hint(raised)]
             return verdict

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import warnings
+from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import zoo
-from tests.helpers.fit import fit
+from tests.helpers.fit import fit, fit_kinds
 
-REFUSED = ("hard_coded", "head_list")
-KINDS = [kind for kind in (*zoo.BLOCKS, *zoo.MODELS) if kind not in REFUSED]
+KEPT_WHOLE = ("hard_coded", "head_list")
+KINDS = [kind for kind in (*zoo.BLOCKS, *zoo.MODELS) if kind not in KEPT_WHOLE]
 # On four ranks, one of each sort; the rest differ in what two ranks show as well.
 FOUR = [
     "parallel_residual", "sandwich", "gqa", "gqa_shared", "mqa", "head_norm", "full_norm", "fused_per_head", "fused_gqa", "einsum",
@@ -30,17 +33,6 @@ WHOLE = {"tp2": KINDS, "tp4": FOUR, "dp2-tp2": FOUR, "tp2-no-sp": KINDS}
 CHOSEN = SLICES | {f"{name}-others": [kind for kind in WHOLE[name] if kind not in SLICES[name]] for name in TOPOLOGIES}
 
 
-def fit_all(kinds: list[str], world: int, tp: int, sp: bool) -> dict[str, Trace | str]:
-    """Train every kind in this process, one after the other; an error is the same on all ranks."""
-    out: dict[str, Trace | str] = {}
-    for kind in kinds:
-        try:
-            out[kind] = fit("Zoo", {"kind": kind}, world=world, strategy={"tp": tp, "sp": sp}, steps=3)
-        except ValueError as error:
-            out[kind] = str(error)
-    return out
-
-
 @functools.cache
 def reference(kind: str) -> Trace:
     return fit("Zoo", {"kind": kind}, steps=3)
@@ -51,7 +43,7 @@ def trained(topology: str) -> dict[str, Trace | str]:
     """One start of the ranks for all kinds."""
     world, tp, sp = TOPOLOGIES[topology.removesuffix("-others")]
     kinds = CHOSEN[topology]
-    return run_distributed(fit_all, world, kinds, world, tp, sp, timeout=400.0)[0]
+    return run_distributed(fit_kinds, world, "Zoo", kinds, world, tp, sp, timeout=400.0)[0]
 
 
 CASES = [
@@ -68,19 +60,32 @@ def test_parity_with_one_process(topology, kind):
     compare(reference(kind), got).raise_if_failed()
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_dealt_out_is_refused_with_the_rule_to_write(kind):
-    told = run_distributed(fit_all, 2, [kind], 2, 2, True)
-    assert told[0] == told[1]
-    said = told[0][kind]
-    assert "inference stops at" in said
-    assert "net.h.0.attn." in said
-    assert "{pattern: 'net.h.*.attn', style: whole}" in said
+class Shown(Callback):
+    """Has warnings shown while the model is set up."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        warnings.simplefilter("always")
+
+
+def fit_and_warn(kind: str, tp: int) -> tuple[Trace, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        trace = fit("Zoo", {"kind": kind}, world=tp, strategy={"tp": tp}, steps=3, callbacks=[Shown()])
+    return trace, [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("kind", KEPT_WHOLE)
+def test_what_cannot_be_dealt_out_is_computed_whole_and_said(kind, tp):
+    (trace, told), *_ = run_distributed(fit_and_warn, tp, kind, tp)
+    compare(reference(kind), trace).raise_if_failed()
+    (said,) = [text for text in told if "every rank computes" in text]
+    assert "every rank computes net.h.*.attn whole, since no way to split it was found: net.h.*.attn: " in said
+    assert "with its columns cut for one rank" in said
 
 
 @pytest.mark.parametrize("sp", [True, False])
-@pytest.mark.parametrize("kind", REFUSED)
-def test_that_rule_beside_inference_is_enough(kind, sp):
+@pytest.mark.parametrize("kind", KEPT_WHOLE)
+def test_the_same_rule_written_beside_inference(kind, sp):
     rule = {"pattern": "net.h.*.attn", "style": "whole"}
     got = run_distributed(
         fit, 2, "Zoo", {"kind": kind}, world=2, strategy={"tp": 2, "sp": sp, "plan": {"rules": [rule]}}, steps=3

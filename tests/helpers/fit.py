@@ -44,7 +44,7 @@ def metered(module: L.LightningModule, strategy: SeqParallelStrategy, loader: An
 
 def _class_named(name: str) -> Any:
     """The class of a helper module; the last two, which import transformers and peft, are loaded only if they are needed."""
-    for place in ("models", "zoo", "families", "adapted"):
+    for place in ("models", "zoo", "families", "adapted", "third_party"):
         found = getattr(importlib.import_module(f"tests.helpers.{place}"), name, None)
         if found is not None:
             return found
@@ -86,3 +86,14 @@ def fit(
     loader = models.loader(global_batch // dp, length=length, count=global_batch * steps * accumulate)
     trainer.fit(module, loader)
     return recorder.trace
+
+
+def fit_kinds(model: str, kinds: list[str], world: int, tp: int, sp: bool) -> dict[str, Trace | str]:
+    """Train every kind of a model in this process, one after the other; an error is the same on all ranks."""
+    out: dict[str, Trace | str] = {}
+    for kind in kinds:
+        try:
+            out[kind] = fit(model, {"kind": kind}, world=world, strategy={"tp": tp, "sp": sp}, steps=3)
+        except ValueError as error:
+            out[kind] = str(error)
+    return out

@@ -854,9 +854,12 @@ class Zoo(L.LightningModule):
     def __init__(self, kind: str, optimizer: str = "adamw", seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.net = MODELS[kind]() if kind in MODELS else Decoder(kind)
+        self.net = self.build(kind)
         perturb(self)
         self.optimizer = optimizer
+
+    def build(self, kind: str) -> nn.Module:
+        return MODELS[kind]() if kind in MODELS else Decoder(kind)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (ids,) = batch

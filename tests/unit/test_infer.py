@@ -165,17 +165,19 @@ def test_reasons_name_what_they_are_about():
     assert any(reason.startswith("h.0.attn.slopes: without it") for reason in reasons)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tp", "says"),
-    [
-        ("hard_coded", 2, r"h\.0\.attn\.out: with its columns cut .* written into the forward as numbers"),
-        ("einsum", 3, r"its 16 in-features do not divide by tp=3"),
-    ],
-)
-def test_where_it_stops_it_names_the_module_and_the_rule(kind, tp, says):
-    with pytest.raises(CantInferError, match=says) as caught:
-        infer_plan(zoo.Decoder(kind), IDS, tp)
+def test_where_it_stops_it_names_the_module_and_the_rule():
+    with pytest.raises(CantInferError, match=r"its 16 in-features do not divide by tp=3") as caught:
+        infer_plan(zoo.Decoder("einsum"), IDS, 3)
     assert "{pattern: 'h.*.attn', style: whole}" in str(caught.value)
+
+
+def test_what_cannot_be_split_is_computed_whole_and_the_reason_says_why():
+    found = infer_plan(zoo.Decoder("hard_coded"), IDS, 2)
+    assert "{pattern: h.*.attn, style: whole}" in found.plan.to_yaml()
+    says = (
+        r"h\.\*\.attn: computed whole .* h\.0\.attn\.out: with its columns cut .* written into the forward as numbers"
+    )
+    assert any(re.match(says, reason) for reason in found.reasons)
 
 
 class Reentrant(peers.Mlp):

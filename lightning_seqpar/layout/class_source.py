@@ -1,0 +1,43 @@
+"""The source of a class, also where ``inspect`` can't give it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import sys
+
+
+def class_source(kind: type) -> str:
+    """The source of a class, as ``inspect.getsource`` gives it.
+
+    That asks every loaded module for its file, at which a module that is imported lazily may raise whatever it likes.
+
+    Raises:
+        OSError: if it can't be read.
+        TypeError: if the class has no source, being built in.
+    """
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        raise
+    except Exception:  # of a module that has nothing to do with the class
+        return _read(kind)
+
+
+def _read(kind: type) -> str:
+    """The source of a class out of its own module's file."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    lines = linecache.getlines(file) if isinstance(file, str) else []
+    tree = ast.parse("".join(lines))
+    node: ast.AST = tree
+    for name in kind.__qualname__.split("."):
+        if name == "<locals>":
+            continue
+        inner = [n for n in ast.walk(node) if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name]
+        if not inner:
+            raise OSError(f"no source of {kind.__qualname__}")
+        node = inner[0]
+    assert isinstance(node, ast.ClassDef)
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return "".join(inspect.getblock(lines[first - 1 :]))

@@ -1,0 +1,78 @@
+"""Kinds of code that libraries of models have: inferred, proved, trained, and equal to one process."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_seqpar.layout.class_source import class_source
+from lightning_seqpar.plan.sharding_plan import Family
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import Trace, compare
+from tests.helpers.fit import fit, fit_kinds
+from tests.helpers.third_party import KINDS
+
+# A batch norm's statistics are those of one replica's batch, as they are with any data parallelism.
+NOT_OVER_REPLICAS = ("conformer",)
+TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True), "tp2-no-sp": (2, 2, False)}
+# On four ranks one of each sort; `make parity` runs them all.
+ALWAYS = {
+    "tp2": KINDS,
+    "tp4": ["weight_of_qkv", "positioned_memory", "mix_ffn"],
+    "dp2-tp2": ["low_rank_linear", "windows", "described"],
+    "tp2-no-sp": [],
+}
+CASES = [
+    pytest.param(name, kind, marks=() if kind in ALWAYS[name] else pytest.mark.matrix, id=f"{name}-{kind}")
+    for name in TOPOLOGIES
+    for kind in KINDS
+    if not (name.startswith("dp") and kind in NOT_OVER_REPLICAS)
+]
+
+
+@functools.cache
+def reference(kind: str) -> Trace:
+    return fit("ThirdParty", {"kind": kind}, steps=3)
+
+
+@functools.cache
+def trained(topology: str, always: bool) -> dict[str, Trace | str]:
+    """One start of the ranks for all kinds that always run, or for all others."""
+    world, tp, sp = TOPOLOGIES[topology]
+    kinds = [kind for kind in KINDS if (kind in ALWAYS[topology]) == always]
+    kinds = [kind for kind in kinds if not (topology.startswith("dp") and kind in NOT_OVER_REPLICAS)]
+    return run_distributed(fit_kinds, world, "ThirdParty", kinds, world, tp, sp, timeout=400.0)[0]
+
+
+@pytest.mark.parametrize(("topology", "kind"), CASES)
+def test_parity_with_one_process(topology, kind):
+    got = trained(topology, kind in ALWAYS[topology])[kind]
+    assert isinstance(got, Trace), got
+    compare(reference(kind), got).raise_if_failed()
+
+
+# ---- modules that are imported lazily ----------------------------------------------------------------------------
+
+LAZY = """
+import sys, types
+import lightning.pytorch  # torch itself asks every module for its file while it is imported
+class Lazy(types.ModuleType):
+    def __getattr__(self, name):
+        raise ImportError(f"lazy import of {self.__name__} failed")
+sys.modules["some_optional_thing"] = Lazy("some_optional_thing")
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.layout.class_source import class_source
+from lightning_seqpar.plan.sharding_plan import Family
+SeqParallelStrategy(tp=2)
+print(class_source(Family), end="")
+"""
+
+
+def test_a_module_that_raises_when_it_is_asked_for_its_file_does_no_harm():
+    done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=False, cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == class_source(Family)

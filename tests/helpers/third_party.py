@@ -1,0 +1,403 @@
+"""Kinds of code that libraries of models have and textbooks have not, each as small as it gets; they join those of the zoo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops.layers.torch import Rearrange
+from torch import Tensor, nn
+
+from tests.helpers import zoo
+from tests.helpers.zoo import Attention, FeedForward, PreNorm
+
+
+def heads_of(x: Tensor, heads: int) -> Tensor:
+    """``[b, s, f]`` → ``[b, heads, s, f/heads]``."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention over heads, ``[b, s, f]`` again."""
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Projections(nn.Module):
+    """Queries, keys, values and the way out."""
+
+    def __init__(self, dim: int = 16, heads: int = 4, linear: Any = nn.Linear) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (linear(dim, dim) for _ in range(4))
+
+
+class InPlace(Projections):
+    """fairseq, ESM: queries are scaled in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)
+        q *= 0.5
+        return self.o(attend(*(heads_of(t, self.heads) for t in (q, self.k(x), self.v(x)))))
+
+
+class ConvModule(nn.Module):
+    """Conformer: a convolution over positions and a batch norm."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.norm, self.bn = nn.LayerNorm(dim), nn.BatchNorm1d(dim)
+        self.depthwise, self.pointwise = nn.Conv1d(dim, dim, 3, padding=1, groups=dim), nn.Conv1d(dim, dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pointwise(F.silu(self.bn(self.depthwise(self.norm(x).transpose(1, 2))))).transpose(1, 2)
+
+
+class Conformer(PreNorm):
+    def __init__(self) -> None:
+        super().__init__(16, Attention(16, 4), FeedForward(16, 32))
+        self.conv = ConvModule()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln1(x))
+        return (x + self.conv(x)) + self.mlp(self.ln2(x))
+
+
+class EinopsHeads(nn.Module):
+    """x-transformers: the number of heads is in layers of einops."""
+
+    def __init__(self, dim: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.split_q, self.split_k, self.split_v = (Rearrange("b n (h d) -> b h n d", h=heads) for _ in range(3))
+        self.merge = Rearrange("b h n d -> b n (h d)")
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split_q(self.q(x)), self.split_k(self.k(x)), self.split_v(self.v(x))
+        return self.o(self.merge(F.scaled_dot_product_attention(q, k, v)))
+
+
+class OwnLinear(nn.Linear):
+    """Falcon's: a subclass of ``nn.Linear`` that writes its product out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x @ self.weight.T
+        return out if self.bias is None else out + self.bias
+
+
+class OwnLinears(Projections):
+    def __init__(self) -> None:
+        super().__init__(linear=OwnLinear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v))))
+
+
+class WeightOfQKV(nn.Module):
+    """BEiT, EVA-02: the fused projection's weight is read, its module is never called."""
+
+    def __init__(self, dim: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim)
+        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
+        qkv = F.linear(x, self.qkv.weight, bias).reshape(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        return self.proj(attend(*qkv.unbind(0)))
+
+
+class LowRankLinear(nn.Module):
+    """torchtune's LoRA: the frozen weight is the module's own, beside two linears."""
+
+    def __init__(self, dim: int, out: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(out, dim)), nn.Parameter(torch.zeros(out))
+        nn.init.normal_(self.weight, std=0.1)
+        self.weight.requires_grad_(False)
+        self.lora_a, self.lora_b = nn.Linear(dim, 2, bias=False), nn.Linear(2, out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) + 0.5 * self.lora_b(self.lora_a(x))
+
+
+class MatrixLinear(nn.Module):
+    """litgpt's LoRA: a linear, and two matrices that are parameters."""
+
+    def __init__(self, dim: int, out: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, out)
+        self.lora_A, self.lora_B = nn.Parameter(0.1 * torch.randn(2, dim)), nn.Parameter(0.1 * torch.randn(out, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + (x @ self.lora_A.transpose(0, 1) @ self.lora_B.transpose(0, 1)) * 0.5
+
+
+class LowRankProjections(Projections):
+    """Attention whose queries and values have an adapter."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.q, self.v = linear(16, 16), linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v))))
+
+
+class Core(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.n_heads = heads
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, s, f = q.shape
+        q, k, v = (t.view(b, s, self.n_heads, f // self.n_heads).transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+class TwoCounts(Projections):
+    """The heads are counted by two modules, and by two numbers in one of them."""
+
+    def __init__(self, dim: int = 16, heads: int = 4) -> None:
+        super().__init__(dim, heads)
+        self.all_head_size, self.core = dim, Core(heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.core(self.q(x), self.k(x), self.v(x))
+        assert out.shape[2] == self.heads
+        return self.o(out.reshape(*x.shape[:2], self.all_head_size))
+
+
+class MixFFN(nn.Module):
+    """SegFormer, PVT: a depthwise convolution between the two linears."""
+
+    def __init__(self, dim: int = 16, hidden: int = 32) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.dw = nn.Conv1d(hidden, hidden, 3, padding=1, groups=hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.dw(self.fc1(x).transpose(1, 2)).transpose(1, 2)))
+
+
+class ReAttention(Projections):
+    """DeepViT: a matrix mixes the heads' maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.eye(4) + 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v))
+        maps = torch.einsum("bhij,hg->bgij", (q @ k.transpose(-2, -1)).softmax(-1), self.mix)
+        return self.o((maps @ v).transpose(1, 2).flatten(2))
+
+
+class ParallelScaling(nn.Module):
+    """timm's ParallelScalingBlock: several attentions and several MLPs side by side."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.attns = nn.ModuleList(nn.Sequential(nn.LayerNorm(dim), Attention(dim, 4), Scale(dim)) for _ in range(2))
+        self.ffns = nn.ModuleList(nn.Sequential(nn.LayerNorm(dim), FeedForward(dim, 32), Scale(dim)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.stack([attn(x) for attn in self.attns]).sum(dim=0)
+        return x + torch.stack([ffn(x) for ffn in self.ffns]).sum(dim=0)
+
+
+class Scale(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+# ---- more than one input -----------------------------------------------------------------------------------------
+
+
+class ReadsWidth(Projections):
+    """BART-like cross attention that reads the width of its input."""
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        b, t, c = x.size()
+
+        def split(y: Tensor) -> Tensor:
+            return y.view(b, -1, self.heads, c // self.heads).transpose(1, 2)
+
+        q, k, v = split(self.q(x)), split(self.k(memory)), split(self.v(memory))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, -1))
+
+
+class Positioned(Projections):
+    """DETR: positions are added to queries and keys, inside the attention, and not to values."""
+
+    def forward(self, x: Tensor, pos: Tensor) -> Tensor:
+        y = x + pos
+        return self.o(attend(*(heads_of(t, self.heads) for t in (self.q(y), self.k(y), self.v(x)))))
+
+
+class PositionedMemory(Projections):
+    """DETR's decoder: positions are added to the memory where keys read it."""
+
+    def forward(self, x: Tensor, memory: Tensor, pos: Tensor) -> Tensor:
+        return self.o(attend(*(heads_of(t, self.heads) for t in (self.q(x), self.k(memory + pos), self.v(memory)))))
+
+
+class Fed(nn.Module):
+    """A block whose attention is given more than the activation."""
+
+    def __init__(self, attention: nn.Module, dim: int = 16) -> None:
+        super().__init__()
+        self.ln1, self.attn, self.ln2, self.mlp = nn.LayerNorm(dim), attention, nn.LayerNorm(dim), FeedForward(dim, 32)
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        x = x + self.attn(self.ln1(x), *more)
+        return x + self.mlp(self.ln2(x))
+
+
+class WithInputs(nn.Module):
+    """Blocks that are given positions, a memory, or both."""
+
+    def __init__(self, attention: Any, given: str) -> None:
+        super().__init__()
+        self.given = given.split()
+        self.embed, self.pos = nn.Embedding(31, 16), nn.Parameter(torch.zeros(1, 16, 16))
+        self.memory = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Fed(attention()) for _ in range(2))
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        memory = self.memory(x.flip(1)[:, :7])
+        have = {"pos": self.pos[:, : x.shape[1]], "memory": memory, "memory_pos": self.pos[:, 1:8]}
+        for block in self.blocks:
+            x = block(x, *(have[name] for name in self.given))
+        return self.out(self.norm(x))
+
+
+# ---- positions in two dims ---------------------------------------------------------------------------------------
+
+
+class Windows(Projections):
+    """Attention inside windows of two by two, over ``[b, h, w, c]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, h, w, c = x.shape
+        windows = x.view(b, h // 2, 2, w // 2, 2, c).transpose(2, 3).reshape(-1, 4, c)
+        out = self.o(attend(*(heads_of(linear(windows), self.heads) for linear in (self.q, self.k, self.v))))
+        return out.view(b, h // 2, w // 2, 2, 2, c).transpose(2, 3).reshape(b, h, w, c)
+
+
+class ShiftedWindows(PreNorm):
+    """Swin: every second block rolls the image by half a window."""
+
+    def __init__(self, shift: int, dim: int = 16) -> None:
+        super().__init__(dim, Windows(dim), FeedForward(dim, 32))
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.roll(self.ln1(x), (-self.shift, -self.shift), (1, 2))
+        x = x + torch.roll(self.attn(y), (self.shift, self.shift), (1, 2))
+        return x + self.mlp(self.ln2(x))
+
+
+class ChannelsFirst(nn.Module):
+    """ConvNeXt: linears over channels that stand first between the blocks."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(dim, dim, 3, padding=1, groups=dim), nn.LayerNorm(dim)
+        self.pwconv1, self.pwconv2 = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x).permute(0, 2, 3, 1))
+        return x + self.pwconv2(F.gelu(self.pwconv1(y))).permute(0, 3, 1, 2)
+
+
+class Image(nn.Module):
+    """An image of four by four, blocks over it, and one vector for all of it."""
+
+    def __init__(self, make: Any, first: bool = False) -> None:
+        super().__init__()
+        self.first = first
+        self.embed = nn.Embedding(31, 16)
+        self.stages = nn.ModuleList(nn.ModuleList(make(at) for at in range(2)) for _ in range(2))
+        self.merge, self.norm, self.out = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.pad(self.embed(ids), (0, 0, 0, 16 - ids.shape[1])).unflatten(1, (4, 4))
+        for stage in self.stages:
+            x = self.merge(x)
+            x = x.permute(0, 3, 1, 2) if self.first else x
+            for block in stage:
+                x = block(x)
+            x = x.permute(0, 2, 3, 1) if self.first else x
+        return self.out(self.norm(x).flatten(1, 2).mean(1))[:, None].expand(-1, ids.shape[1], -1)
+
+
+# ---- a shipped plan for a part -----------------------------------------------------------------------------------
+
+
+class Described(nn.Module):
+    """LLaVA-like: torch's encoder, which has a shipped plan, feeds blocks that have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 16)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.tower = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.blocks = nn.ModuleList(PreNorm(16, Attention(16, 4), FeedForward(16, 32)) for _ in range(2))
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.tower(self.embed(ids.flip(1)))
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.norm(x))
+
+
+zoo.EXTRA |= {
+    "in_place": lambda: PreNorm(16, InPlace(), FeedForward(16, 32)),
+    "conformer": Conformer,
+    "einops_heads": lambda: PreNorm(16, EinopsHeads(), FeedForward(16, 32)),
+    "own_linears": lambda: PreNorm(16, OwnLinears(), FeedForward(16, 32)),
+    "weight_of_qkv": lambda: PreNorm(16, WeightOfQKV(), FeedForward(16, 32)),
+    "low_rank_linear": lambda: PreNorm(16, LowRankProjections(LowRankLinear), FeedForward(16, 32)),
+    "matrix_linear": lambda: PreNorm(16, LowRankProjections(MatrixLinear), FeedForward(16, 32)),
+    "two_counts": lambda: PreNorm(16, TwoCounts(), FeedForward(16, 32)),
+    "mix_ffn": lambda: PreNorm(16, Attention(16, 4), MixFFN()),
+    "re_attention": lambda: PreNorm(16, ReAttention(), FeedForward(16, 32)),
+    "parallel_scaling": ParallelScaling,
+}
+MODELS: dict[str, Any] = {
+    "reads_width": lambda: WithInputs(ReadsWidth, "memory"),
+    "positioned": lambda: WithInputs(Positioned, "pos"),
+    "positioned_memory": lambda: WithInputs(PositionedMemory, "memory memory_pos"),
+    "windows": lambda: Image(lambda at: ShiftedWindows(at % 2)),
+    "channels_first": lambda: Image(lambda at: ChannelsFirst(), first=True),
+    "described": Described,
+}
+
+
+def build(kind: str) -> nn.Module:
+    """A model of one of these kinds."""
+    return MODELS[kind]() if kind in MODELS else zoo.Decoder(kind)
+
+
+class ThirdParty(zoo.Zoo):
+    """A model of one of these kinds with a next-token loss."""
+
+    def build(self, kind: str) -> nn.Module:
+        return build(kind)
+
+
+KINDS = [
+    "in_place", "conformer", "einops_heads", "own_linears", "weight_of_qkv", "low_rank_linear", "matrix_linear", "two_counts",
+    "mix_ffn", "re_attention", "parallel_scaling", "reads_width", "positioned", "positioned_memory", "windows",
+    "channels_first", "described",
+]  # fmt: skip

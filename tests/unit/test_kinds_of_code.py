@@ -1,0 +1,201 @@
+"""What inference writes for kinds of code that libraries have, and which modules count as linears. No process is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_seqpar import ShardingPlan
+from lightning_seqpar.inference.dataflow import CantInferError
+from lightning_seqpar.inference.infer import infer_plan
+from lightning_seqpar.layout.attribute_override import read_attribute, write_attribute
+from lightning_seqpar.layout.linear_kind import linear_kind
+from lightning_seqpar.plan.choice import linears_beside, resolve_plans
+from tests.helpers import third_party, zoo
+from tests.helpers.third_party import KINDS
+
+IDS = torch.arange(40).view(4, 10) % 31
+SAYS = {
+    "in_place": ["{pattern: h.*.attn.q, style: column, units: heads}"],
+    "conformer": ["{pattern: h.*, style: blocks, sp: false}", "{pattern: h.*.attn.wo, style: row, units: num_heads}"],
+    "einops_heads": [f"{{pattern: h.*.attn.split_{x}, style: set, divide: [_axes_lengths.h]}}" for x in "qkv"],
+    "own_linears": ["{pattern: h.*.attn.o, style: row, units: heads}"],
+    "weight_of_qkv": [
+        "{pattern: h.*.attn.qkv, style: column, segments: 3, units: heads}",
+        "{pattern: h.*.attn.q_bias, style: local_heads}",
+        "{pattern: h.*.attn.v_bias, style: local_heads}",
+    ],
+    "low_rank_linear": [
+        "{pattern: h.*.attn.q.weight, style: local_heads}",
+        "{pattern: h.*.attn.q.bias, style: local_heads}",
+        "{pattern: h.*.attn.q.lora_b, style: column, units: heads}",
+    ],
+    "matrix_linear": [
+        "{pattern: h.*.attn.v.linear, style: column, units: heads}",
+        "{pattern: h.*.attn.v.lora_B, style: local_heads}",
+    ],
+    "two_counts": [
+        "{pattern: h.*.attn, style: set, divide: [heads, all_head_size]}",
+        "{pattern: h.*.attn.core, style: set, divide: [n_heads]}",
+    ],
+    "mix_ffn": [
+        "{pattern: h.*.mlp.dw, style: set, divide: [groups]}",
+        "{pattern: h.*.mlp.dw.weight, style: local_heads}",
+        "{pattern: h.*.mlp.dw.bias, style: local_heads}",
+    ],
+    "re_attention": ["{pattern: h.*.attn, style: whole}", "{pattern: h.*.mlp.fc1, style: column}"],
+    "parallel_scaling": ["{pattern: h.*.attns.*.1, style: gather}", "{pattern: h.*.ffns.*.1.fc2, style: row}"],
+    "reads_width": [
+        "{pattern: blocks.*.attn, style: gather, local_width: true}",
+        "{pattern: blocks.*.attn, style: copy, args: [1]}",
+    ],
+    "positioned": ["{pattern: blocks.*.attn, style: gather}", "{pattern: blocks.*.attn, style: copy, args: [1]}"],
+    "positioned_memory": ["{pattern: blocks.*.attn, style: copy, args: [1, 2]}"],
+    "windows": [f"{{pattern: stages.{at}.*, style: blocks, sp: false}}" for at in range(2)],
+    "channels_first": [f"{{pattern: stages.{at}.*.pwconv2, style: row}}" for at in range(2)],
+    "described": ["{pattern: blocks.*.attn.wo, style: row, units: num_heads}"],
+}  # fmt: skip
+
+
+def build(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return third_party.build(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rules_that_are_found(kind):
+    text = infer_plan(build(kind), IDS, 2).plan.to_yaml()
+    for rule in SAYS[kind]:
+        assert f"- {rule}\n" in text
+    assert ("style: whole" in text) == (kind == "re_attention")
+
+
+# ---- linears -----------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.01 * super().forward(x)
+
+
+class Rounded(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, (self.weight * 32).round() / 32, self.bias)
+
+
+class Casting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class NoisyInTraining(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out + torch.randn_like(out) if self.training else out
+
+
+class Masked(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("mask", torch.ones(sizes[::-1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * self.mask, self.bias)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Rounded, Casting, NoisyInTraining, Masked])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_computes_something_else_is_no_linear(kind, training):
+    module = kind(8, 6).train(training)
+    state = torch.get_rng_state()
+    assert linear_kind(module) is None
+    assert module.training == training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, third_party.OwnLinear, zoo.Conv1D])
+def test_what_computes_a_product_is_a_linear(kind):
+    module = kind(8, 6)
+    calls: list[Any] = []
+    module.register_forward_hook(lambda *args: calls.append(args))
+    assert linear_kind(module) == ("in_out" if kind is zoo.Conv1D else "out_in")
+    assert calls == []  # hooks are the user's
+
+
+# ---- attributes --------------------------------------------------------------------------------------------------
+
+
+def test_numbers_in_a_dict_or_in_pairs_are_read_and_replaced_by_name():
+    class Holder:
+        def __init__(self) -> None:
+            self.sizes: Any = {"h": 4, "values": 2}
+            self.pairs: Any = (("h", 4), ("w", 3))
+
+    first, other = Holder(), Holder()
+    for path in ("sizes.h", "sizes.values", "pairs.h"):
+        write_attribute(first, path, read_attribute(first, path) // 2)
+    assert (first.sizes, first.pairs) == ({"h": 2, "values": 1}, (("h", 2), ("w", 3)))
+    assert (other.sizes, other.pairs) == ({"h": 4, "values": 2}, (("h", 4), ("w", 3)))
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------
+
+
+class Breaks(zoo.PreNorm):
+    """Raises an error of its own where its attention makes less than the whole width."""
+
+    class Odd(zoo.Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.wq(x)
+            if q.shape[-1] != 16:
+                raise LookupError("no such width")
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__(16, self.Odd(16, 4), zoo.FeedForward(16, 32))
+
+
+def test_an_error_of_the_models_own_code_is_told_as_a_reason(monkeypatch):
+    monkeypatch.setitem(zoo.EXTRA, "breaks", Breaks)
+    found = infer_plan(build("breaks"), IDS, 2)
+    assert "{pattern: h.*.attn, style: whole}" in found.plan.to_yaml()
+    assert any("h.0.attn.wo" in reason and "LookupError: no such width" in reason for reason in found.reasons)
+
+
+def test_what_raises_while_it_is_recorded_is_told_with_the_line():
+    class Raises(zoo.Decoder):
+        def forward(self, ids: Tensor) -> Tensor:
+            raise ArithmeticError("never works")
+
+    with pytest.raises(
+        CantInferError, match=r"Raises: recording .* ArithmeticError: never works \(test_kinds_of_code.py, line"
+    ):
+        infer_plan(Raises("einsum"), IDS, 2)
+
+
+# ---- beside a shipped plan ---------------------------------------------------------------------------------------
+
+
+def test_the_rest_is_inferred_behind_a_shipped_plan():
+    model = build("described")
+    asked = []
+
+    def infer(beside: Any) -> ShardingPlan:
+        asked.append([plan.prefix for plan in beside])
+        return infer_plan(model, IDS, 2, beside=beside).plan
+
+    shipped, inferred = resolve_plans("auto", model, infer_rest=infer)
+    assert asked == [["tower"]]
+    assert (shipped.source, shipped.prefix) == ("family torch_encoder_batch_first", "tower")
+    assert "blocks.*.attn.wo" in inferred.to_yaml()
+    assert "tower" not in inferred.to_yaml()
+
+
+def test_nothing_is_inferred_where_a_shipped_plan_covers_all():
+    from tests.helpers import models
+
+    assert linears_beside(models.GPT(), resolve_plans("auto", models.GPT())) == []
