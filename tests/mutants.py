@@ -1739,7 +1739,7 @@ MUTANTS = [
     Mutant(
         "a block that reads the length of its shard not seen",
         "_plan_stack",
-        "    whole = dim is None or any(plan.reads_length for plan in known.values())\n",
+        "    whole = dim is None or any(plan.reads_length for plan in known)\n",
         "    whole = dim is None\n",
         "tests/test_products.py",
     ),
@@ -2100,6 +2100,13 @@ MUTANTS = [
         "tests/test_kinds_of_code.py -k linear",
     ),
     Mutant(
+        "a linear whose noise may grow taken for a linear",
+        "linear_kind",
+        "if isinstance(module, nn.Linear) and _reads_more(module):",
+        "if False:",
+        "tests/test_kinds_of_code.py -k linear",
+    ),
+    Mutant(
         "a linear is probed as it stands, not in training",
         "linear_kind:_try",
         "for training in (True, False)",
@@ -2189,6 +2196,13 @@ MUTANTS = [
         "infer_rest(search.plans) if infer_rest and linears_beside(model, search.plans) else None",
         "None",
         "tests/test_kinds_of_code.py -k shipped",
+    ),
+    Mutant(
+        "behind a shipped plan something is sharded that nothing proves",
+        "Prover._infer_rest",
+        "        if not self._config.self_check:\n",
+        "        if False:\n",
+        "tests/test_third_party.py -k without_a_proof",
     ),
     Mutant(
         "what is computed whole is not said",

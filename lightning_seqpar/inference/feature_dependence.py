@@ -107,9 +107,7 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
 def mixes_positions(block: Block, row: str) -> bool:
     """Whether the row's input at one position depends on its columns' outputs at others, as in attention and not in an MLP."""
     if not all(block.flow.linears[column].is_called for column in block.flow.columns[row]):
-        return (
-            True  # their outputs can't be told apart by position; attention is what calls projections by their weights
-        )
+        return True  # a weight's gradient does not tell positions apart; it is attention that calls projections so
     try:
         probe = _Probe(block, row, block.flow.columns[row], 1, ())
     except CantInferError:
@@ -190,10 +188,10 @@ class _Probe:
                 owner, _, leaf = block.flow.linears[name].parameter.rpartition(".")
                 held = block.modules[owner]._parameters
                 stack.callback(held.__setitem__, leaf, held[leaf])
-                held[leaf] = nn.Parameter(
-                    block.model.get_parameter(f"{owner}.{leaf}").detach().clone()
-                )  # a frozen one, too
-                self.made[name].append(block.model.get_parameter(f"{owner}.{leaf}"))
+                weight = held[leaf]
+                assert weight is not None
+                held[leaf] = stand_in = nn.Parameter(weight.detach().clone())  # a frozen weight has no gradient
+                self.made[name].append(stand_in)
             for name in [column for column in columns if column not in self._past]:
 
                 def cut(module: nn.Module, args: Any, out: Tensor, name: str = name) -> Tensor:

@@ -100,7 +100,7 @@ def infer_plan(
         except Exception as error:
             if "use_reentrant" not in str(error):
                 raise CantInferError(
-                    f"{type(model).__name__}: recording its forward was tried, and it raised {describe_failure(error)}"
+                    f"{type(model).__name__}: a copy of it was run to see what it computes, which raised {describe_failure(error)}"
                 ) from error
             raise CantInferError(
                 f"{type(model).__name__}: its forward runs blocks under reentrant checkpointing, through which no plan can be "
@@ -226,33 +226,13 @@ def _plan_stack(
     _refuse_unknown_linears(trace, calls, user_rules)
     flows = read_blocks(trace, calls, model, mixes, sums=sums)
     names = _all_names(model, [flow.name for flow in flows])
-    wholes: dict[str, CantInferError] = {}  # by name inside a block: what can't be split, and why
-
-    def covers(*asked: str) -> bool:
-        parts = [f"{name}.{inner}" for name in names for inner in wholes]
-        return user_rules.covers(*asked) or any(inside(one, part) for one in asked for part in parts)
-
-    while True:
-        known: dict[Any, BlockPlan] = {}
-        plans: dict[str, BlockPlan] = {}
-        dims = {}
-        try:
-            for flow in flows:
-                key = _likeness(flow, model)
-                if key not in known:
-                    known[key] = BlockPlanner(trace, model, flow, tp, covers, names, sums=sums).make()
-                    dims[flow.name] = Block(model, flow).sequence_dim()
-                plans.update(dict.fromkeys(_all_names(model, [flow.name]), known[key]))
-            break
-        except CantInferError as error:
-            inner = error.whole[len(flow.name) + 1 :]
-            if not inner or inner in wholes or isinstance(error, UserDecidesError):
-                raise
-            wholes[inner] = error
-    _refuse_unfit_stack(flows[0].name, known.values(), dims, wholes.values())
+    planned = _plan_blocks(trace, model, flows, names, tp, user_rules, sums=sums)
+    known, plans, wholes = planned.kinds, planned.of_block, planned.wholes
+    dims = {flow.name: Block(model, flow).sequence_dim() for flow in planned.examples}
+    _refuse_unfit_stack(flows[0].name, known, dims, wholes.values())
     blocks = pattern_of(names)
     dim = next(iter(dims.values()))
-    whole = dim is None or any(plan.reads_length for plan in known.values())
+    whole = dim is None or any(plan.reads_length for plan in known)
     where = {"style": "blocks", **({} if dim is None else {"dim": dim}), **({"sp": False} if whole else {})}
     out: list[dict[str, Any]] = [{"pattern": blocks, **where}]
     args = {name: flow.arg for flow in flows if flow.arg != 0 for name in _all_names(model, [flow.name])}
@@ -264,11 +244,70 @@ def _plan_stack(
     kinds = "" if len(known) == 1 else f" of {len(known)} kinds"
     at = f"sequence at dim {dim}" if dim is not None else f"{_positions(trace, flows[0])}: no sequence parallelism here"
     reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, {at}"]
-    for plan in known.values():
+    for plan in known:
         reasons += plan.reasons
     reasons += [f"{blocks}.{part}: computed whole on every rank: {error.why}" for part, error in wholes.items()]
-    sharded = dict.fromkeys(part for plan in known.values() for part in plan.parts)
+    sharded = dict.fromkeys(part for plan in known for part in plan.parts)
     return out, reasons, _whole_rules(trace, flows, blocks, sharded)
+
+
+@dataclass
+class _PlannedBlocks:
+    """The plans of the blocks of one stack.
+
+    Attributes:
+        kinds: the plan of each kind of block.
+        examples: the data flow of a block of each kind.
+        of_block: the plan of each block, by all its names.
+        wholes: the parts that can't be split, by their name inside a block, each with the reason.
+    """
+
+    kinds: list[BlockPlan]
+    examples: list[BlockFlow]
+    of_block: dict[str, BlockPlan]
+    wholes: dict[str, CantInferError]
+
+
+def _plan_blocks(
+    trace: ForwardTrace,
+    model: nn.Module,
+    flows: Sequence[BlockFlow],
+    names: Sequence[str],
+    tp: int,
+    user_rules: _UserRules,
+    *,
+    sums: bool,
+) -> _PlannedBlocks:
+    """Plan each kind of block; what can't be split is left whole in all of them, and the rest is planned again.
+
+    Raises:
+        CantInferError: if a row can't be planned and no part around it could be whole, or the user should decide.
+    """
+    wholes: dict[str, CantInferError] = {}
+
+    def covers(*asked: str) -> bool:
+        parts = [f"{name}.{inner}" for name in names for inner in wholes]
+        return user_rules.covers(*asked) or any(inside(one, part) for one in asked for part in parts)
+
+    while True:
+        plans: dict[Any, BlockPlan] = {}
+        of_block: dict[str, BlockPlan] = {}
+        examples: list[BlockFlow] = []
+        for flow in flows:
+            key = _likeness(flow, model)
+            if key not in plans:
+                try:
+                    plans[key] = BlockPlanner(trace, model, flow, tp, covers, names, sums=sums).make()
+                except CantInferError as error:
+                    part = error.whole[len(flow.name) + 1 :]
+                    if not part or part in wholes or isinstance(error, UserDecidesError):
+                        raise
+                    wholes = {one: why for one, why in wholes.items() if not inside(one, part)} | {part: error}
+                    break
+                examples.append(flow)
+            of_block.update(dict.fromkeys(_all_names(model, [flow.name]), plans[key]))
+        else:
+            return _PlannedBlocks([*plans.values()], examples, of_block, wholes)
 
 
 def _positions(trace: ForwardTrace, flow: BlockFlow) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Literal, TypeGuard
 
 import torch
@@ -19,7 +20,8 @@ def linear_kind(module: nn.Module | None) -> LinearKind | None:
 
     torch's own ``nn.Linear`` is known. A module of any other class with a matrix ``weight`` (Conv1D, a subclass of
     ``nn.Linear``) is run on random numbers and compared with ``F.linear``: quantised linears compute something else, and one
-    that casts its weight to its input's type is none either.
+    that casts its weight to its input's type is none either. Nor is a subclass whose forward reads anything beside its weight and
+    bias: what it computes may change while training (a noise that grows, a mode), and a parallel layer would not.
     """
     if module is None:
         return None
@@ -35,6 +37,8 @@ def linear_kind(module: nn.Module | None) -> LinearKind | None:
         return None
     if isinstance(module, nn.Embedding) or type(module).__module__.startswith("lightning_seqpar."):
         return None
+    if isinstance(module, nn.Linear) and _reads_more(module):
+        return None
     if type(weight) not in (nn.Parameter, Tensor, FakeTensor):
         return None  # a tensor that computes in its own way, such as a quantised one
     if weight.is_meta or isinstance(weight, FakeTensor):  # it has no values, so a copy with random ones is tried
@@ -45,6 +49,20 @@ def linear_kind(module: nn.Module | None) -> LinearKind | None:
             )
             return _try(module, numbers["weight"], numbers.get("bias"))
     return _try(module, weight, bias)
+
+
+def _reads_more(module: nn.Linear) -> bool:
+    """Whether the forward of a subclass reads attributes, closures or globals that may change what it computes."""
+    forward = type(module).forward
+    if forward is nn.Linear.forward:
+        return False
+    code, space = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    if code is None or set(code.co_freevars) - {"__class__"}:
+        return True
+    own = {name for kind in type(module).__mro__[: type(module).__mro__.index(nn.Linear)] for name in vars(kind)}
+    held = {*vars(module), *own, "training", "__dict__"} - {"in_features", "out_features", "forward"}
+    fixed = types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type
+    return any(name in held or (name in space and not isinstance(space[name], fixed)) for name in code.co_names)
 
 
 def _try(module: nn.Module, weight: Tensor, bias: Tensor | None) -> LinearKind | None:

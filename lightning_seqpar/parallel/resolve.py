@@ -96,23 +96,16 @@ class ResolvedPlan(PlannedModel):
         gathered = [*self.named("gather"), *sorted(replaced)]
         for name, module in self.modules.items():
             whole = any(inside(name, other) for other in self.named("whole"))
-            if (
-                is_depthwise(module)
-                and f"{name}.weight" in self.named("local_heads")
-                and self._is_inside(name, gathered)
-            ):
+            inner = any(inside(name, g) for g in gathered)
+            if inner and is_depthwise(module) and f"{name}.weight" in self.named("local_heads"):
                 continue  # of whole sequences it has channels of its own
             if isinstance(module, _NOT_POINTWISE) and self.sp_at(name) and not whole:
                 raise ValueError(
                     f"{name}: a {type(module).__name__} mixes positions (or needs whole features), and here each rank has a "
-                    f"part of them{' (inside a gather it sees local features)' if any(inside(name, g) for g in gathered) else ''};"
+                    f"part of them{' (inside a gather it sees local features)' if inner else ''};"
                     f" compute the module around it whole, {{pattern: {name.rpartition('.')[0] or name}, style: whole}}, leave "
                     "those blocks out of the plan, or set sp=False if it lies outside every gather"
                 )
-
-    @staticmethod
-    def _is_inside(name: str, others: Sequence[str]) -> bool:
-        return any(inside(name, other) for other in others)
 
     def _check_ties(self) -> None:
         names: dict[int, list[str]] = defaultdict(list)

@@ -151,7 +151,8 @@ class Prover:
         with self._phases.phase("finding a plan"):
 
             def infer_rest(beside: Sequence[ShardingPlan]) -> ShardingPlan | None:
-                return self._infer_rest(beside) if remembered is None else cached
+                self._beside = beside
+                return self._infer_rest() if remembered is None else cached
 
             out.plans = resolve_plans(self._config.plan, self._module, lambda: cached or self._infer(), infer_rest)
         for plan in out.plans:
@@ -302,23 +303,24 @@ class Prover:
             release(copied)
         return None
 
-    def _infer_rest(self, beside: Sequence[ShardingPlan], *, sums: bool = True) -> ShardingPlan | None:
-        """Infer a plan for what shipped plans leave whole, or None if it stays so; collective over the world."""
-        self._beside = beside
+    def _infer_rest(self) -> ShardingPlan | None:
+        """Infer a plan for what the shipped plans leave whole, or None if it stays so; collective over the world."""
+        if not self._config.self_check:
+            self._rest = "with self_check=False nothing would prove a plan there"
+            return None
         if self._example().example is None:
-            self._rest = "whole outside the shipped plan: to infer one there, an example input is needed"
+            self._rest = "to infer a plan there, an example input is needed"
             return None
         try:
-            return self._infer(beside, sums=sums)
+            return self._infer()
         except ValueError as error:
-            self._rest = f"whole outside the shipped plan: {error}"
+            self._rest = str(error)
             return None
 
-    def _infer(self, beside: Sequence[ShardingPlan] = (), *, sums: bool = True) -> ShardingPlan:
-        """Infer a plan on the first rank; collective over the world.
+    def _infer(self, *, sums: bool = True) -> ShardingPlan:
+        """Infer a plan on the first rank, for what no shipped plan covers; collective over the world.
 
         Args:
-            beside: plans for other parts of the model, which are left out.
             sums: whether a module that deals its tokens out to experts may be reduced where it returns.
 
         Raises:
@@ -342,7 +344,7 @@ class Prover:
                 example,
                 self._tp,
                 own,
-                beside=beside,
+                beside=self._beside,
                 sums=sums,
                 dtype=dtype,
                 prepare=lambda copied: attach_view(copied, self._trainer),
@@ -351,7 +353,7 @@ class Prover:
         try:
             inferred: Inference = self._from_first_rank(work)
         except CantInferError as error:
-            if beside:
+            if self._beside:
                 raise
             raise ValueError(
                 f"plan='auto': no shipped plan fits {name}, and inference stops at\n  {error}\nWrite the rules for it (the "
@@ -412,12 +414,12 @@ class Prover:
 
     def _infer_without_sums(self) -> list[ShardingPlan]:
         """The inferred plan in which each expert is reduced by itself, with whole sequences between the blocks."""
-        return [self._infer(self._beside, sums=False).without_sp()]
+        return [self._infer(sums=False).without_sp()]
 
     def _tell_what_is_whole(self, out: Proved) -> None:
         """Warn where an inferred plan shards less than was asked for, and say why."""
         if self._beside and not any(plan.source == "inferred" for plan in out.plans):
-            out.lines.append(self._rest or f"whole outside the shipped plan: {self._why_wide}")
+            out.lines.append(f"whole outside the shipped plan: {self._rest or self._why([])}")
         rules = [rule for plan in out.plans if plan.source == "inferred" for rule in plan.rules]
         parts = [rule.pattern for rule in rules if rule.style == "whole"]
         blocks = [rule for rule in rules if isinstance(rule, BlocksRule)]

@@ -6,8 +6,10 @@ import functools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar.layout.class_source import class_source
 from lightning_seqpar.plan.sharding_plan import Family
@@ -53,6 +55,30 @@ def test_parity_with_one_process(topology, kind):
     got = trained(topology, kind in ALWAYS[topology])[kind]
     assert isinstance(got, Trace), got
     compare(reference(kind), got).raise_if_failed()
+
+
+class Widths(Callback):
+    """In-features of the row of the blocks that no shipped plan covers, on this rank."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen = {block.attn.wo.in_features for block in pl_module.net.blocks}
+
+
+def fit_described(self_check: bool) -> tuple[Trace, set[int]]:
+    widths = Widths()
+    strategy = {"tp": 2, "self_check": self_check}
+    trace = fit("ThirdParty", {"kind": "described"}, world=2, strategy=strategy, steps=3, callbacks=[widths])
+    return trace, widths.seen
+
+
+@pytest.mark.parametrize(("self_check", "width"), [(True, 8), (False, 16)])
+def test_behind_a_shipped_plan_nothing_is_sharded_without_a_proof(self_check, width):
+    for trace, seen in run_distributed(fit_described, 2, self_check):
+        compare(reference("described"), trace).raise_if_failed()
+        assert seen == {width}
 
 
 # ---- modules that are imported lazily ----------------------------------------------------------------------------

@@ -107,7 +107,35 @@ class Masked(nn.Linear):
         return F.linear(x, self.weight * self.mask, self.bias)
 
 
-@pytest.mark.parametrize("kind", [Scaled, Rounded, Casting, NoisyInTraining, Masked])
+class Growing(nn.Linear):
+    """Its noise is zero until a schedule raises it."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.noise = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.noise * torch.randn(())
+
+
+class GrowingByClass(nn.Linear):
+    noise = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.noise
+
+
+SETTINGS = {"noise": 0.0}
+
+
+class GrowingByGlobal(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + SETTINGS["noise"]
+
+
+@pytest.mark.parametrize(
+    "kind", [Scaled, Rounded, Casting, NoisyInTraining, Masked, Growing, GrowingByClass, GrowingByGlobal]
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_what_computes_something_else_is_no_linear(kind, training):
     module = kind(8, 6).train(training)
@@ -172,7 +200,8 @@ def test_what_raises_while_it_is_recorded_is_told_with_the_line():
             raise ArithmeticError("never works")
 
     with pytest.raises(
-        CantInferError, match=r"Raises: recording .* ArithmeticError: never works \(test_kinds_of_code.py, line"
+        CantInferError,
+        match=r"Raises: a copy of it was run .* ArithmeticError: never works \(test_kinds_of_code.py, line",
     ):
         infer_plan(Raises("einsum"), IDS, 2)
 
