@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.phases import Phases
-from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.dataflow import CantInferError
-from lightning_seqpar.inference.examples import Example, find_examples
+from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import Inference, infer_plan
-from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, release
-from lightning_seqpar.inference.reduction import Reduction
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.choice import resolve_plans
@@ -28,8 +25,9 @@ from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
 from lightning_seqpar.plan.vocabulary import SOURCE, not_proved, with_vocabulary, without_vocabulary
 from lightning_seqpar.styles.blocks import BlocksRule
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.example_search import ExampleSearch, FoundExample
 from lightning_seqpar.verify.proof_cache import Fingerprint, fingerprint, read_proof, write_proof
-from lightning_seqpar.verify.self_check import SelfCheckError, has_room, self_check
+from lightning_seqpar.verify.self_check import SelfCheckError, self_check
 
 _WAYS_OUT = (
     "set example_input_array on the module (a tensor, tuple or dict that its forward takes), or self_check=False to train "
@@ -39,32 +37,6 @@ _WAYS_OUT = (
 
 _MOST_PARTS = 4
 """Parts of the blocks that are tried whole, one after the other, where a plan that was found is wrong."""
-
-
-class _ExampleSearch(NamedTuple):
-    """The outcome of looking for an input that the model runs on.
-
-    Attributes:
-        example: the first input that works, on the CPU; None if none does.
-        dtype: in which the model's copy runs it; None keeps the model's own types.
-        failures: for each input that was tried before, why it does not work.
-    """
-
-    example: Example | None
-    dtype: torch.dtype | None
-    failures: list[str]
-
-
-class _Failure(NamedTuple):
-    """Why an input does not work.
-
-    Attributes:
-        text: for the user.
-        at_any_size: whether no larger or smaller copy would help.
-    """
-
-    text: str
-    at_any_size: bool
 
 
 @dataclass
@@ -108,11 +80,8 @@ class Prover:
         self._module, self._trainer, self._config, self._groups, self._device = module, trainer, config, groups, device
         self._world = groups[tuple(sorted(groups.topology.axes))]
         self._tp = groups.size("tp")
-        self._search: _ExampleSearch | None = None
-        self._is_shared = False  # whether every rank has the first rank's search
-        self._offered = find_examples(module, trainer)
-        self._found: list[Example] = []
-        self._failed: Exception | None = None  # what ended the offers
+        self._search = ExampleSearch(module, trainer, self._tp, device)
+        self._found: FoundExample | None = None  # what the first rank's search found, once every rank has it
         self._reasons: list[str] = []
         self._vocabulary: list[str] = []  # lines on what of it is sharded
         self._whole = ""  # why it stays whole after all
@@ -225,7 +194,7 @@ class Prover:
         topology = self._groups.topology
         sizes = {axis: topology.get_dim(axis) for axis in topology.axes}
         try:
-            first = next(self._candidates(), None)
+            first = next(self._search.candidates(), None)
         except Exception:  # a loader that can't be read: the search says so, if no other example works
             first = None
         try:
@@ -233,75 +202,12 @@ class Prover:
         except Exception as error:  # of a property or a method of the user's; it is no reason not to train
             return Fingerprint(None, f"reading the model raised {describe_failure(error)}")
 
-    def _candidates(self) -> Iterator[Example]:
-        """The inputs that the module and the trainer offer; each is made once, however often they are asked for."""
-        yield from self._found
-        try:
-            for candidate in self._offered:
-                self._found.append(candidate)
-                yield candidate
-        except Exception as error:
-            self._failed = error
-        if self._failed is not None:
-            raise self._failed
-
-    def _example(self) -> _ExampleSearch:
-        """The first rank's search for an example, on every rank; collective over the world at its first call."""
-        if not self._is_shared:
-            own = self._search
-            self._search = self._from_first_rank(lambda: own if own is not None else self._seek_example())
-            self._is_shared = True
-        assert self._search is not None
-        return self._search
-
-    def _seek_example(self) -> _ExampleSearch:
-        """Try the inputs that the module and the trainer offer, with and without random draws, until one works."""
-        failures: list[str] = []
-        try:
-            for candidate in self._candidates():
-                reductions = Reduction.variants(self._module, self._tp, candidate.length, candidate.longest)
-                for narrow, draws in ((False, False), (False, True), (True, False)):
-                    wrong = None
-                    for reduction in reductions:
-                        dtype = None if narrow else reduction.dtype(self._module)
-                        example = replace(candidate, draws=draws).reduced(reduction)
-                        if (wrong := self._try(example, dtype)) is None:
-                            return _ExampleSearch(example.to(torch.device("cpu"), None), dtype, failures)
-                        if wrong.at_any_size:
-                            break
-                    assert wrong is not None
-                    failures.append(f"{example.method} with {example.source}: {wrong.text}")
-        except NoExampleError as error:
-            failures.append(str(error))
-        except Exception as error:  # of the user's loader: training would meet it too, and raise it as it is
-            failures.append(f"the loader raised {type(error).__name__}: {error}")
-        return _ExampleSearch(None, None, failures)
-
-    def _try(self, example: Example, dtype: torch.dtype | None) -> _Failure | None:
-        """Run the example on a whole copy; what is wrong, or None."""
-        device = self._room(example, dtype)
-        with kept_streams(self._device), default_dtype(dtype):
-            try:
-                copied = detached_copy(self._module, device, dtype, example.reduction)
-                attach_view(copied, self._trainer)
-                seed_streams()
-                with example.repeats(copied) as repeats, Quiet(draws=example.draws):
-                    loss = example.to(device, dtype).run(copied)
-                    if not bool(torch.isfinite(loss.detach())):
-                        return _Failure(f"the loss is {float(loss.detach())}", at_any_size=True)
-                    repeats.compute_all()
-                    loss.backward()
-                if all(parameter.grad is None for parameter in copied.parameters()):
-                    return _Failure(
-                        "no parameter of the copy that it runs on gets a gradient (does something hold the model itself, by a "
-                        "global name or a closure?)",
-                        at_any_size=True,
-                    )
-            except Exception as error:  # shown to the user if no other example works
-                # Its text alone: the error's frames hold the copy.
-                return _Failure(describe_failure(error), isinstance(error, NoExampleError))
-            release(copied)
-        return None
+    def _example(self) -> FoundExample:
+        """What the first rank's search for an example finds, on every rank; collective over the world at its first call."""
+        if self._found is None:
+            self._found = self._from_first_rank(self._search.run)
+        assert self._found is not None
+        return self._found
 
     def _infer_rest(self) -> ShardingPlan | None:
         """Infer a plan for what the shipped plans leave whole, or None if it stays so; collective over the world."""
@@ -560,18 +466,11 @@ class Prover:
         """Where the copies run, and over which groups: this rank's device, or the CPU if some rank's has no room; collective."""
         if self._device.type == "cpu":
             return self._device, self._groups
-        full = torch.tensor([self._room(example, dtype) != self._device], dtype=torch.int32, device=self._device)
+        full = torch.tensor([self._search.room(example, dtype) != self._device], dtype=torch.int32, device=self._device)
         dist.all_reduce(full, op=dist.ReduceOp.MAX, group=self._world)
         if not int(full):
             return self._device, self._groups
         return torch.device("cpu"), self._groups.over_gloo(self._config.timeout)
-
-    def _room(self, example: Example, dtype: torch.dtype | None) -> torch.device:
-        """The device on which this process has room for a copy: its own, or the CPU."""
-        if self._device.type != "cuda":
-            return self._device
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return self._device if has_room(self._module, example, dtype, free) else torch.device("cpu")
 
 
 def _cause(error: Exception) -> str:

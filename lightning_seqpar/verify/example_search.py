@@ -1,0 +1,128 @@
+"""The search for an input on which a copy of the model runs: forward, a finite loss, and a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_seqpar.distributed.rng import kept_streams, seed_streams
+from lightning_seqpar.inference.examples import Example, find_examples
+from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, release
+from lightning_seqpar.inference.reduction import Reduction
+from lightning_seqpar.inference.trainer_view import NoExampleError, attach_view, describe_failure
+from lightning_seqpar.verify.self_check import has_room
+
+
+class FoundExample(NamedTuple):
+    """The outcome of looking for an input that the model runs on.
+
+    Attributes:
+        example: the first input that works, on the CPU; None if none does.
+        dtype: in which the model's copy runs it; None keeps the model's own types.
+        failures: for each input that was tried before, why it does not work.
+    """
+
+    example: Example | None
+    dtype: torch.dtype | None
+    failures: list[str]
+
+
+class _Failure(NamedTuple):
+    """Why an input does not work.
+
+    Attributes:
+        text: for the user.
+        at_any_size: whether no larger or smaller copy would help.
+    """
+
+    text: str
+    at_any_size: bool
+
+
+class ExampleSearch:
+    """Tries the inputs that a module and its trainer offer, on copies of the module, in this process alone.
+
+    Args:
+        module: the whole model.
+        trainer: whose loaders give a batch.
+        tp: number of tensor-parallel ranks, which decides how far a copy may be reduced.
+        device: this process's.
+    """
+
+    def __init__(self, module: LightningModule, trainer: Trainer, tp: int, device: torch.device) -> None:
+        self._module, self._trainer, self._tp, self._device = module, trainer, tp, device
+        self._offered = find_examples(module, trainer)
+        self._found: list[Example] = []
+        self._failed: Exception | None = None  # what ended the offers
+
+    def candidates(self) -> Iterator[Example]:
+        """The inputs that the module and the trainer offer; each is made once, however often they are asked for."""
+        yield from self._found
+        try:
+            for candidate in self._offered:
+                self._found.append(candidate)
+                yield candidate
+        except Exception as error:
+            self._failed = error
+        if self._failed is not None:
+            raise self._failed
+
+    def run(self) -> FoundExample:
+        """Try the inputs that the module and the trainer offer, with and without random draws, until one works."""
+        failures: list[str] = []
+        try:
+            for candidate in self.candidates():
+                reductions = Reduction.variants(self._module, self._tp, candidate.length, candidate.longest)
+                for narrow, draws in ((False, False), (False, True), (True, False)):
+                    wrong = None
+                    for reduction in reductions:
+                        dtype = None if narrow else reduction.dtype(self._module)
+                        example = replace(candidate, draws=draws).reduced(reduction)
+                        if (wrong := self._try(example, dtype)) is None:
+                            return FoundExample(example.to(torch.device("cpu"), None), dtype, failures)
+                        if wrong.at_any_size:
+                            break
+                    assert wrong is not None
+                    failures.append(f"{example.method} with {example.source}: {wrong.text}")
+        except NoExampleError as error:
+            failures.append(str(error))
+        except Exception as error:  # of the user's loader: training would meet it too, and raise it as it is
+            failures.append(f"the loader raised {type(error).__name__}: {error}")
+        return FoundExample(None, None, failures)
+
+    def _try(self, example: Example, dtype: torch.dtype | None) -> _Failure | None:
+        """Run the example on a whole copy; what is wrong, or None."""
+        device = self.room(example, dtype)
+        with kept_streams(self._device), default_dtype(dtype):
+            try:
+                copied = detached_copy(self._module, device, dtype, example.reduction)
+                attach_view(copied, self._trainer)
+                seed_streams()
+                with example.repeats(copied) as repeats, Quiet(draws=example.draws):
+                    loss = example.to(device, dtype).run(copied)
+                    if not bool(torch.isfinite(loss.detach())):
+                        return _Failure(f"the loss is {float(loss.detach())}", at_any_size=True)
+                    repeats.compute_all()
+                    loss.backward()
+                if all(parameter.grad is None for parameter in copied.parameters()):
+                    return _Failure(
+                        "no parameter of the copy that it runs on gets a gradient (does something hold the model itself, by a "
+                        "global name or a closure?)",
+                        at_any_size=True,
+                    )
+            except Exception as error:  # shown to the user if no other example works
+                # Its text alone: the error's frames hold the copy.
+                return _Failure(describe_failure(error), isinstance(error, NoExampleError))
+            release(copied)
+        return None
+
+    def room(self, example: Example, dtype: torch.dtype | None) -> torch.device:
+        """The device on which this process has room for a copy: its own, or the CPU."""
+        if self._device.type != "cuda":
+            return self._device
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return self._device if has_room(self._module, example, dtype, free) else torch.device("cpu")
