@@ -102,9 +102,6 @@ _TIMM: dict[str, dict[str, Any]] = {
         "num_heads": (4, 4),
     },
     "convit_tiny": {"img_size": 32, "embed_dim": 32, "depth": 3, "num_heads": 4, "local_up_to_layer": 1},
-    "mixer_s16_224": {"img_size": 32, "embed_dim": 32, "num_blocks": 2},
-    "resmlp_12_224": {"img_size": 32, "embed_dim": 32, "num_blocks": 2},
-    "gmlp_s16_224": {"img_size": 32, "embed_dim": 32, "num_blocks": 2},
     "swin_tiny_patch4_window7_224": {
         "img_size": 32,
         "embed_dim": 16,
@@ -129,62 +126,16 @@ _TIMM: dict[str, dict[str, Any]] = {
         "sr_ratios": (2, 1),
         "wss": (4, 2),
     },
-    "pit_ti_224": {"img_size": 64, "base_dims": (16, 16), "depths": (2, 2), "heads": (2, 4)},
-    "convnext_atto": {"dims": (16, 32), "depths": (2, 2)},
-    "hiera_tiny_224": {
-        "img_size": 64,
-        "embed_dim": 16,
-        "stages": (2, 2),
-        "num_heads": 2,
-        "q_pool": 1,
-        "global_att_blocks": (3,),
-        "mask_unit_size": (4, 4),
-    },
-    "maxvit_pico_rw_256": {"img_size": 64},
-    "levit_128s": {"img_size": 224},
-    "volo_d1_224": {
-        "img_size": 64,
-        "layers": (1, 2),
-        "embed_dims": (32, 32),
-        "num_heads": (4, 4),
-        "mlp_ratios": (2, 2),
-        "downsamples": (True, False),
-        "outlook_attention": (True, False),
-    },
     "tnt_s_patch16_224": {"img_size": 32, "embed_dim": 32, "inner_dim": 16, "depth": 2, "num_heads_outer": 4},
-    "poolformer_s12": {"dims": (16, 32), "layers": (2, 2), "downsample_norm": None},
-    "caformer_s18": {"dims": (16, 32, 32, 64), "depths": (1, 1, 2, 2)},
     "davit_tiny": {"embed_dims": (16, 32), "depths": (1, 1), "num_heads": (2, 4)},
-    "nest_tiny": {
-        "img_size": 32,
-        "patch_size": 4,
-        "num_levels": 2,
-        "embed_dims": (16, 32),
-        "num_heads": (2, 4),
-        "depths": (2, 2),
-    },
-    "coat_tiny": {"img_size": 64},
-    "mvitv2_tiny": {"img_size": 64, "embed_dim": 16, "depths": (1, 2), "num_heads": 2},
-    "focalnet_tiny_srf": {"embed_dim": 16, "depths": (2, 2), "focal_levels": (1, 1), "focal_windows": (3, 3)},
     "naflexvit_base_patch16_gap": {"embed_dim": 32, "depth": 2, "num_heads": 4},
 }
 _TIMM_IMAGE = {
-    "levit_128s": 224,
-    "maxvit_pico_rw_256": 64,
     "samvit_base_patch16": 64,
     "crossvit_tiny_240": 48,
     "vit_small_patch14_reg4_dinov2": 28,
     "eva02_tiny_patch14_224": 28,
-    "pit_ti_224": 64,
-    "hiera_tiny_224": 64,
-    "volo_d1_224": 64,
-    "coat_tiny": 64,
-    "mvitv2_tiny": 64,
-    "convnext_atto": 64,
-    "poolformer_s12": 64,
-    "caformer_s18": 64,
     "davit_tiny": 64,
-    "focalnet_tiny_srf": 64,
     "pvt_v2_b0": 64,
 }
 
@@ -197,6 +148,121 @@ def _timm(model: str) -> Recipe:
 
 for _name in _TIMM:
     recipe("timm", _name)(lambda name=_name: _timm(name))
+
+
+def _timm_parts(model: str) -> Recipe:
+    """Models whose makers take no smaller sizes: their classes do, with the parts that the makers choose."""
+    from timm.models import (
+        coat,
+        convnext,
+        focalnet,
+        hiera,
+        levit,
+        maxxvit,
+        metaformer,
+        mlp_mixer,
+        mvitv2,
+        nest,
+        pit,
+        volo,
+    )
+
+    small: dict[str, Any] = {"img_size": 32, "embed_dim": 32, "num_blocks": 2, "num_classes": 6, "patch_size": 8}
+    mlp, meta = mlp_mixer, metaformer
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "MlpMixer": lambda: mlp.MlpMixer(**small),
+        "ResMLP": lambda: mlp.MlpMixer(**small, mlp_ratio=4, block_layer=mlp.ResBlock, norm_layer=mlp.Affine),
+        "gMLP": lambda: mlp.MlpMixer(**small, mlp_ratio=6, block_layer=mlp.SpatialGatingBlock, mlp_layer=mlp.GatedMlp),
+        "PiT": lambda: pit.PoolingVisionTransformer(
+            img_size=32, patch_size=8, stride=4, base_dims=(8, 8), depth=(2, 2), heads=(2, 4), num_classes=6
+        ),
+        "ConvNeXt": lambda: convnext.ConvNeXt(depths=(1, 1, 2, 2), dims=(8, 16, 16, 32), num_classes=6),
+        "Hiera": lambda: hiera.Hiera(
+            img_size=(32, 32),
+            embed_dim=16,
+            num_heads=2,
+            stages=(2, 2),
+            q_pool=1,
+            mask_unit_size=(4, 4),
+            mask_unit_attn=(True, False),
+            num_classes=6,
+        ),
+        "VOLO": lambda: volo.VOLO(
+            [2, 2],
+            img_size=32,
+            embed_dims=[16, 32],
+            num_heads=[2, 4],
+            downsamples=(True, False),
+            outlook_attention=(True, False),
+            stem_hidden_dim=16,
+            num_classes=6,
+        ),
+        "PoolFormer": lambda: meta.MetaFormer(
+            depths=(1, 1, 2, 2),
+            dims=(8, 16, 16, 32),
+            downsample_norm=None,
+            mlp_act=nn.GELU,
+            mlp_bias=True,
+            norm_layers=meta.GroupNorm1,
+            use_mlp_head=False,
+            num_classes=6,
+        ),
+        "CAFormer": lambda: meta.MetaFormer(
+            depths=(1, 1, 2, 2),
+            dims=(32, 32, 64, 64),
+            token_mixers=[meta.SepConv, meta.SepConv, meta.Attention, meta.Attention],
+            norm_layers=[meta.LayerNorm2dNoBias] * 2 + [meta.LayerNormNoBias] * 2,
+            num_classes=6,
+        ),
+        "NesT": lambda: nest.Nest(
+            img_size=32,
+            num_levels=2,
+            embed_dims=(16, 32),
+            num_heads=(2, 4),
+            depths=(2, 2),
+            drop_path_rate=0.0,
+            num_classes=6,
+        ),
+        "MViTv2": lambda: mvitv2.MultiScaleVit(
+            mvitv2.MultiScaleVitCfg(depths=(1, 2), embed_dim=16, num_heads=2, stride_q=((1, 1), (2, 2))),
+            img_size=(32, 32),
+            num_classes=6,
+        ),
+        "FocalNet": lambda: focalnet.FocalNet(embed_dim=16, depths=(2, 2), drop_path_rate=0.0, num_classes=6),
+        "LeViT": lambda: levit.Levit(
+            img_size=64, embed_dim=(32, 64), key_dim=8, depth=(2, 2), num_heads=(2, 4), num_classes=6
+        ),
+        "CoaT": lambda: coat.CoaT(
+            img_size=64,
+            patch_size=4,
+            embed_dims=(32, 32, 32, 32),
+            serial_depths=(1, 1, 2, 2),
+            num_heads=8,
+            mlp_ratios=(2, 2, 2, 2),
+            num_classes=6,
+        ),
+        "MaxViT": lambda: maxxvit.MaxxVit(
+            maxxvit.MaxxVitCfg(
+                embed_dim=(32, 64),
+                depths=(1, 2),
+                block_type=("M", "M"),
+                stem_width=16,
+                transformer_cfg=maxxvit.MaxxVitTransformerCfg(dim_head=8, window_size=(4, 4), grid_size=(4, 4)),
+            ),
+            img_size=32,
+            num_classes=6,
+        ),
+    }
+    return Recipe(
+        makers[model](), image(64 if model in ("LeViT", "CoaT", "ConvNeXt", "PoolFormer", "CAFormer") else 32)
+    )
+
+
+for _name in (
+    *("MlpMixer", "ResMLP", "gMLP", "PiT", "ConvNeXt", "Hiera", "VOLO", "PoolFormer", "CAFormer", "NesT", "MViTv2"),
+    *("FocalNet", "LeViT", "CoaT", "MaxViT"),
+):
+    recipe("timm", _name)(lambda name=_name: _timm_parts(name))
 
 
 # ---- torchvision ---------------------------------------------------------------------------------------------------
@@ -443,9 +509,9 @@ def _() -> Recipe:
 
 @recipe("vit-pytorch", "ViViT")
 def _() -> Recipe:
-    from vit_pytorch.vivit import ViT
+    from vit_pytorch.vivit import ViViT
 
-    net = ViT(
+    net = ViViT(
         image_size=32,
         frames=4,
         image_patch_size=8,
@@ -931,7 +997,13 @@ for _name, _options in {
     "TransformerASR": {"attention_type": "regularMHA"},
     "TransformerASR, normalised before": {"attention_type": "regularMHA", "normalize_before": True},
     "Conformer": {"encoder_module": "conformer", "attention_type": "RelPosMHAXL", "normalize_before": True},
-    "Branchformer": {"encoder_module": "branchformer", "attention_type": "RelPosMHAXL", "normalize_before": True},
+    "Branchformer": {
+        "encoder_module": "branchformer",
+        "attention_type": "RelPosMHAXL",
+        "normalize_before": True,
+        "csgu_linear_units": 64,
+        "kernel_size": 3,
+    },
 }.items():
     recipe("speechbrain", _name)(lambda options=_options: _speechbrain(**options))
 
@@ -957,17 +1029,25 @@ def _() -> Recipe:
 def _() -> Recipe:
     from open_clip.coca_model import CoCa
     from open_clip.model import CLIPTextCfg, CLIPVisionCfg
-    from open_clip.transformer import __name__ as _  # noqa: F401
 
     vision = CLIPVisionCfg(
-        layers=2, width=32, head_width=8, patch_size=8, image_size=32, attentional_pool=True, attn_pooler_heads=4
+        layers=2,
+        width=32,
+        head_width=8,
+        patch_size=8,
+        image_size=32,
+        attentional_pool=True,
+        attn_pooler_heads=4,
+        output_tokens=True,
     )
-    text = CLIPTextCfg(context_length=12, vocab_size=64, width=32, heads=4, layers=2, embed_cls=True)
+    text = CLIPTextCfg(
+        context_length=12, vocab_size=64, width=32, heads=4, layers=2, embed_cls=True, output_tokens=True
+    )
     decoder = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 4, "layers": 2}
     net = CoCa(embed_dim=32, multimodal_cfg=decoder, text_cfg=text, vision_cfg=vision)
     return Recipe(
         net,
-        lambda: {"image": torch.randn(3, 32, 32), "text": torch.randint(1, 64, (12,))},
+        lambda: {"image": torch.randn(3, 32, 32), "text": torch.randint(1, 64, (11,))},
         lambda net, batch: {
             k: v for k, v in net(batch["image"], batch["text"]).items() if k in ("image_features", "logits")
         },
@@ -1237,7 +1317,7 @@ _HF: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]]
         },
         _pixels(32),
     ),
-    "sam vision": (
+    "sam_vision": (
         "SamVisionModel",
         "SamVisionConfig",
         {
@@ -1372,7 +1452,7 @@ _HF: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]]
         },
         lambda: {"past_values": torch.randn(16, 2)},
     ),
-    "informer": (
+    "time_series_transformer": (
         "TimeSeriesTransformerModel",
         "TimeSeriesTransformerConfig",
         {
@@ -1405,7 +1485,7 @@ _HF: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]]
         {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
         _ids(),
     ),
-    "qwen3_next": (
+    "qwen3_moe": (
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
         {
@@ -1494,7 +1574,7 @@ def _() -> Recipe:
     import pandas as pd
     from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
 
-    rows = [{"series": s, "t": t, "value": float((s + 1) * t % 7), "known": float(t % 3)} for s in "01" for t in range(24)] if False else [
+    rows = [
         {"series": str(s), "t": t, "value": float((s + 1) * t % 7), "known": float(t % 3)}
         for s in range(2)
         for t in range(24)
@@ -1513,8 +1593,10 @@ def _() -> Recipe:
     first, _ = next(iter(data.to_dataloader(train=True, batch_size=1, num_workers=0)))
     return Recipe(
         net,
-        lambda: {k: v[0] for k, v in first.items() if isinstance(v, Tensor) and k != "target_scale"}
-        | {"target_scale": first["target_scale"][0]},
+        lambda: (
+            {k: v[0] for k, v in first.items() if isinstance(v, Tensor) and k != "target_scale"}
+            | {"target_scale": first["target_scale"][0]}
+        ),
         lambda net, batch: net(batch)["prediction"],
     )
 
@@ -1568,7 +1650,13 @@ def _() -> Recipe:
     from monai.networks.nets import ViT
 
     net = ViT(
-        in_channels=1, img_size=(16, 16, 16), patch_size=(8, 8, 8), hidden_size=32, mlp_dim=64, num_layers=2, num_heads=4
+        in_channels=1,
+        img_size=(16, 16, 16),
+        patch_size=(8, 8, 8),
+        hidden_size=32,
+        mlp_dim=64,
+        num_layers=2,
+        num_heads=4,
     )
     return Recipe(net, floats(1, 16, 16, 16), lambda net, batch: net(batch["x"])[0])
 
@@ -1623,7 +1711,9 @@ def _() -> Recipe:
 def _() -> Recipe:
     from tab_transformer_pytorch import TabTransformer
 
-    net = TabTransformer(categories=(4, 5, 6), num_continuous=4, dim=32, dim_out=2, depth=2, heads=4, dim_head=8)
+    net = TabTransformer(
+        categories=(4, 5, 6), num_continuous=4, dim=32, dim_out=2, depth=2, heads=4, dim_head=8, mlp_act=nn.ReLU()
+    )
     return Recipe(net, lambda: {"c": torch.randint(0, 4, (3,)), "x": torch.randn(4)})
 
 
@@ -1653,7 +1743,9 @@ def _() -> Recipe:
 def _() -> Recipe:
     from local_attention import LocalTransformer
 
-    net = LocalTransformer(num_tokens=64, dim=32, depth=2, heads=4, dim_head=8, max_seq_len=16, local_attn_window_size=4)
+    net = LocalTransformer(
+        num_tokens=64, dim=32, depth=2, heads=4, dim_head=8, max_seq_len=16, local_attn_window_size=4
+    )
     return Recipe(net, tokens(16))
 
 
@@ -1665,11 +1757,32 @@ def _() -> Recipe:
     return Recipe(net, lambda: {"mel": torch.randn(8, 20), "tokens": torch.randint(2, 64, (8,))})
 
 
-@recipe("labml-nn", "gpt")
+@recipe("labml-nn", "Encoder, alibi")
 def _() -> Recipe:
-    from labml_nn.transformers.gpt import FeedForward, MultiHeadAttention, TransformerLayer  # noqa: F401
+    from labml_nn.transformers import Encoder, TransformerLayer
+    from labml_nn.transformers.alibi import AlibiMultiHeadAttention
+    from labml_nn.transformers.feed_forward import FeedForward
 
-    raise NotImplementedError
+    layer = TransformerLayer(
+        d_model=32,
+        self_attn=AlibiMultiHeadAttention(4, 32, dropout_prob=0.0),
+        feed_forward=FeedForward(32, 64, dropout=0.0),
+        dropout_prob=0.0,
+    )
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(64, 32)
+            self.encoder = Encoder(layer, 2)
+            self.out = nn.Linear(32, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            length = x.shape[1]
+            mask = torch.ones(length, length, dtype=torch.bool).tril()[:, :, None]
+            return self.out(self.encoder(self.embed(x).transpose(0, 1), mask).transpose(0, 1))
+
+    return Recipe(Model(), tokens())
 
 
 @recipe("segmentation-models-pytorch", "Segformer (mit_b0)")
@@ -1684,7 +1797,12 @@ def _() -> Recipe:
     import segmentation_models_pytorch as smp
 
     net = smp.DPT(
-        "tu-vit_tiny_patch16_224", encoder_weights=None, classes=2, encoder_depth=4, decoder_fusion_channels=16, dynamic_img_size=True
+        "tu-vit_tiny_patch16_224",
+        encoder_weights=None,
+        classes=2,
+        encoder_depth=4,
+        decoder_fusion_channels=16,
+        dynamic_img_size=True,
     )
     return Recipe(net, image(32))
 
@@ -1753,9 +1871,16 @@ def _() -> Recipe:
     from enformer_pytorch import Enformer
 
     net = Enformer.from_hparams(
-        dim=48, depth=2, heads=4, output_heads={"human": 4}, target_length=4, num_downsamples=3, dropout_rate=0.0
+        dim=768,
+        depth=2,
+        heads=4,
+        output_heads={"human": 4},
+        target_length=-1,
+        num_downsamples=7,
+        attn_dim_key=16,
+        dropout_rate=0.0,
     )
-    return Recipe(net, lambda: {"x": torch.randint(0, 4, (96,))})
+    return Recipe(net, lambda: {"x": torch.randint(0, 4, (1024,))})
 
 
 @recipe("reformer-pytorch", "ReformerLM")
@@ -1764,16 +1889,6 @@ def _() -> Recipe:
 
     net = ReformerLM(num_tokens=64, dim=32, depth=2, max_seq_len=16, heads=4, bucket_size=4, n_hashes=2, causal=True)
     return Recipe(net, tokens(16))
-
-
-@recipe("memorizing-transformers-pytorch", "MemorizingTransformer")
-def _() -> Recipe:
-    from memorizing_transformers_pytorch import MemorizingTransformer
-
-    net = MemorizingTransformer(
-        num_tokens=64, dim=32, dim_head=8, depth=2, heads=4, memorizing_layers=(), max_knn_memories=16, num_retrieved_memories=2
-    )
-    return Recipe(net, tokens())
 
 
 @recipe("sentence-transformers", "SentenceTransformer (BERT)")
