@@ -91,7 +91,7 @@ _TIMM: dict[str, dict[str, Any]] = {
     },
     "deit3_small_patch16_224": {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 4},
     "beit_base_patch16_224": {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 4},
-    "eva02_tiny_patch14_224": {"img_size": 28, "embed_dim": 32, "depth": 2, "num_heads": 4},
+    "eva02_tiny_patch14_224": {"img_size": 28, "embed_dim": 48, "depth": 2, "num_heads": 4},
     "cait_xxs24_224": {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 4},
     "xcit_nano_12_p16_224": {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 4},
     "crossvit_tiny_240": {
@@ -503,6 +503,7 @@ def _() -> Recipe:
         mlp_ratio=2.0,
         num_classes=6,
         stochastic_depth_rate=0.0,
+        attention_dropout=0.0,
     )
     return Recipe(net, image(32))
 
