@@ -232,7 +232,8 @@ def _plan_stack(
     _refuse_unfit_stack(flows[0].name, known, dims, wholes.values())
     blocks = pattern_of(names)
     dim = next(iter(dims.values()))
-    whole = dim is None or any(plan.reads_length for plan in known)
+    streams = dict.fromkeys(key for flow in flows for key in flow.streams)
+    whole = dim is None or bool(streams) or any(plan.reads_length for plan in known)
     where = {"style": "blocks", **({} if dim is None else {"dim": dim}), **({"sp": False} if whole else {})}
     out: list[dict[str, Any]] = [{"pattern": blocks, **where}]
     args = {name: flow.arg for flow in flows if flow.arg != 0 for name in _all_names(model, [flow.name])}
@@ -244,6 +245,9 @@ def _plan_stack(
     kinds = "" if len(known) == 1 else f" of {len(known)} kinds"
     at = f"sequence at dim {dim}" if dim is not None else f"{_positions(trace, flows[0])}: no sequence parallelism here"
     reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, {at}"]
+    if streams:
+        shown = ", ".join(map(repr, streams))
+        reasons.append(f"{blocks}: argument {shown} is an activation too: no sequence parallelism here")
     for plan in known:
         reasons += plan.reasons
     reasons += [f"{blocks}.{part}: computed whole on every rank: {error.why}" for part, error in wholes.items()]
