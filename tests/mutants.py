@@ -2239,7 +2239,7 @@ MUTANTS = [
             ("the example", "fingerprint", '"example": _structure(example),', '"example": None,'),
             ("the data module", "_add_trainer", 'if "datamodule" in digest.names:', "if False:"),
             ("order of tokens", "ContentDigest._write", 'b"%d:" % len(raw) + raw', "raw"),
-            ("a file that was changed", "read_proof", " or seal != _seal(key, plan, whole)", ""),
+            ("a file that was changed", "read_proof", "proof if seal == _seal(key, proof) else None", "proof"),
         )
     ),
 ]
