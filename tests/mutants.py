@@ -1685,8 +1685,8 @@ MUTANTS = [
     Mutant(
         "a vocabulary that must stay whole is sharded when the proof is remembered",
         "Prover._prove",
-        '"", self._whole)',
-        '"")',
+        "Proof(plan, self._whole, ",
+        'Proof(plan, "", ',
         "tests/test_vocabulary.py",
     ),
     Mutant(

@@ -288,7 +288,7 @@ class _Look:
         if said is not Origin.INFERRED:
             return ("your rule", True) if said is Origin.USER else (said.value, False)
         if (why := self._vocabulary(name)) is not None:
-            return f"vocab: {_short(why)}", why in (OWN_PLAN, VOCAB_OFF)
+            return (why, True) if why in (OWN_PLAN, VOCAB_OFF) else (f"vocab: {_short(why)}", False)
         if (why := self._whole.around(name)) is not None:
             return _short(why), False
         origin = self._origin_of_blocks(holder) or self._origin_of_rest(holder)
@@ -326,18 +326,21 @@ class _Look:
     # ---- how it is called ----------------------------------------------------------------------------------------
 
     def patterns(self, tensors: Sequence[str]) -> tuple[str, ...]:
-        """Patterns for the modules that hold these tensors: of blocks that are whole the blocks, else what is in them."""
-        inner: dict[str, dict[str, None]] = defaultdict(dict)
-        for name in tensors:
-            block = self._block_of(name)
-            inner[_starred(block)][_starred(name.rpartition(".")[0].removeprefix(block).lstrip("."))] = None
+        """Patterns for what these tensors are in: the outermost modules of blocks, or blocks, that hold none of the others."""
         given = set(tensors)
         others = [name for name, layout in self._record.layout.items() if name not in given]
-        partly = {_starred(self._block_of(n)) for n in others if self._record.layout[n].is_sharded or self.could_be(n)}
-        out: list[str] = []
-        for block, parts in inner.items():
-            out += [block] if block and block not in partly else _joined(block, list(parts))
-        return tuple(out)
+        taken = {
+            _starred(around)
+            for name in others
+            if self._record.layout[name].is_sharded or self.could_be(name)
+            for around in _around(name.rpartition(".")[0])
+        }
+        inner: dict[str, dict[str, None]] = defaultdict(dict)
+        for name in tensors:
+            block, holder = _starred(self._block_of(name)), _starred(name.rpartition(".")[0])
+            free = (around for around in _around(holder) if block and inside(around, block) and around not in taken)
+            inner[block][next(free, _starred(name) if block else holder)] = None
+        return tuple(text for block, parts in inner.items() for text in _joined(block, list(parts)))
 
 
 class _Patterns:
@@ -404,14 +407,11 @@ def _starred(name: str) -> str:
 
 
 def _joined(block: str, parts: Sequence[str]) -> list[str]:
-    """Patterns for parts of a block: one with alternatives, if they are several and few."""
-    if not block:
+    """Patterns for parts of a block: one with alternatives, if they are several."""
+    if not block or len(parts) < 2:
         return list(parts)
-    shown = [part for part in parts if part]
-    if len(shown) < 2:
-        return [".".join([block, *shown])]
-    inner = ",".join(shown[:_MOST_NAMES]) + (",..." if len(shown) > _MOST_NAMES else "")
-    return [f"{block}.{{{inner}}}"]
+    inner = [part.removeprefix(f"{block}.") for part in parts]
+    return [f"{block}.{{{','.join(inner[:_MOST_NAMES])}{',...' if len(inner) > _MOST_NAMES else ''}}}"]
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:

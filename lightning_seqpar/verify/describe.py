@@ -35,7 +35,7 @@ from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import VOCAB_OFF, find_vocabulary, with_vocabulary
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.coverage import Explanations, cover
+from lightning_seqpar.verify.coverage import Coverage, Explanations, cover
 from lightning_seqpar.verify.traced_step import TracedStep
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
@@ -73,9 +73,6 @@ class Description:
         world_size: number of ranks.
         axes: sizes of the axes that are larger than 1.
         sp: whether activations between some of the blocks are sharded along the sequence.
-        sp_off: between which blocks they are not, and why, though the configuration asks for it; empty if there are none.
-        sharded: how many tensors are sharded of how many that could be, in words; empty at tp 1.
-        whole: why the others are whole, a few lines.
         optimizer: for which the bytes of the state are counted.
         rows: the table, a row for modules that are alike.
         plan: the plan as YAML, to be edited and fed back.
@@ -92,6 +89,7 @@ class Description:
         sent_calls: how often it calls each kind of collective in one step.
         input: batch and length of the traced input, ``[b, s]``.
         notes: what could not be found out, and why.
+        coverage: how much is sharded of what could be, and why the rest is whole; None at tp 1.
     """
 
     world_size: int
@@ -111,9 +109,7 @@ class Description:
     sent_calls: dict[str, int] = field(default_factory=dict)
     input: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    sp_off: str = ""
-    sharded: str = ""
-    whole: list[str] = field(default_factory=list)
+    coverage: Coverage | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -205,8 +201,8 @@ def describe(
                 region.rng.streams = OneStream(0)
         out = _totals(planned, record, plans, topology, config, optimizer)
         if record is not None:
-            coverage = cover(record, plans, known, sp=config.sp)
-            out.sp, out.sp_off, out.sharded, out.whole = coverage.sp, coverage.sp_off, str(coverage), coverage.reasons
+            out.coverage = cover(record, plans, known, sp=config.sp)
+            out.sp = out.coverage.sp
         if any(plan.source == "inferred" for plan in plans):
             out.notes.append("the plan was inferred and is not proved here; the strategy proves it before it trains")
         out.notes += [f"vocabulary: {line}" for line in whole]

@@ -365,9 +365,8 @@ class Prover:
 
     def _why(self, patterns: Sequence[str]) -> str:
         """Why the modules of these patterns are whole."""
-        found = [reason for reason in self._reasons if any(reason.startswith(f"{pattern}: ") for pattern in patterns)]
-        found += [f"{pattern}: {self._known.whole[pattern]}" for pattern in patterns if pattern in self._known.whole]
-        return self._why_wide or "; ".join(found[:3])
+        known = self._known.whole
+        return "; ".join(f"{pattern}: {known[pattern]}" for pattern in patterns[:3] if pattern in known)
 
     def _add_vocabulary(self, out: Proved, remembered: Proof | None) -> None:
         """Add the rules for embeddings and heads over a vocabulary to the plans; what no proof will show must be certain.
