@@ -144,7 +144,7 @@ class Coverage:
 
     @property
     def warnings(self) -> list[str]:
-        """What a user should hear of who did not say himself that it should be so."""
+        """Warnings of what is off or whole though the user's own rules and switches do not say so."""
         return [*self._warn_of_sp(), *self._warn_of_little()]
 
     def _warn_of_sp(self) -> Iterator[str]:
