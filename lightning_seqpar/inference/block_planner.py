@@ -34,12 +34,16 @@ class BlockPlan:
         reasons: why, a sentence each.
         parts: names inside the block of the modules around what is sharded, each of which could be computed whole instead.
         reads_length: whether the block is right on whole sequences only, so that its stack runs without sequence parallelism.
+        no_sp: why it is right on whole sequences only; empty if it is right on shards.
+        whole: names inside the block of modules and parameters that are left whole, each with the reason.
     """
 
     rules: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
     reads_length: bool = False
+    no_sp: str = ""
+    whole: dict[str, str] = field(default_factory=dict)
 
 
 class BlockPlanner:
@@ -77,6 +81,10 @@ class BlockPlanner:
     def _inner(self, name: str) -> str:
         """A name as seen from the block."""
         return name[len(self._flow.name) + 1 :]
+
+    def _shown(self, name: str) -> str:
+        """A name as seen from the block, for a sentence; the block's own forward."""
+        return self._inner(name) or "the block's own forward"
 
     def _stop(self, error: str | Exception, row: str) -> CantInferError:
         """The error to raise for a row, with the rule that would get the user further."""
@@ -161,11 +169,17 @@ class BlockPlanner:
             if isinstance(error, UnknownLinearError) or pair_mixes_positions(self._model, flow, row, unknown=True):
                 raise self._stop(error, row) from None
             self._reason(f"{row}: left whole, as are its columns; they work on each position alone ({error})")
+            names = [self._inner(name) for name in (row, *flow.columns[row])]
+            self._plan.whole |= dict.fromkeys(names, f"it works on each position alone, and can't be split: {error}")
             return
         self._groups, self._edits = tried, [*self._edits, *more_edits]
         alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
         if alone and mixes_positions(block, row):
             self._plan.reads_length = True
+            self._plan.no_sp = (
+                f"the attention of {self._inner(row)} stands in the block's own forward, which would read the length of "
+                "its shard"
+            )
             self._reason(
                 f"{flow.name}: the attention of {self._inner(row)} stands in the block's own forward, which would read the "
                 "length of its shard: no sequence parallelism here; a module of its own for the attention would allow it"
@@ -213,6 +227,7 @@ class BlockPlanner:
             if any(products.mixes_positions(arg) for arg in flow.sums[owner] if products.is_floating(arg)):
                 raise self._stop(error, row) from None
             self._reason(f"{owner}: left whole; it works on each token alone ({error})")
+            self._plan.whole[inner] = f"it works on each token alone, and can't be split: {error}"
             return
         args = flow.sums[owner]
         self._plan.rules.append((inner, "gather", {} if args == [0] else {"args": list(args)}))
@@ -232,9 +247,11 @@ class BlockPlanner:
         """Turn sequence parallelism off for the block if something in it is right on whole sequences only."""
         if (moved := reorders_tokens(self._trace, self._flow)) is not None:
             self._plan.reads_length = True
+            self._plan.no_sp = f"{self._shown(moved)} works on tokens in another order than the block's"
             self._reason(f"{moved}: its tokens are in another order than the block's: no sequence parallelism here")
         if (counted := orders_tokens(self._trace, self._flow, self._covers)) is not None:
             self._plan.reads_length = True
+            self._plan.no_sp = f"{self._shown(counted[0])} counts, sorts or reduces tokens ({counted[1]})"
             self._reason(
                 f"{counted[0]}: it counts, sorts or reduces tokens ({counted[1]}) where it would see this rank's part of them: no "
                 "sequence parallelism here"
