@@ -29,11 +29,13 @@ class CantInferError(ValueError):
     Attributes:
         whole: name of the module inside a block that would have to be computed whole to go on; empty for none.
         why: the message without what to write.
+        block: name of the block that can't be planned at all; empty for none.
     """
 
     def __init__(self, message: str, whole: str = "", why: str = "") -> None:
         super().__init__(message)
         self.whole, self.why = whole, why or message
+        self.block = ""
 
 
 class UserDecidesError(CantInferError):

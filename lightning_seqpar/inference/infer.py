@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
-from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, pair_mixes_positions, pattern_of
+from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, alike, pair_mixes_positions, pattern_of
 from lightning_seqpar.inference.dataflow import (
     BlockFlow,
     CantInferError,
@@ -151,7 +151,7 @@ def _infer(
     failed: list[CantInferError] = []
     for calls, owner in zip(stacks, owners, strict=True):
         try:
-            stack = _plan_stack(trace, model, calls, tp, user_rules, alone=owners.count(owner) == 1, sums=sums)
+            stack = _plan_kinds(trace, model, calls, tp, user_rules, alone=owners.count(owner) == 1, sums=sums)
         except UserDecidesError:
             raise
         except CantInferError as error:
@@ -216,6 +216,50 @@ class _StackPlan(NamedTuple):
     no_sp: dict[str, str]
 
 
+def _plan_kinds(
+    trace: ForwardTrace,
+    model: nn.Module,
+    calls: Sequence[Call],
+    tp: int,
+    user_rules: _UserRules,
+    *,
+    alone: bool,
+    sums: bool,
+) -> _StackPlan:
+    """The plan of one stack; kinds of blocks in it that can't be planned at all stay whole, between whole sequences.
+
+    Args:
+        trace: the recorded forward.
+        model: the copy.
+        calls: the first call of each block.
+        tp: number of tensor-parallel ranks.
+        user_rules: what the user decides.
+        alone: whether no other stack has the same owner.
+        sums: as in :func:`infer_plan`.
+
+    Raises:
+        CantInferError: as :func:`_plan_stack` does, if nothing is left of the stack.
+    """
+    left: dict[str, str] = {}
+    first: CantInferError | None = None
+    rest = list(calls)
+    while True:
+        try:
+            plan = _plan_stack(trace, model, rest, tp, user_rules, alone=alone, sums=sums, left=left)
+        except UserDecidesError:
+            raise
+        except CantInferError as error:
+            first = first or error
+            failing = [c for c in rest if error.block and alike(c.module, model.get_submodule(error.block))]
+            rest = [call for call in rest if call not in failing]
+            if not failing or not rest:
+                raise first from None
+            left[pattern_of(_all_names(model, [call.name for call in failing]))] = error.why
+            continue
+        reasons = [f"{name}: every rank has these blocks whole: {why}" for name, why in left.items()]
+        return plan._replace(reasons=[*plan.reasons, *reasons], whole={**plan.whole, **left})
+
+
 def _plan_stack(
     trace: ForwardTrace,
     model: nn.Module,
@@ -225,6 +269,7 @@ def _plan_stack(
     *,
     alone: bool,
     sums: bool,
+    left: Mapping[str, str],
 ) -> _StackPlan:
     """The plan of one stack of blocks.
 
@@ -236,6 +281,7 @@ def _plan_stack(
         user_rules: what the user decides.
         alone: whether no other stack has the same owner.
         sums: as in :func:`infer_plan`.
+        left: patterns of blocks of this stack that stay whole.
 
     Raises:
         CantInferError: if a block can't be planned, none has a row, or their sequences are at different dims.
@@ -258,7 +304,16 @@ def _plan_stack(
     blocks = pattern_of(names)
     dim = next(iter(dims.values()))
     streams = dict.fromkeys(key for flow in flows for key in flow.streams)
-    whole = dim is None or bool(streams) or any(plan.reads_length for plan in known)
+    why_no_sp = ""
+    if dim is None:
+        why_no_sp = _positions(trace, flows[0])
+    elif streams:
+        why_no_sp = f"argument {', '.join(map(repr, streams))} is an activation too"
+    elif left:
+        why_no_sp = f"{', '.join(left)} stay whole between these blocks"
+    else:
+        why_no_sp = next((plan.no_sp for plan in known if plan.reads_length), "")
+    whole = bool(why_no_sp) or any(plan.reads_length for plan in known)
     where = {"style": "blocks", **({} if dim is None else {"dim": dim}), **({"sp": False} if whole else {})}
     out: list[dict[str, Any]] = [{"pattern": blocks, **where}]
     args = {name: flow.arg for flow in flows if flow.arg != 0 for name in _all_names(model, [flow.name])}
@@ -268,11 +323,9 @@ def _plan_stack(
     out += _whole_rules(trace, flows, blocks, wholes)
     out += _exit_rules(trace, model, names, blocks, alone=alone)
     kinds = "" if len(known) == 1 else f" of {len(known)} kinds"
-    at = f"sequence at dim {dim}" if dim is not None else f"{_positions(trace, flows[0])}: no sequence parallelism here"
-    reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, {at}"]
-    if streams:
-        shown = ", ".join(map(repr, streams))
-        reasons.append(f"{blocks}: argument {shown} is an activation too: no sequence parallelism here")
+    at = [] if dim is None else [f"sequence at dim {dim}"]
+    at += [f"{why_no_sp}: no sequence parallelism here"] if dim is None or streams or left else []
+    reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, {', '.join(at)}"]
     for plan in known:
         reasons += plan.reasons
     reasons += [f"{blocks}.{part}: computed whole on every rank: {error.why}" for part, error in wholes.items()]
@@ -281,8 +334,7 @@ def _plan_stack(
     for name, plan in plans.items():
         like = blocks if len(known) == 1 else name
         why_whole |= {f"{like}.{inner}": why for inner, why in plan.whole.items()}
-    read = next((plan.no_sp for plan in known if plan.reads_length), "")
-    no_sp = {blocks: _positions(trace, flows[0]) if dim is None else read} if whole else {}
+    no_sp = {blocks: why_no_sp} if whole else {}
     return _StackPlan(out, reasons, _whole_rules(trace, flows, blocks, sharded), why_whole, no_sp)
 
 
@@ -336,6 +388,7 @@ def _plan_blocks(
                 except CantInferError as error:
                     part = error.whole[len(flow.name) + 1 :]
                     if not part or part in wholes or isinstance(error, UserDecidesError):
+                        error.block = flow.name
                         raise
                     wholes = {one: why for one, why in wholes.items() if not inside(one, part)} | {part: error}
                     break
