@@ -289,7 +289,8 @@ class BlockPlanner:
                 self._plan.rules.append((self._inner(name), "gather", {} if args == [0] else {"args": list(args)}))
                 self._plan.rules.append((self._inner(name), "reduce", {}))
                 self._reason(
-                    f"{name}: it gives each expert some of its tokens; what they make is summed where it returns"
+                    f"{name}: columns in it read some of its tokens (experts), or in another order; what rows make is summed where it "
+                    "returns"
                 )
 
     def _write_linears(self) -> None:
