@@ -2248,6 +2248,27 @@ MUTANTS = [
         "tests/test_launch.py -k refusal_is_told_once",
     ),
     Mutant(
+        "a rule is proposed that was not tried",
+        "with_tried_rules",
+        "            attempt(rules)\n",
+        "            pass\n",
+        "tests/test_infer.py -k 'where_it_stops or tried_together'",
+    ),
+    Mutant(
+        "rules that are proposed together were tried one by one",
+        "with_tried_rules",
+        "attempt(rules)",
+        "attempt(stopped.rules)",
+        "tests/test_infer.py -k tried_together",
+    ),
+    Mutant(
+        "a plan that was wrong in all that was tried is called right",
+        "Prover._is_right",
+        "return False",
+        "return True",
+        "tests/test_selfcheck.py -k refused_plan_is_not",
+    ),
+    Mutant(
         "the trainer of another package is not told what to import",
         "SeqParallelStrategy.__repr__",
         "{_OTHER_PACKAGE * ('pytorch_lightning' in sys.modules)}",

@@ -300,7 +300,7 @@ class Prover:
                 tried.append("sp=False")
                 if self._is_right([plan.without_sp() for plan in narrow]):
                     raise type(error)(f"{error}. Tried: with sp=False the same plan is right") from None
-            if tried and isinstance(error, SelfCheckError):
+            if tried and (inferred or isinstance(error, SelfCheckError)):
                 raise type(error)(f"{error}. Tried: {'; '.join(tried)}. None of that is right") from None
             raise error from None
 
