@@ -2248,11 +2248,18 @@ MUTANTS = [
         "tests/test_launch.py -k refusal_is_told_once",
     ),
     Mutant(
+        "a refusal is shown with all frames inside the package",
+        "without_inner_frames",
+        "    frames[inner].tb_next = None\n",
+        "",
+        "tests/test_bad_input.py -k traceback",
+    ),
+    Mutant(
         "a rule is proposed that was not tried",
         "with_tried_rules",
         "            attempt(rules)\n",
         "            pass\n",
-        "tests/test_infer.py -k 'where_it_stops or tried_together'",
+        "tests/test_infer.py -k proposes",
     ),
     Mutant(
         "rules that are proposed together were tried one by one",

@@ -21,7 +21,7 @@ from lightning_seqpar.inference.infer import Inference, infer_plan
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.choice import resolve_plans
-from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import SOURCE, not_proved, with_vocabulary, without_vocabulary
 from lightning_seqpar.styles.blocks import BlocksRule
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -238,7 +238,7 @@ class Prover:
             raise ValueError(
                 f"plan='auto': no shipped plan fits {name}, and to infer one an example input is needed: "
                 f"{'; '.join(dict.fromkeys(failures))}. Set example_input_array on the module (a tensor, tuple or dict that its "
-                f"forward takes), or write a plan:\n{EXAMPLE}"
+                "forward takes), or write a plan (plan='my_plan.yaml' or plan={'base': 'none', 'rules': [...]}; docs/your_model.md)"
             )
 
         spec = self._config.plan
