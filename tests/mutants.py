@@ -1685,8 +1685,8 @@ MUTANTS = [
     Mutant(
         "a vocabulary that must stay whole is sharded when the proof is remembered",
         "Prover._prove",
-        '"", self._whole)',
-        '"")',
+        "Proof(plan, self._whole, ",
+        'Proof(plan, "", ',
         "tests/test_vocabulary.py",
     ),
     Mutant(
@@ -2282,6 +2282,103 @@ MUTANTS = [
         "",
         "tests/test_config.py -k other_package",
     ),
+    # ---- what is sharded of what could be ----
+    *(
+        Mutant(f"coverage: {name}", definition, old, new, f"tests/{tests}")
+        for name, definition, old, new, tests in (
+            (
+                "whole sequences everywhere are listed as sequence parallelism",
+                "switches",
+                " and (coverage is None or coverage.sp)",
+                "",
+                "test_summary.py",
+            ),
+            (
+                "blocks without sequence parallelism are not named beside those with it",
+                "switches",
+                "f\"sequence parallelism{f'; not in {sp_off}' if sp_off else ''}\"",
+                '"sequence parallelism"',
+                "test_summary.py",
+            ),
+            (
+                "no warning of sequence parallelism that is off",
+                "Coverage.warnings",
+                "*self._warn_of_sp(), ",
+                "",
+                "test_coverage.py",
+            ),
+            (
+                "no warning of little that is sharded",
+                "Coverage.warnings",
+                ", *self._warn_of_little()",
+                "",
+                "test_coverage.py",
+            ),
+            (
+                "the user is warned of what he asked for",
+                "Coverage._warn_of_little",
+                " if not one.as_asked]",
+                "]",
+                "test_coverage.py",
+            ),
+            (
+                "norms and embeddings could be sharded",
+                "_Look._is_matrix",
+                " or isinstance(self._modules[holder], _NO_LINEARS)",
+                "",
+                "test_coverage.py",
+            ),
+            (
+                "both halves of an adapter could be sharded",
+                "_Look._is_matrix",
+                "not any(is_adapted",
+                "not any(False and is_adapted",
+                "test_coverage.py",
+            ),
+            (
+                "a stack without a plan could not be sharded",
+                "_Look.__init__",
+                "self._blocks |= set(_repeated(record.model)) - owners",
+                "pass",
+                "test_coverage.py",
+            ),
+            (
+                "a whole vocabulary is not counted",
+                "_Look.could_be",
+                "if self._vocabulary(name) is not None:",
+                "if False:",
+                "test_coverage.py",
+            ),
+            (
+                "a part of a block that is whole passes for the block",
+                "_Look.patterns",
+                " and around not in taken",
+                "",
+                "test_coverage.py",
+            ),
+            (
+                "the reasons are not remembered with a proof",
+                "Prover._proved",
+                "self._known = Explanations(remembered.why_whole, remembered.no_sp, remembered.rest)",
+                "pass",
+                "test_selfcheck.py -k says_what_the_first",
+            ),
+            (
+                "why a plan is as it is is not remembered with a proof",
+                "Prover._proved",
+                "self._reasons = remembered.reasons",
+                "pass",
+                "test_selfcheck.py -k says_what_the_first",
+            ),
+            (
+                "what the self-check found on shards is not the reason",
+                "Prover._check_or_widen",
+                "self._why_wide = _cause(error)",
+                "pass",
+                "test_selfcheck.py -k says_what_the_first",
+            ),
+        )
+    ),
     # ---- a remembered proof used for another model ----
     *(
         Mutant(f"a remembered proof used for another model: {name}", definition, old, new, "tests/test_proof_cache.py")
@@ -2310,7 +2407,7 @@ MUTANTS = [
             ("the example", "fingerprint", '"example": _structure(example),', '"example": None,'),
             ("the data module", "_add_trainer", 'if "datamodule" in digest.names:', "if False:"),
             ("order of tokens", "ContentDigest._write", 'b"%d:" % len(raw) + raw', "raw"),
-            ("a file that was changed", "read_proof", " or seal != _seal(key, plan, whole)", ""),
+            ("a file that was changed", "read_proof", "proof if seal == _seal(key, proof) else None", "proof"),
         )
     ),
 ]

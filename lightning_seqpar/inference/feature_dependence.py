@@ -350,6 +350,10 @@ class _FeatureSupport:
             CantInferError: if no list of segments describes what the ranks need.
         """
         covered = torch.stack([part[column] for part in self._parts]).any(0)
+        if not covered.any():  # only another row reads it, or none: queries of a text whose output is dropped
+            units = most if len(covered) % most == 0 else len(covered)
+            ranges = Shard.by_segments(0, [len(covered)], [units], len(self._parts), column).ranges
+            return ColumnLayout(ranges, (len(covered),), (units,))
         if not covered.all():
             missing = int((~covered).nonzero()[0])
             raise CantInferError(f"{column}: out-feature {missing} reaches nothing, so no rank would own it")

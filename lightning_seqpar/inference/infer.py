@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,11 +50,15 @@ class Inference:
         plan: the plan.
         reasons: why it is as it is, a sentence each.
         parts: rules, each of which has one sharded part of the blocks computed whole.
+        whole: patterns of the modules that are left whole, each with the reason.
+        no_sp: patterns of the blocks that are given whole sequences, each with the reason.
     """
 
     plan: ShardingPlan
     reasons: list[str]
     parts: list[dict[str, Any]] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)
+    no_sp: dict[str, str] = field(default_factory=dict)
 
 
 def infer_plan(
@@ -160,26 +164,29 @@ def _infer(
     rules: list[dict[str, Any]] = []
     reasons: list[str] = []
     parts: list[dict[str, Any]] = []
+    why_whole: dict[str, str] = {}
+    no_sp: dict[str, str] = {}
     owners = [owner_of(model, calls[0].name) for calls in stacks]
     failed: list[CantInferError] = []
     for calls, owner in zip(stacks, owners, strict=True):
         try:
-            more_rules, more_reasons, more_parts = _plan_stack(
-                trace, model, calls, tp, user_rules, alone=owners.count(owner) == 1, sums=sums
-            )
+            stack = _plan_stack(trace, model, calls, tp, user_rules, alone=owners.count(owner) == 1, sums=sums)
         except UserDecidesError:
             raise
         except CantInferError as error:
             failed.append(error)
             names = _all_names(model, [call.name for call in calls])
             reasons.append(f"{pattern_of(names)}: every rank has these blocks whole: {error.why}")
+            why_whole[pattern_of(names)] = error.why
             continue
-        rules += more_rules
-        reasons += more_reasons
-        parts += more_parts
+        rules += stack.rules
+        reasons += stack.reasons
+        parts += stack.parts
+        why_whole |= stack.whole
+        no_sp |= stack.no_sp
     if not rules:
         raise failed[0]
-    return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons, parts)
+    return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons, parts, why_whole, no_sp)
 
 
 class _UserRules:
@@ -210,6 +217,24 @@ class _UserRules:
         return whole or all(name in self._linears for name in names)
 
 
+class _StackPlan(NamedTuple):
+    """The plan of one stack of blocks.
+
+    Attributes:
+        rules: as data.
+        reasons: why they are as they are.
+        parts: rules by which a part of the blocks would stay whole.
+        whole: patterns of what is left whole, each with the reason.
+        no_sp: the pattern of the blocks with the reason, if they are given whole sequences.
+    """
+
+    rules: list[dict[str, Any]]
+    reasons: list[str]
+    parts: list[dict[str, Any]]
+    whole: dict[str, str]
+    no_sp: dict[str, str]
+
+
 def _plan_stack(
     trace: ForwardTrace,
     model: nn.Module,
@@ -219,8 +244,8 @@ def _plan_stack(
     *,
     alone: bool,
     sums: bool,
-) -> tuple[list[dict[str, Any]], list[str], list[dict[str, Any]]]:
-    """The rules for one stack of blocks, the reasons for them, and rules by which a part of the blocks would stay whole.
+) -> _StackPlan:
+    """The plan of one stack of blocks.
 
     Args:
         trace: the recorded forward.
@@ -251,7 +276,8 @@ def _plan_stack(
     _refuse_unfit_stack(flows[0].name, known, dims, wholes.values())
     blocks = pattern_of(names)
     dim = next(iter(dims.values()))
-    whole = dim is None or any(plan.reads_length for plan in known)
+    streams = dict.fromkeys(key for flow in flows for key in flow.streams)
+    whole = dim is None or bool(streams) or any(plan.reads_length for plan in known)
     where = {"style": "blocks", **({} if dim is None else {"dim": dim}), **({"sp": False} if whole else {})}
     out: list[dict[str, Any]] = [{"pattern": blocks, **where}]
     args = {name: flow.arg for flow in flows if flow.arg != 0 for name in _all_names(model, [flow.name])}
@@ -263,11 +289,20 @@ def _plan_stack(
     kinds = "" if len(known) == 1 else f" of {len(known)} kinds"
     at = f"sequence at dim {dim}" if dim is not None else f"{_positions(trace, flows[0])}: no sequence parallelism here"
     reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, {at}"]
+    if streams:
+        shown = ", ".join(map(repr, streams))
+        reasons.append(f"{blocks}: argument {shown} is an activation too: no sequence parallelism here")
     for plan in known:
         reasons += plan.reasons
     reasons += [f"{blocks}.{part}: computed whole on every rank: {error.why}" for part, error in wholes.items()]
     sharded = dict.fromkeys(part for plan in known for part in plan.parts)
-    return out, reasons, _whole_rules(trace, flows, blocks, sharded)
+    why_whole = {f"{blocks}.{part}": error.why for part, error in wholes.items()}
+    for name, plan in plans.items():
+        like = blocks if len(known) == 1 else name
+        why_whole |= {f"{like}.{inner}": why for inner, why in plan.whole.items()}
+    read = next((plan.no_sp for plan in known if plan.reads_length), "")
+    no_sp = {blocks: _positions(trace, flows[0]) if dim is None else read} if whole else {}
+    return _StackPlan(out, reasons, _whole_rules(trace, flows, blocks, sharded), why_whole, no_sp)
 
 
 @dataclass

@@ -5,6 +5,7 @@ If the forward goes wrong or a row reads anything but this rank's part of its in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from lightning_seqpar.inference.feature_dependence import GroupLayout, Ranges
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.layout.attribute_override import write_attribute
 from lightning_seqpar.layout.linear_kind import linear_kind
+from lightning_seqpar.layout.stand_in import resolve, stand_in
 
 EQUAL = {torch.float64: 1e-8, torch.float32: 1e-3}
 """Largest difference, relative to the largest value, up to which two tensors count as equal; 5e-2 in other types."""
@@ -110,8 +112,6 @@ class _Rehearsal:
     ) -> None:
         self._block, self._groups, self._tp, self._rank, self._wanted = block, groups, tp, rank, wanted
         self._counts = dict.fromkeys(wanted, 0)
-        # Tensors of NaN that have a rank's width, each with the whole argument that it stands for.
-        self._stand_ins: list[tuple[Tensor, Tensor]] = []
 
     @contextmanager
     def cut(self, edits: Sequence[Edit]) -> Iterator[None]:
@@ -130,7 +130,7 @@ class _Rehearsal:
                 stack.enter_context(changed_attribute(row, "in_features", group.features // self._tp))
             for edit in edits:
                 module = self._block.modules[edit.module]
-                stack.enter_context(_edited(module, edit, self._tp, self._rank, self._stand_ins))
+                stack.enter_context(_edited(module, edit, self._tp, self._rank))
             yield
             for name, count in self._counts.items():
                 if count != len(self._wanted[name]):
@@ -141,7 +141,7 @@ class _Rehearsal:
         """Let columns read the whole input and return this rank's features."""
 
         def real(module: nn.Module, args: Any) -> Any:
-            return (next((x for stand_in, x in self._stand_ins if stand_in is args[0]), args[0]), *args[1:])
+            return (resolve(args[0]), *args[1:])
 
         for column, layout in group.columns.items():
             mine = _indices(layout.ranges[self._rank])
@@ -234,15 +234,8 @@ def _cut_weight(block: Block, linear: Linear, mine: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def _edited(
-    module: nn.Module, edit: Edit, tp: int, rank: int, stand_ins: list[tuple[Tensor, Tensor]]
-) -> Iterator[None]:
-    """While open, an edit holds on one rank; ``stand_ins`` collects tensors of a rank\'s width and what they stand for."""
-
-    def narrow(x: Tensor) -> Tensor:
-        stand_in = x.new_full((), float("nan")).expand(*x.shape[:-1], x.shape[-1] // tp)
-        stand_ins.append((stand_in, x))
-        return stand_in
+def _edited(module: nn.Module, edit: Edit, tp: int, rank: int) -> Iterator[None]:
+    """While open, an edit holds on one rank."""
 
     def part(tensor: Tensor) -> Tensor:
         size = tensor.shape[edit.dim] // tp
@@ -260,7 +253,7 @@ def _edited(
         finally:
             tensor.data = before
     else:
-        changed = narrow if edit.kind == "narrow" else part
+        changed = functools.partial(stand_in, size=tp) if edit.kind == "narrow" else part
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if isinstance(edit.key, str):

@@ -30,6 +30,7 @@ from lightning_seqpar.distributed.async_ops import PendingGather, PendingReduceS
 from lightning_seqpar.distributed.collectives import passes_none
 from lightning_seqpar.layout.linear_kind import LinearKind, features
 from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.layout.stand_in import resolve
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
@@ -334,7 +335,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """``[b, s, h]`` (or its shard, if this layer gathers) → ``[b, s, f/tp]``."""
         region = self.region
         if not self.gathers_input:
-            x = region.columns.resolve_stand_in(x)
+            x = resolve(x)
             region.rng.begin_columns(self.full_name, tuple(x.shape[:-1]))
             region.observers.column_begins(x, self.full_name)
             return self._note_output(sharded_linear(x, self.weight, self.bias, region, transposed=self.transposed))

@@ -23,11 +23,10 @@ class ColumnInputs:
 
     Args:
         frames: the calls of the region's owner, which hold it.
-        size: number of tensor-parallel ranks.
     """
 
-    def __init__(self, frames: FrameStack, size: int) -> None:
-        self._frames, self._size = frames, size
+    def __init__(self, frames: FrameStack) -> None:
+        self._frames = frames
 
     def open(self) -> None:
         """A module with gathered inputs begins."""
@@ -45,7 +44,7 @@ class ColumnInputs:
             for read in frame.gathered:
                 if read.handle is not None:
                     read.handle.kept = None  # now the graph alone holds it
-            frame.gathered, frame.stand_ins, frame.wholes = [], [], []
+            frame.gathered, frame.wholes = [], []
         return nodes
 
     def add(self, whole: Tensor, handle: RegatheredInput | None, window: OverlapWindow) -> None:
@@ -83,21 +82,6 @@ class ColumnInputs:
         while node is not None and type(node) in _PASSING:
             node = input_node(node, 0)
         return node is not x.grad_fn and node in nodes
-
-    def stand_in(self, whole: Tensor) -> Tensor:
-        """A tensor for a module that reads the width of its input off it: ``[b, s, h]`` → ``[b, s, h/tp]``.
-
-        Its columns read ``whole`` in its place (:meth:`resolve_stand_in`). Every number in it is NaN, so that whoever computes
-        with it is found out.
-        """
-        width = whole.shape[-1] // self._size
-        stand_in = whole.new_full((), float("nan")).expand(*whole.shape[:-1], width)
-        self._frames.current.stand_ins.append((stand_in, whole))
-        return stand_in
-
-    def resolve_stand_in(self, x: Tensor) -> Tensor:
-        """The activation that ``x`` stands for; ``x`` itself if it stands for none."""
-        return next((whole for stand_in, whole in self._frames.current.stand_ins if stand_in is x), x)
 
     # ---- for the backward of a column ------------------------------------------------------------------------
 

@@ -68,7 +68,6 @@ class Frame:
             gathered for it.
         rows_left: for each of them, the number of row linears in it that have not run yet.
         gathered: activations that were gathered for the modules that are running.
-        stand_ins: tensors of this rank's width, each with the gathered activation that columns read in its place.
         wholes: activations that are the same on all ranks.
         copied: sequence lengths of activations that were whole already where columns read them.
         overlap_seq_nr: the autograd sequence number at which weight-gradient products run under the backward of the last
@@ -91,7 +90,6 @@ class Frame:
     gather_scopes: list[list[Any]] = field(default_factory=list)
     rows_left: list[int] = field(default_factory=list)
     gathered: list[GatheredActivation] = field(default_factory=list)
-    stand_ins: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     wholes: list[weakref.ref[Tensor]] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
     overlap_seq_nr: int | None = None

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.layout.module_names import Argument
+from lightning_seqpar.layout.stand_in import stand_in
 from lightning_seqpar.region.partial_sum_check import MarkRow
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
@@ -192,7 +193,7 @@ def gather_arguments(
                 casts = torch.is_autocast_enabled(x.device.type)
                 if widest not in (None, x.dtype) and not casts and any(p.dtype == x.dtype for p in module.parameters()):
                     whole = whole.to(x.dtype)  # products want their input in the weights' type
-                done[id(x)] = region.columns.stand_in(whole) if local_width and arg in gathered else whole
+                done[id(x)] = stand_in(whole, region.size) if local_width and arg in gathered else whole
             args, kwargs = _replace(where, done[id(x)], args, kwargs)
         return args, kwargs
 

@@ -60,7 +60,7 @@ class SequenceRegion:
         policy = SavePolicy(regather, self.size, sp)
         self.frames = FrameStack(self.size, dim, self.name)
         self.rng = RngScope(self.rank, sp, self.frames)
-        self.columns = ColumnInputs(self.frames, self.size)
+        self.columns = ColumnInputs(self.frames)
         self.observers = Observers(self.name, group, dim, sp, self.frames, self.rng)
         self.path = DataPath(group, dim, policy, self.frames, self.rng, self.columns, self.observers)
         self.elementwise_spans = ElementwiseSpans(policy.remakes)

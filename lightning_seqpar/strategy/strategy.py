@@ -40,6 +40,7 @@ from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
 from lightning_seqpar.strategy.saving import SavingStrategy
 from lightning_seqpar.strategy.summary import summarize
+from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
 from lightning_seqpar.verify.guards.config import check_ddp_options, refuse_unsupported
 from lightning_seqpar.verify.prover import Prover
@@ -264,7 +265,10 @@ class SeqParallelStrategy(SavingStrategy):
                 module, plans, self.groups, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk
             )
         record.made_by = made_by
-        self._log_summary([_describe_plan(record, plans), *proved.lines])
+        coverage = cover(record, plans, proved.known, sp=config.sp)
+        self._log_summary([_describe_plan(record, plans, coverage), *coverage.reasons, *proved.lines], coverage)
+        for warning in coverage.warnings:
+            rank_zero_warn(warning)
         vocabulary = {match.name for match in record.matches if match.rule.style == "vocab"}  # their outputs look whole
         if seen := [name for name in hooked if record.is_inside(name) and name not in vocabulary]:
             rank_zero_warn(
@@ -306,12 +310,12 @@ class SeqParallelStrategy(SavingStrategy):
         late.fill_buffers()
         return late
 
-    def _log_summary(self, plan: list[str]) -> None:
-        """Log the text at the start of a run, once, with these lines on the plan."""
+    def _log_summary(self, plan: list[str], coverage: Coverage | None = None) -> None:
+        """Log the text at the start of a run, once, with these lines on the plan and what it shards."""
         if self._summarized:
             return
         self._summarized = True
-        rank_zero_info(summarize(self.groups.topology, self.config, self.num_processes, VERSION, plan))
+        rank_zero_info(summarize(self.groups.topology, self.config, self.num_processes, VERSION, plan, coverage))
 
     def _make_replicas_equal(self, module: LightningModule) -> None:
         """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""
@@ -364,11 +368,10 @@ class SeqParallelStrategy(SavingStrategy):
         self._lightning_module = module
 
 
-def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan]) -> str:
+def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan], coverage: Coverage) -> str:
     """A line on where the plans are from, and how much of the parameters is sharded."""
-    sharded = sum(layout.is_sharded for layout in record.layout.values())
     return (
-        f"{', '.join(dict.fromkeys(plan.source for plan in plans))}: {sharded} of {len(record.layout)} tensors sharded; "
+        f"{', '.join(dict.fromkeys(plan.source for plan in plans))}: {coverage}; "
         f"{record.layout.local_numel():,} of {record.layout.global_numel():,} parameters per rank"
     )
 

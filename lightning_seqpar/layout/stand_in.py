@@ -1,0 +1,51 @@
+"""A tensor of a rank's width for modules that read the width of their input off it, where linears read the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_PRODUCTS = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+"""Functions whose first argument is an activation that is multiplied with a weight."""
+
+
+class StandIn(Tensor):
+    """An activation that tells this rank's width, and stands for a whole one.
+
+    A module may write ``b, s, h = x.shape``, project ``x`` and bring what its attention made back to ``[b, s, h]``: on a rank,
+    ``h`` must be this rank's features there, and the projections must read all of ``x``. Columns that are modules resolve
+    it (:func:`resolve`), and so do products with a weight. Every number in it is NaN, so that whoever else computes with it
+    is found out.
+    """
+
+    whole: Tensor | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _PRODUCTS and args and isinstance(args[0], StandIn) and args[0].whole is not None:
+            return func(args[0].whole, *args[1:], **(kwargs or {}))
+        return super().__torch_function__(func, types, tuple(args), kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def stand_in(whole: Tensor, size: int) -> StandIn:
+    """``[..., h]`` → a tensor of the shape ``[..., h/tp]`` that stands for it.
+
+    Args:
+        whole: the activation.
+        size: number of tensor-parallel ranks.
+    """
+    narrow = whole.detach().new_full((), float("nan")).expand(*whole.shape[:-1], whole.shape[-1] // size)
+    out = narrow.as_subclass(StandIn)
+    out.whole = whole
+    return out
+
+
+def resolve(x: Tensor) -> Tensor:
+    """The activation that ``x`` stands for; ``x`` itself if it stands for none."""
+    return x.whole if isinstance(x, StandIn) and x.whole is not None else x
