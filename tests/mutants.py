@@ -2211,6 +2211,77 @@ MUTANTS = [
         "        if False:\n",
         "tests/test_zoo.py -k said",
     ),
+    # ---- refusals told by each rank, by none, or with all that lies inside ----
+    Mutant(
+        "every rank tells what all of them raised",
+        "Refusals.tell_once",
+        "        sys.excepthook = print_once\n",
+        "",
+        "tests/test_refusals.py",
+    ),
+    Mutant(
+        "what rank 0 caught is told by nobody",
+        "Refusals.tell_once",
+        '(self._rank and not self._have_come([f"{self._name} is told"]))',
+        "False",
+        "tests/test_refusals.py",
+    ),
+    Mutant(
+        "an error of one rank alone is taken for everybody's",
+        "Refusals._have_come",
+        "            return False\n",
+        "            return True\n",
+        "tests/test_refusals.py",
+    ),
+    Mutant(
+        "ranks that raise different errors count as one refusal",
+        "Refusals.is_shared",
+        " and all(self._store.get(key).decode() == said for key in keys)",
+        "",
+        "tests/test_refusals.py",
+    ),
+    Mutant(
+        "the watch over the children tells a refusal once more",
+        "ChildWatch._at_exit",
+        "uncaught is not None and uncaught is self._expected",
+        "False",
+        "tests/test_launch.py -k refusal_is_told_once",
+    ),
+    Mutant(
+        "a refusal is shown with all frames inside the package",
+        "without_inner_frames",
+        "    frames[inner].tb_next = None\n",
+        "",
+        "tests/test_bad_input.py -k traceback",
+    ),
+    Mutant(
+        "a rule is proposed that was not tried",
+        "with_tried_rules",
+        "            attempt(rules)\n",
+        "            pass\n",
+        "tests/test_infer.py -k proposes",
+    ),
+    Mutant(
+        "rules that are proposed together were tried one by one",
+        "with_tried_rules",
+        "attempt(rules)",
+        "attempt(stopped.rules)",
+        "tests/test_infer.py -k tried_together",
+    ),
+    Mutant(
+        "a plan that was wrong in all that was tried is called right",
+        "Prover._is_right",
+        "return False",
+        "return True",
+        "tests/test_selfcheck.py -k refused_plan_is_not",
+    ),
+    Mutant(
+        "the trainer of another package is not told what to import",
+        "SeqParallelStrategy.__repr__",
+        "{_OTHER_PACKAGE * ('pytorch_lightning' in sys.modules)}",
+        "",
+        "tests/test_config.py -k other_package",
+    ),
     # ---- what is sharded of what could be ----
     *(
         Mutant(f"coverage: {name}", definition, old, new, f"tests/{tests}")

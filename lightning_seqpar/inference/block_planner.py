@@ -21,6 +21,7 @@ from lightning_seqpar.inference.trace import ForwardTrace
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.inference.unwrapped_parameters import UnwrappedProducts
 from lightning_seqpar.layout.attribute_override import read_attribute
+from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import inside
 
@@ -87,11 +88,11 @@ class BlockPlanner:
         return self._inner(name) or "the block's own forward"
 
     def _stop(self, error: str | Exception, row: str) -> CantInferError:
-        """The error to raise for a row, with the rule that would get the user further."""
+        """The error to raise for a row, with the module around it that could be computed whole."""
         around, text = part_around(self._flow, row), str(error)
-        advice = _what_to_write(self._flow, around, self._stack)
+        advice = "" if around else f"\n  {_what_to_write(self._block.module)}"
         kind = type(error) if isinstance(error, UserDecidesError) else CantInferError
-        return kind(f"{text}\n  {advice}", around, text)
+        return kind(f"{text}{advice}", around, text)
 
     def make(self) -> BlockPlan:
         """Make the plan.
@@ -182,7 +183,8 @@ class BlockPlanner:
             )
             self._reason(
                 f"{flow.name}: the attention of {self._inner(row)} stands in the block's own forward, which would read the "
-                "length of its shard: no sequence parallelism here; a module of its own for the attention would allow it"
+                "length of its shard: no sequence parallelism here"
+                + ("" if is_installed(type(block.module)) else "; a module of its own for the attention would allow it")
             )
         shown = ", ".join(self._inner(column) for column in group.columns)
         self._reason(
@@ -289,8 +291,8 @@ class BlockPlanner:
                 self._plan.rules.append((self._inner(name), "gather", {} if args == [0] else {"args": list(args)}))
                 self._plan.rules.append((self._inner(name), "reduce", {}))
                 self._reason(
-                    f"{name}: columns in it read some of its tokens (experts), or in another order; what rows make is summed where it "
-                    "returns"
+                    f"{name}: columns in it read some of its tokens (experts), or in another order; what rows make is summed "
+                    "where it returns"
                 )
 
     def _write_linears(self) -> None:
@@ -396,17 +398,11 @@ def part_around(flow: BlockFlow, row: str) -> str:
     return around if len(around) > len(flow.name) else ""
 
 
-def _what_to_write(flow: BlockFlow, around: str, stack: Sequence[str]) -> str:
-    """Advice: a rule that has the part around a row computed whole, or where to move that part."""
-    if not around:
-        return (
-            "Put that part of the block's forward into a module of its own, or write the columns and the row yourself"
-        )
-    inner = around[len(flow.name) + 1 :]
-    return (
-        f"To have every rank compute it whole, and shard the rest, write: {{pattern: '{pattern_of(stack)}.{inner}', style: "
-        "whole}"
-    )
+def _what_to_write(block: nn.Module) -> str:
+    """Advice on a row that stands in the block's own forward, so that no module around it could be computed whole."""
+    if is_installed(type(block)):
+        return "It stands in the block's own forward, so no rule can have it computed whole"
+    return "It stands in the block's own forward, so no rule can have it computed whole; as a module of its own it could be"
 
 
 def _column_options(model: nn.Module, column: str, layout: ColumnLayout) -> dict[str, Any]:

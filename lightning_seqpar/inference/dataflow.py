@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -24,18 +25,20 @@ _SUMS = ("add", "sub", "rsub", "addcmul", "lerp", "_foreach_add")
 
 
 class CantInferError(ValueError):
-    """Inference can't decide how to shard a module; the message names it and the rule to write.
+    """Inference can't decide how to shard a module; the message names it.
 
     Attributes:
         whole: name of the module inside a block that would have to be computed whole to go on; empty for none.
         why: the message without what to write.
         block: name of the block that can't be planned at all; empty for none.
+        rules: with which inference may go on; a message proposes them once they were tried.
     """
 
     def __init__(self, message: str, whole: str = "", why: str = "") -> None:
         super().__init__(message)
         self.whole, self.why = whole, why or message
         self.block = ""
+        self.rules: list[dict[str, Any]] = []
 
 
 class UserDecidesError(CantInferError):

@@ -219,8 +219,8 @@ class _Probe:
         self.read = self._reads[0]
         if not self.read.requires_grad:
             raise CantInferError(
-                f"{row}: its input has no graph in the block's forward (reentrant checkpointing inside the block?); use "
-                "use_reentrant=False"
+                f"{row}: its input has no graph in the block's forward (is it made under reentrant checkpointing? "
+                "that must be turned off, or use_reentrant=False)"
             )
         self.features = self.read.shape[-1]
         self._seed = seed

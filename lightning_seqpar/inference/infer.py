@@ -7,10 +7,9 @@ refused, and what is decided is still proved by the self-check.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +28,14 @@ from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.gather_points import read_blocks
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, without_checkpoints
+from lightning_seqpar.inference.proposals import with_tried_rules
 from lightning_seqpar.inference.reduction import Reduction, is_large
 from lightning_seqpar.inference.repeats import owner_of
 from lightning_seqpar.inference.stacks import activation, find_exit, find_stacks
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.layout.adapters import without_adapters
+from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -85,7 +86,7 @@ def infer_plan(
         prepare: is called with the copy before its forward.
 
     Raises:
-        CantInferError: naming the module, why, and the rule to write.
+        CantInferError: naming the module and why, with the rules that were tried and work, or the sentence that none was found.
     """
     if not isinstance(example, Example):
         kwargs = dict(example) if isinstance(example, Mapping) else {}
@@ -97,19 +98,37 @@ def infer_plan(
     with kept_streams(cpu), default_dtype(dtype):
         copied = without_checkpoints(without_adapters(detached_copy(model, cpu, dtype, example.reduction)))
         prepare(copied)
+        on_cpu = example.to(cpu, dtype)
+
+        def attempt(more: Sequence[dict[str, Any]]) -> Inference:
+            rules = ShardingPlan.from_rules(more).rules
+            user_plan = replace(own, rules=(*own.rules, *rules)) if own is not None else ShardingPlan(rules)
+            try:
+                return _infer(copied, on_cpu, tp, user_plan if more else own, beside=beside, sums=sums)
+            except CantInferError:
+                raise
+            except Exception as error:
+                raise CantInferError(_of_the_run(model, error)) from error
+
         try:
-            return _infer(copied, example.to(cpu, dtype), tp, own, beside=beside, sums=sums)
-        except CantInferError:
-            raise
-        except Exception as error:
-            if "use_reentrant" not in str(error):
-                raise CantInferError(
-                    f"{type(model).__name__}: a copy of it was run to see what it computes, which raised {describe_failure(error)}"
-                ) from error
-            raise CantInferError(
-                f"{type(model).__name__}: its forward runs blocks under reentrant checkpointing, through which no plan can be "
-                "inferred; write checkpoint(..., use_reentrant=False), or name the linears by rules"
-            ) from error
+            return attempt([])
+        except CantInferError as error:
+            raise with_tried_rules(error, attempt, tp) from None
+
+
+def _of_the_run(model: nn.Module, error: Exception) -> str:
+    """Why nothing is inferred where a run of the copy raised."""
+    name = type(model).__name__
+    if "use_reentrant" not in str(error):
+        return f"{name}: a copy of it was run to see what it computes, which raised {describe_failure(error)}"
+    installed = [kind for kind in {type(module) for module in model.modules()} if is_installed(kind)]
+    own = not [kind for kind in installed if not kind.__module__.startswith(("torch.", "lightning."))]
+    return (
+        f"{name}: its forward runs blocks under reentrant checkpointing, through which no plan can be inferred; "
+        + ("write checkpoint(..., use_reentrant=False)" if own else "turn that off, or make it use_reentrant=False")
+        + " (Hugging Face: gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}))"
+        * (not own)
+    )
 
 
 def _infer(
@@ -294,7 +313,7 @@ def _plan_stack(
             mixing[key] = pair_mixes_positions(model, flow, row)
         return mixing[key]
 
-    _refuse_unknown_linears(trace, calls, user_rules)
+    _refuse_unknown_linears(trace, model, calls, user_rules)
     flows = read_blocks(trace, calls, model, mixes, sums=sums)
     names = _all_names(model, [flow.name for flow in flows])
     planned = _plan_blocks(trace, model, flows, names, tp, user_rules, sums=sums)
@@ -387,6 +406,8 @@ def _plan_blocks(
                     plans[key] = BlockPlanner(trace, model, flow, tp, covers, names, sums=sums).make()
                 except CantInferError as error:
                     part = error.whole[len(flow.name) + 1 :]
+                    if part:
+                        error.rules = _whole_rules(trace, flows, pattern_of(names), [part])
                     if not part or part in wholes or isinstance(error, UserDecidesError):
                         error.block = flow.name
                         raise
@@ -474,7 +495,9 @@ def _exit_rules(
     return [{"pattern": exit_at, "style": "exit", **({} if alone else {"blocks": blocks})}]
 
 
-def _refuse_unknown_linears(trace: ForwardTrace, blocks: Sequence[Call], user_rules: _UserRules) -> None:
+def _refuse_unknown_linears(
+    trace: ForwardTrace, model: nn.Module, blocks: Sequence[Call], user_rules: _UserRules
+) -> None:
     """Refuse a subclass of ``nn.Linear`` that may compute something else (quantised?), unless the user's rules decide it.
 
     One that returns more than one tensor (a router) is not taken for a linear.
@@ -486,11 +509,15 @@ def _refuse_unknown_linears(trace: ForwardTrace, blocks: Sequence[Call], user_ru
         module = call.module
         unknown = isinstance(module, nn.Linear) and linear_kind(module) is None and len(call.outputs) == 1
         if unknown and any(inside(call.name, block.name) for block in blocks) and not user_rules.covers(call.name):
-            around = re.sub(r"(?<=\.)\d+(?=\.)", "*", call.name.rpartition(".")[0])
-            raise UnknownLinearError(
-                f"{call.name}: a {type(module).__name__}, which is not known to compute what nn.Linear does (is it quantised?); "
-                f"leave the module around it whole: {{pattern: {around}, style: whole}}"
+            error = UnknownLinearError(
+                f"{call.name}: a {type(module).__name__}, which is not known to compute what nn.Linear does (is it quantised?)"
             )
+            block = next(block.name for block in blocks if inside(call.name, block.name))
+            around = call.name.rpartition(".")[0]
+            part = (around if around != block else call.name)[len(block) + 1 :]
+            stack = pattern_of(_all_names(model, [one.name for one in blocks]))
+            error.rules = [{"pattern": f"{stack}.{part}", "style": "whole"}]
+            raise error
 
 
 def _all_names(model: nn.Module, blocks: Sequence[str]) -> list[str]:

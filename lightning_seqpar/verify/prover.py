@@ -21,7 +21,7 @@ from lightning_seqpar.inference.infer import Inference, infer_plan
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.choice import resolve_plans
-from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import (
     SOURCE,
     VOCAB_OFF,
@@ -255,7 +255,7 @@ class Prover:
             raise ValueError(
                 f"plan='auto': no shipped plan fits {name}, and to infer one an example input is needed: "
                 f"{'; '.join(dict.fromkeys(failures))}. Set example_input_array on the module (a tensor, tuple or dict that its "
-                f"forward takes), or write a plan:\n{EXAMPLE}"
+                "forward takes), or write a plan (plan='my_plan.yaml' or plan={'base': 'none', 'rules': [...]}; docs/your_model.md)"
             )
 
         spec = self._config.plan
@@ -279,9 +279,9 @@ class Prover:
             if self._beside:
                 raise
             raise ValueError(
-                f"plan='auto': no shipped plan fits {name}, and inference stops at\n  {error}\nWrite the rules for it (the "
-                "others are found as before: plan={'rules': [...]}), a whole plan (plan='my_plan.yaml' or plan={'base': "
-                f"'none', 'rules': [...]}}), with the module names of your model:\n{EXAMPLE}"
+                f"plan='auto': no shipped plan fits {name}, and inference stops at\n  {error}\nRules of yours are kept, and the "
+                "others found as before (plan={'rules': [...]}); a whole plan is plan='my_plan.yaml' or plan={'base': 'none', "
+                "'rules': [...]} (docs/your_model.md)"
             ) from None
         self._reasons, self._parts = inferred.reasons, inferred.parts
         self._known.whole, self._known.no_sp = inferred.whole, inferred.no_sp
@@ -303,8 +303,9 @@ class Prover:
         try:
             return self._check_vocabulary(out)
         except ValueError as error:
-            narrow = out.plans
-            for variant in self._variants(inferred):
+            narrow, tried = out.plans, []
+            for what, variant in self._variants(inferred):
+                tried.append(what)
                 try:
                     out.plans = [*variant(), *(plan for plan in narrow if plan not in inferred)]
                     passed = self._check_vocabulary(out)
@@ -313,28 +314,42 @@ class Prover:
                 self._why_wide = _cause(error)
                 return passed
             out.plans = narrow
+            if not inferred and self._config.sp:  # rules of the user's or shipped ones, which are theirs to change
+                tried.append("sp=False")
+                if self._is_right([plan.without_sp() for plan in narrow]):
+                    raise type(error)(f"{error}. Tried: with sp=False the same plan is right") from None
+            if tried and (inferred or isinstance(error, SelfCheckError)):
+                raise type(error)(f"{error}. Tried: {'; '.join(tried)}. None of that is right") from None
             raise error from None
 
-    def _variants(self, inferred: Sequence[ShardingPlan]) -> Iterator[Callable[[], list[ShardingPlan]]]:
-        """Other forms of the inferred plans, in which less is sharded.
+    def _is_right(self, plans: list[ShardingPlan]) -> bool:
+        """Whether these plans pass the self-check; collective over the world."""
+        try:
+            return self._check(Proved(plans))
+        except ValueError:
+            return False
+
+    def _variants(self, inferred: Sequence[ShardingPlan]) -> Iterator[tuple[str, Callable[[], list[ShardingPlan]]]]:
+        """Other forms of the inferred plans, in which less is sharded, each with what it is, in words.
 
         Whole sequences between the blocks; then each expert reduced by itself; then one part of the blocks whole.
         """
         if not inferred:
             return
         if self._config.sp:
-            yield lambda: [plan.without_sp() for plan in inferred]
+            yield "sp=False", lambda: [plan.without_sp() for plan in inferred]
         if _has_sums(inferred):
-            yield self._infer_without_sums
+            yield "each expert reduced by itself", self._infer_without_sums
         # What draws random numbers in a way that no rule mends would only be computed whole: the user can do better.
         for part in () if self._draws_differ else self._parts[:_MOST_PARTS]:
             rules = ShardingPlan.from_rules([part]).rules
             fewer = [replace(plan, rules=(*plan.rules, *rules)) for plan in inferred]
-            yield functools.partial(list, fewer)
+            yield f"{part['pattern']} whole", functools.partial(list, fewer)
             if self._config.sp:
-                yield functools.partial(list, [plan.without_sp() for plan in fewer])
+                wide = [plan.without_sp() for plan in fewer]
+                yield f"{part['pattern']} whole with sp=False", functools.partial(list, wide)
         if self._beside:
-            yield list
+            yield "the shipped plan alone", list
 
     def _infer_without_sums(self) -> list[ShardingPlan]:
         """The inferred plan in which each expert is reduced by itself, with whole sequences between the blocks."""

@@ -232,9 +232,17 @@ def test_a_proof_is_remembered_once_for_each_model(cache):
 def test_a_refused_plan_is_not_remembered(cache):
     rules = without("set")(rules_of("einsum", 2))
     for _ in range(2):
-        with pytest.raises(RankFailedError, match="self_check: with the plan"):
+        with pytest.raises(
+            RankFailedError, match=r"(?s)self_check: with the plan.* Tried: sp=False. None of that is right"
+        ):
             run(cache, "einsum", {"base": "none", "rules": rules})
     assert proofs(cache) == []
+
+
+def test_whole_sequences_are_tried_for_a_wrong_plan_of_the_users(cache):
+    rules = [{key: value for key, value in rule.items() if key != "sp"} for rule in rules_of("all_inline", 2)]
+    with pytest.raises(RankFailedError, match=r"Tried: with sp=False the same plan is right"):
+        run(cache, "all_inline", {"base": "none", "rules": rules})
 
 
 def test_a_plan_file_that_changes_is_proved_again(cache, tmp_path):
