@@ -135,6 +135,9 @@ class BlockPlanner:
         """Plan one row, whatever it is."""
         if (error := self._flow.ungathered.get(row)) is not None:
             raise self._stop(error, row)
+        shared = [name for name in self._flow.columns[row] if not inside(name, self._flow.name)]
+        if shared:
+            raise self._stop(f"{row}: one of its columns, {shared[0]}, belongs to another part of the model", row)
         if 0 in self._trace.values[self._flow.linears[row].reads].shape:
             self._idle.append(row)  # an expert that gets no token of the example
         elif self._flow.linears[row].is_unwrapped:
