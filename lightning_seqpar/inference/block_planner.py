@@ -322,8 +322,18 @@ class BlockPlanner:
                     rules.append((f"{self._inner(column)}.bias", "local_heads", options))
             for norm in group.full_width:
                 rules.append((self._inner(norm), "full_width", {}))
-            units = _unit_name(self._model, group.row, group.units)
-            rules.append((self._inner(group.row), "row", {} if group.units == group.features else {"units": units}))
+            rules.append((self._inner(group.row), "row", _row_options(self._model, group)))
+
+
+def _row_options(model: nn.Module, group: GroupLayout) -> dict[str, Any]:
+    """The options of a row's rule: the segments of its input, and the units of each."""
+    if len(group.segments) == 1:
+        return {} if group.units == group.features else {"units": _unit_name(model, group.row, group.units)}
+    units = [
+        count if count == size else _unit_name(model, group.row, count)
+        for count, size in zip(group.segment_units, group.segments, strict=True)
+    ]
+    return {"segments": list(group.segments), "units": units}
 
 
 def _share_columns(group: GroupLayout, others: Sequence[GroupLayout]) -> None:

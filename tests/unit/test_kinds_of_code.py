@@ -76,6 +76,9 @@ SAYS = {
         "{pattern: layers.0.1.fc2, style: row}",
         "{pattern: layers.1.0, style: local_heads, dim: 1, args: [1]}",
     ],
+    "one_way_out": ["{pattern: h.*.out, style: row, segments: [16, 32], units: [4, 32]}"],
+    "twice_out": ["{pattern: h.*.attn.wo, style: row, units: num_heads}"],
+    "shared_queries": ["{pattern: blocks.*.attn, style: copy, args: [1]}"],
 }  # fmt: skip
 
 
