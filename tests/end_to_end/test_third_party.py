@@ -49,6 +49,9 @@ SHARDED = {
     "shifted_inside": 27,
     "two_activations": 59,
     "value_residual": 11,
+    "one_way_out": 20,
+    "twice_out": 22,
+    "shared_queries": 23,
 }
 """How many tensors of each kind are sharded: in a value residual the first attention is whole, in re-attention each one."""
 CASES = [
