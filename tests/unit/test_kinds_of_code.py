@@ -31,13 +31,13 @@ SAYS = {
         "{pattern: h.*.attn.v_bias, style: local_heads}",
     ],
     "low_rank_linear": [
-        "{pattern: h.*.attn.q.weight, style: local_heads}",
+        "{pattern: h.*.attn.q.weight, style: local_heads, units: heads}",
         "{pattern: h.*.attn.q.bias, style: local_heads}",
         "{pattern: h.*.attn.q.lora_b, style: column, units: heads}",
     ],
     "matrix_linear": [
         "{pattern: h.*.attn.v.linear, style: column, units: heads}",
-        "{pattern: h.*.attn.v.lora_B, style: local_heads}",
+        "{pattern: h.*.attn.v.lora_B, style: local_heads, units: heads}",
     ],
     "two_counts": [
         "{pattern: h.*.attn, style: set, divide: [heads, all_head_size]}",
