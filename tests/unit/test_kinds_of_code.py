@@ -94,7 +94,9 @@ def test_the_rules_that_are_found(kind):
     for rule in SAYS[kind]:
         assert f"- {rule}\n" in text
     points = {rule.pattern for rule in plan.rules if rule.style in ("gather", "copy")}
-    assert not [(a, b) for a in points for b in points if b.startswith(f"{a}.")]  # what is whole is not made whole again
+    assert not [
+        (a, b) for a in points for b in points if b.startswith(f"{a}.")
+    ]  # what is whole is not made whole again
     assert ("style: whole" in text) == (kind == "re_attention")
 
 
