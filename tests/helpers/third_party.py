@@ -273,7 +273,9 @@ class WithInputs(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
+        x = x + self.pos[:, : x.shape[1]]  # no parameter is idle, whatever the blocks are given
         memory = self.memory(x.flip(1)[:, :7])
+        x = x + memory.mean(1, keepdim=True)
         have = {"pos": self.pos[:, : x.shape[1]], "memory": memory, "memory_pos": self.pos[:, 1:8]}
         for block in self.blocks:
             x = block(x, *(have[name] for name in self.given))
