@@ -11,7 +11,13 @@ from typing import Any
 from torch import nn
 
 from lightning_seqpar.inference.block_kinds import kind_of
-from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError, UserDecidesError
+from lightning_seqpar.inference.dataflow import (
+    BlockFlow,
+    CantInferError,
+    SummedRow,
+    UnknownLinearError,
+    UserDecidesError,
+)
 from lightning_seqpar.inference.edit_search import find_edits, is_settings
 from lightning_seqpar.inference.feature_dependence import ColumnLayout, GroupLayout, group_layout, mixes_positions
 from lightning_seqpar.inference.isolated_block import Block
@@ -149,6 +155,8 @@ class BlockPlanner:
         flow, block = self._flow, self._block
         tried = [*self._groups]
         try:
+            if flow.linears[row].summed and any(inside(row, owner) for owner in flow.sums):
+                raise CantInferError(f"{row}: a sum of products inside an expert, whose own output is summed")
             group = group_layout(block, row, self._tp)
             self._refuse_fused(group)
             tried.append(group)
@@ -287,8 +295,30 @@ class BlockPlanner:
                 rules.append((self._inner(linear.parameter), "local_heads", dim))
             for norm in group.full_width:
                 rules.append((self._inner(norm), "full_width", {}))
-            units = _unit_name(self._model, group.row, group.units)
-            rules.append((self._inner(group.row), "row", {} if group.units == group.features else {"units": units}))
+            if flow_row := self._flow.linears[group.row].summed:
+                self._write_summed(group, flow_row)
+                continue
+            rules.append((self._inner(group.row), "row", self._units_of(group)))
+
+    def _units_of(self, group: GroupLayout) -> dict[str, Any]:
+        """The option of a row's rule that says of how many units its in-features are; none if each is one."""
+        units = _unit_name(self._model, group.row, group.units)
+        return {} if group.units == group.features else {"units": units}
+
+    def _write_summed(self, group: GroupLayout, summed: SummedRow) -> None:
+        """Rules for a module of several rows, which leave partial sums that are reduced where it returns."""
+        rules = self._plan.rules
+        for name, dim in summed.rows:
+            place = {} if dim is None or dim == self._model.get_parameter(name).ndim - 1 else {"dim": dim}
+            rules.append((self._inner(name), "row", {**place, **self._units_of(group)}))
+        rules += [(self._inner(name), "once", {}) for name in summed.once]
+        rules += [(self._inner(name), "local_heads", {}) for name in summed.local]
+        rules.append((self._inner(group.row), "reduce", {}))
+        shown = ", ".join(name[len(group.row) + 1 :] for name, _ in summed.rows)
+        self._reason(
+            f"{group.row}: it returns a sum of products of its input and is linear in it; {shown} are cut along that input's "
+            "features, and what it returns is summed over the ranks"
+        )
 
 
 def _one_for_all_experts(

@@ -15,6 +15,7 @@ from lightning_seqpar.inference.dataflow import (
     made_of_activation,
     read_block,
 )
+from lightning_seqpar.inference.summed_rows import summed_rows
 from lightning_seqpar.inference.trace import Call, ForwardTrace, Value
 from lightning_seqpar.layout.module_names import Argument, inside
 
@@ -40,7 +41,7 @@ def read_blocks(
     Raises:
         CantInferError: if the input of a column is an argument of no module.
     """
-    flows = [read_block(trace, call, model) for call in calls]
+    flows = [_read(trace, call, model) for call in calls]
     reduced = {number for flow in flows for row in flow.rows for number in flow.linears[row].makes}
     for flow in flows:
         gathering = GatherPoints(trace, flow, reduced, [other.call for other in flows], sums=sums)
@@ -54,6 +55,13 @@ def read_blocks(
                 gathering.merge(row)
         gathering.settle()
     return flows
+
+
+def _read(trace: ForwardTrace, call: Call, model: nn.Module) -> BlockFlow:
+    """The data flow of a block, in which a module that is a sum of products of its input is one row."""
+    flow = read_block(trace, call, model)
+    summed = summed_rows(trace, flow, model)
+    return read_block(trace, call, model, summed) if summed else flow
 
 
 class GatherPoints:

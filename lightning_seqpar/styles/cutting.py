@@ -41,7 +41,7 @@ def unwrapped_dim(name: str, dim: int, style: str, plan: PlannedModel) -> int:
         raise ValueError(f"{name}: it has shape {shape} and no dim {dim}; name the {style}'s dim")
     if plan.kind_of(module) is not None:
         raise ValueError(f"{name}: it is the parameter of a linear; name the linear itself, {module}")
-    if not plan.is_gathered_for(module):
+    if not plan.is_gathered_for(module) and not plan.sums_features(module):
         raise ValueError(
             f"{name}: {module} multiplies this {style} itself, where nothing was gathered for it; add a rule "
             f"{{pattern: {module}, style: gather}}, with all the arguments that hold tokens"

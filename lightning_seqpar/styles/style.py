@@ -324,6 +324,12 @@ class PlannedModel:
         """The module at whose end the partial sums of a row are reduced; none if at the row itself."""
         return next((owner for owner in self.named("reduce") if inside(name, owner)), None)
 
+    def sums_features(self, name: str) -> bool:
+        """Whether a module that returns partial sums is given this rank's features: it holds rows, and no column made them."""
+        return any(inside(row, name) for row in self.named("row")) and not any(
+            inside(column, name) for column in self.named("column")
+        )
+
     def is_gathered_for(self, name: str) -> bool:
         """Whether the module, or one around it, is entered with whole activations."""
         return any(inside(name, around) for around in self.named("gather", "copy"))
