@@ -194,9 +194,7 @@ class _BlockReader:
         """The call inside the block of an ``nn.MultiheadAttention``, or of a row of several products, that an operation is in."""
         for number in op.stack:
             call = self.trace.calls[number]
-            if call.id > self.call.id and (
-                isinstance(call.module, nn.MultiheadAttention) or call.name in self.summed
-            ):
+            if call.id > self.call.id and (isinstance(call.module, nn.MultiheadAttention) or call.name in self.summed):
                 return call
         return None
 
@@ -209,9 +207,7 @@ class _BlockReader:
         makes = tuple(call.outputs)
         if summed is not None and known is not None:
             upstream, makes = upstream | known.upstream, known.makes + makes
-        self.out.linears[call.name] = Linear(
-            call.name, "", upstream, call.first_op, reads, makes, summed=summed
-        )
+        self.out.linears[call.name] = Linear(call.name, "", upstream, call.first_op, reads, makes, summed=summed)
         if summed is None and call.name not in self.out.attentions:
             self.out.attentions.append(call.name)
         for number in call.outputs:

@@ -51,7 +51,9 @@ def summed_rows(trace: ForwardTrace, flow: BlockFlow, model: nn.Module) -> dict[
             if linears and (summed := _Candidate(call.module, call, linears, model).try_all()):
                 found[call.name] = summed
                 break
-    return {name: one for name, one in found.items() if not any(inside(name, other) for other in found if other != name)}
+    return {
+        name: one for name, one in found.items() if not any(inside(name, other) for other in found if other != name)
+    }
 
 
 def _products(trace: ForwardTrace, flow: BlockFlow, call: Call) -> list[Linear]:
@@ -205,7 +207,9 @@ class _Candidate:
     @contextmanager
     def _cut(self, mine: Tensor, once: Iterable[str], local: Iterable[str], *, first: bool) -> Iterator[None]:
         """While open, the module has the parameters of a rank with some of the input's features."""
-        parts = {name: tensor.index_select(dim, mine.to(tensor.device)) for name, (tensor, dim) in self._weights.items()}
+        parts = {
+            name: tensor.index_select(dim, mine.to(tensor.device)) for name, (tensor, dim) in self._weights.items()
+        }
         tensors = {name: tensor for name, (tensor, _) in self._weights.items()} | self._vectors
         parts |= {name: self._vectors[name].index_select(0, mine.to(self._vectors[name].device)) for name in local}
         held = [(tensors[name], part.detach()) for name, part in parts.items()]

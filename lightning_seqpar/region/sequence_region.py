@@ -194,10 +194,13 @@ class SequenceRegion:
 
     # ---- modules that return a sum over ranks ----------------------------------------------------------------
 
-    def begin_sum(self, widths: frozenset[int], *, unwrapped: bool, features: Sequence[Any] | None = None) -> None:
+    def begin_sum(
+        self, module: str, widths: frozenset[int], *, unwrapped: bool, features: Sequence[Any] | None = None
+    ) -> None:
         """A module begins whose output is reduced where it returns.
 
         Args:
+            module: its name.
             widths: of its columns on this rank; of its rows, if it is given features.
             unwrapped: whether it multiplies sharded parameters itself: then no column tells where whole activations end.
             features: its arguments, if they are this rank's features; None if they are whole activations.
@@ -207,6 +210,7 @@ class SequenceRegion:
         nodes = None
         if features is not None:
             nodes = [x.grad_fn for x in features if isinstance(x, Tensor) and x.grad_fn is not None]
+            self.rng.begin_features(module)
         frame.sum_features.append(nodes)
         frame.unwrapped += unwrapped
 

@@ -55,6 +55,7 @@ class ReduceRule(Rule):
         widths = frozenset(plan.shards[n].local_length(application.rank) for n in linears)
         hook = begin_sum(
             application.region_of(name),
+            name,
             parts.holders(parts.once),
             parts.holders(parts.rows),
             widths,

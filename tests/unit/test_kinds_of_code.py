@@ -38,6 +38,32 @@ SAYS = {
         "{pattern: h.*.attn.v.linear, style: column, units: heads}",
         "{pattern: h.*.attn.v.lora_B, style: local_heads}",
     ],
+    "low_rank_row": [
+        "{pattern: h.*.attn.o.weight, style: row, units: heads}",
+        "{pattern: h.*.attn.o.lora_a, style: row, units: heads}",
+        "{pattern: h.*.attn.o.bias, style: once}",
+        "{pattern: h.*.attn.o, style: reduce}",
+        "{pattern: h.*.mlp.fc1.lora_b, style: column}",
+        "{pattern: h.*.mlp.fc2.weight, style: row}",
+        "{pattern: h.*.mlp.fc2.lora_a, style: row}",
+        "{pattern: h.*.mlp.fc2, style: reduce}",
+    ],
+    "matrix_row": [
+        "{pattern: h.*.attn.o.linear, style: row, units: heads}",
+        "{pattern: h.*.attn.o.lora_A, style: row, units: heads}",
+        "{pattern: h.*.attn.o, style: reduce}",
+        "{pattern: h.*.mlp.fc2.linear, style: row}",
+        "{pattern: h.*.mlp.fc2, style: reduce}",
+    ],
+    "biased_row": [
+        "{pattern: h.*.fc1, style: gather}",
+        "{pattern: h.*.fc2.linear, style: row}",
+        "{pattern: h.*.fc2.down, style: row}",
+        "{pattern: h.*.fc2.up.bias, style: once}",
+        "{pattern: h.*.fc2.scale_in, style: local_heads}",
+        "{pattern: h.*.fc2, style: reduce}",
+    ],
+    "bent_row": ["{pattern: h.*.attn, style: whole}", "{pattern: h.*.mlp.fc2, style: row}"],
     "two_counts": [
         "{pattern: h.*.attn, style: set, divide: [heads, all_head_size]}",
         "{pattern: h.*.attn.core, style: set, divide: [n_heads]}",
@@ -71,7 +97,7 @@ def test_the_rules_that_are_found(kind):
     text = infer_plan(build(kind), IDS, 2).plan.to_yaml()
     for rule in SAYS[kind]:
         assert f"- {rule}\n" in text
-    assert ("style: whole" in text) == (kind == "re_attention")
+    assert ("style: whole" in text) == (kind in ("re_attention", "bent_row"))
 
 
 # ---- linears -----------------------------------------------------------------------------------------------------
