@@ -1685,8 +1685,8 @@ MUTANTS = [
     Mutant(
         "a vocabulary that must stay whole is sharded when the proof is remembered",
         "Prover._prove",
-        '"", self._whole)',
-        '"")',
+        "Proof(plan, self._whole, ",
+        'Proof(plan, "", ',
         "tests/test_vocabulary.py",
     ),
     Mutant(
@@ -2211,6 +2211,174 @@ MUTANTS = [
         "        if False:\n",
         "tests/test_zoo.py -k said",
     ),
+    # ---- refusals told by each rank, by none, or with all that lies inside ----
+    Mutant(
+        "every rank tells what all of them raised",
+        "Refusals.tell_once",
+        "        sys.excepthook = print_once\n",
+        "",
+        "tests/test_refusals.py",
+    ),
+    Mutant(
+        "what rank 0 caught is told by nobody",
+        "Refusals.tell_once",
+        '(self._rank and not self._have_come([f"{self._name} is told"]))',
+        "False",
+        "tests/test_refusals.py",
+    ),
+    Mutant(
+        "an error of one rank alone is taken for everybody's",
+        "Refusals._have_come",
+        "            return False\n",
+        "            return True\n",
+        "tests/test_refusals.py",
+    ),
+    Mutant(
+        "ranks that raise different errors count as one refusal",
+        "Refusals.is_shared",
+        " and all(self._store.get(key).decode() == said for key in keys)",
+        "",
+        "tests/test_refusals.py",
+    ),
+    Mutant(
+        "the watch over the children tells a refusal once more",
+        "ChildWatch._at_exit",
+        "uncaught is not None and uncaught is self._expected",
+        "False",
+        "tests/test_launch.py -k refusal_is_told_once",
+    ),
+    Mutant(
+        "a refusal is shown with all frames inside the package",
+        "without_inner_frames",
+        "    frames[inner].tb_next = None\n",
+        "",
+        "tests/test_bad_input.py -k traceback",
+    ),
+    Mutant(
+        "a rule is proposed that was not tried",
+        "with_tried_rules",
+        "            attempt(rules)\n",
+        "            pass\n",
+        "tests/test_infer.py -k proposes",
+    ),
+    Mutant(
+        "rules that are proposed together were tried one by one",
+        "with_tried_rules",
+        "attempt(rules)",
+        "attempt(stopped.rules)",
+        "tests/test_infer.py -k tried_together",
+    ),
+    Mutant(
+        "a plan that was wrong in all that was tried is called right",
+        "Prover._is_right",
+        "return False",
+        "return True",
+        "tests/test_selfcheck.py -k refused_plan_is_not",
+    ),
+    Mutant(
+        "the trainer of another package is not told what to import",
+        "SeqParallelStrategy.__repr__",
+        "{_OTHER_PACKAGE * ('pytorch_lightning' in sys.modules)}",
+        "",
+        "tests/test_config.py -k other_package",
+    ),
+    # ---- what is sharded of what could be ----
+    *(
+        Mutant(f"coverage: {name}", definition, old, new, f"tests/{tests}")
+        for name, definition, old, new, tests in (
+            (
+                "whole sequences everywhere are listed as sequence parallelism",
+                "switches",
+                " and (coverage is None or coverage.sp)",
+                "",
+                "test_summary.py",
+            ),
+            (
+                "blocks without sequence parallelism are not named beside those with it",
+                "switches",
+                "f\"sequence parallelism{f'; not in {sp_off}' if sp_off else ''}\"",
+                '"sequence parallelism"',
+                "test_summary.py",
+            ),
+            (
+                "no warning of sequence parallelism that is off",
+                "Coverage.warnings",
+                "*self._warn_of_sp(), ",
+                "",
+                "test_coverage.py",
+            ),
+            (
+                "no warning of little that is sharded",
+                "Coverage.warnings",
+                ", *self._warn_of_little()",
+                "",
+                "test_coverage.py",
+            ),
+            (
+                "the user is warned of what he asked for",
+                "Coverage._warn_of_little",
+                " if not one.as_asked]",
+                "]",
+                "test_coverage.py",
+            ),
+            (
+                "norms and embeddings could be sharded",
+                "_Look._is_matrix",
+                " or isinstance(self._modules[holder], _NO_LINEARS)",
+                "",
+                "test_coverage.py",
+            ),
+            (
+                "both halves of an adapter could be sharded",
+                "_Look._is_matrix",
+                "not any(is_adapted",
+                "not any(False and is_adapted",
+                "test_coverage.py",
+            ),
+            (
+                "a stack without a plan could not be sharded",
+                "_Look.__init__",
+                "self._blocks |= set(_repeated(record.model)) - owners",
+                "pass",
+                "test_coverage.py",
+            ),
+            (
+                "a whole vocabulary is not counted",
+                "_Look.could_be",
+                "if self._vocabulary(name) is not None:",
+                "if False:",
+                "test_coverage.py",
+            ),
+            (
+                "a part of a block that is whole passes for the block",
+                "_Look.patterns",
+                " and around not in taken",
+                "",
+                "test_coverage.py",
+            ),
+            (
+                "the reasons are not remembered with a proof",
+                "Prover._proved",
+                "self._known = Explanations(remembered.why_whole, remembered.no_sp, remembered.rest)",
+                "pass",
+                "test_selfcheck.py -k says_what_the_first",
+            ),
+            (
+                "why a plan is as it is is not remembered with a proof",
+                "Prover._proved",
+                "self._reasons = remembered.reasons",
+                "pass",
+                "test_selfcheck.py -k says_what_the_first",
+            ),
+            (
+                "what the self-check found on shards is not the reason",
+                "Prover._check_or_widen",
+                "self._why_wide = _cause(error)",
+                "pass",
+                "test_selfcheck.py -k says_what_the_first",
+            ),
+        )
+    ),
     # ---- a remembered proof used for another model ----
     *(
         Mutant(f"a remembered proof used for another model: {name}", definition, old, new, "tests/test_proof_cache.py")
@@ -2239,7 +2407,7 @@ MUTANTS = [
             ("the example", "fingerprint", '"example": _structure(example),', '"example": None,'),
             ("the data module", "_add_trainer", 'if "datamodule" in digest.names:', "if False:"),
             ("order of tokens", "ContentDigest._write", 'b"%d:" % len(raw) + raw', "raw"),
-            ("a file that was changed", "read_proof", " or seal != _seal(key, plan, whole)", ""),
+            ("a file that was changed", "read_proof", "proof if seal == _seal(key, proof) else None", "proof"),
         )
     ),
 ]

@@ -135,6 +135,8 @@ def render(described: Description, width: int | None = None) -> str:
         shapes = [f"{_shape(tensor)}{' tied' if tensor[0] in row.tied else ''}" for tensor in row.tensors]
         table.add_row(count, name, row.style, "\n".join(shapes), _sync(row), row.decided)
     console.print(table)
+    if (coverage := described.coverage) is not None:
+        console.print("\n".join(("", str(coverage), *coverage.reasons)), markup=False)
     console.print()
     console.print(_totals(described, table_class))
     reasons = sorted({row.sync for row in described.rows if row.sync})
@@ -147,6 +149,9 @@ def _headline(described: Description) -> str:
     """A line with the number of ranks, the axes and the parameters."""
     sizes = " × ".join(f"{axis} {size}" for axis, size in described.axes.items()) or "one rank, nothing is sharded"
     sp = ", sequence parallel" if described.sp else ""
+    off = described.coverage.sp_off if described.coverage is not None else ""
+    if off:
+        sp = f"{sp} (not in {off})" if sp else f", not sequence parallel ({off})"
     ranks = f"{described.world_size:,} rank{'s' * (described.world_size > 1)}"
     return f"{ranks}: {sizes}{sp}; {described.global_parameters:,} parameters, {described.parameters:,} on a rank\n"
 

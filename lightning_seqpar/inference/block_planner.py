@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_seqpar.inference.block_kinds import kind_of
 from lightning_seqpar.inference.dataflow import (
@@ -27,6 +27,7 @@ from lightning_seqpar.inference.trace import ForwardTrace
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.inference.unwrapped_parameters import UnwrappedProducts
 from lightning_seqpar.layout.attribute_override import read_attribute
+from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import inside
 
@@ -40,12 +41,16 @@ class BlockPlan:
         reasons: why, a sentence each.
         parts: names inside the block of the modules around what is sharded, each of which could be computed whole instead.
         reads_length: whether the block is right on whole sequences only, so that its stack runs without sequence parallelism.
+        no_sp: why it is right on whole sequences only; empty if it is right on shards.
+        whole: names inside the block of modules and parameters that are left whole, each with the reason.
     """
 
     rules: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
     reads_length: bool = False
+    no_sp: str = ""
+    whole: dict[str, str] = field(default_factory=dict)
 
 
 class BlockPlanner:
@@ -84,12 +89,16 @@ class BlockPlanner:
         """A name as seen from the block."""
         return name[len(self._flow.name) + 1 :]
 
+    def _shown(self, name: str) -> str:
+        """A name as seen from the block, for a sentence; the block's own forward."""
+        return self._inner(name) or "the block's own forward"
+
     def _stop(self, error: str | Exception, row: str) -> CantInferError:
-        """The error to raise for a row, with the rule that would get the user further."""
+        """The error to raise for a row, with the module around it that could be computed whole."""
         around, text = part_around(self._flow, row), str(error)
-        advice = _what_to_write(self._flow, around, self._stack)
+        advice = "" if around else f"\n  {_what_to_write(self._block.module)}"
         kind = type(error) if isinstance(error, UserDecidesError) else CantInferError
-        return kind(f"{text}\n  {advice}", around, text)
+        return kind(f"{text}{advice}", around, text)
 
     def make(self) -> BlockPlan:
         """Make the plan.
@@ -98,7 +107,7 @@ class BlockPlanner:
             CantInferError: naming the module, why, and the rule to write.
         """
         for row in self._flow.rows:
-            if self._covers(row, *self._flow.columns[row]):
+            if row in {group.row for group in self._groups} or self._covers(row, *self._flow.columns[row]):
                 continue
             with self._telling(row):
                 self._plan_any(row)
@@ -130,6 +139,8 @@ class BlockPlanner:
 
     def _plan_any(self, row: str) -> None:
         """Plan one row, whatever it is."""
+        if (error := self._flow.ungathered.get(row)) is not None:
+            raise self._stop(error, row)
         if 0 in self._trace.values[self._flow.linears[row].reads].shape:
             self._idle.append(row)  # an expert that gets no token of the example
         elif self._flow.linears[row].is_unwrapped:
@@ -158,21 +169,30 @@ class BlockPlanner:
             if flow.linears[row].summed and any(inside(row, owner) for owner in flow.sums):
                 raise CantInferError(f"{row}: a sum of products inside an expert, whose own output is summed")
             group = group_layout(block, row, self._tp)
-            self._refuse_fused(group)
             tried.append(group)
+            for peer in self._rows_beside(row):
+                tried.append(group_layout(block, peer, self._tp))
+                _share_columns(tried[-1], tried[:-1])
             more_edits = find_edits(self._trace, block, tried, self._edits, self._tp)
         except CantInferError as error:
             if isinstance(error, UnknownLinearError) or pair_mixes_positions(self._model, flow, row, unknown=True):
                 raise self._stop(error, row) from None
             self._reason(f"{row}: left whole, as are its columns; they work on each position alone ({error})")
+            names = [self._inner(name) for name in (row, *flow.columns[row])]
+            self._plan.whole |= dict.fromkeys(names, f"it works on each position alone, and can't be split: {error}")
             return
         self._groups, self._edits = tried, [*self._edits, *more_edits]
         alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
         if alone and mixes_positions(block, row):
             self._plan.reads_length = True
+            self._plan.no_sp = (
+                f"the attention of {self._inner(row)} stands in the block's own forward, which would read the length of "
+                "its shard"
+            )
             self._reason(
                 f"{flow.name}: the attention of {self._inner(row)} stands in the block's own forward, which would read the "
-                "length of its shard: no sequence parallelism here; a module of its own for the attention would allow it"
+                "length of its shard: no sequence parallelism here"
+                + ("" if is_installed(type(block.module)) else "; a module of its own for the attention would allow it")
             )
         shown = ", ".join(self._inner(column) for column in group.columns)
         self._reason(
@@ -180,16 +200,13 @@ class BlockPlanner:
             f"the columns {shown}"
         )
 
-    def _refuse_fused(self, group: GroupLayout) -> None:
-        """Refuse a column that is a parameter of another module than a linear, and of which a rank has more than one range.
-
-        Raises:
-            CantInferError: naming it.
-        """
-        for column, layout in group.columns.items():
-            if linear_kind(self._block.modules.get(column)) is None and len(layout.segments) > 1:
-                parameter = self._flow.linears[column].parameter
-                raise CantInferError(f"{parameter}: a fused projection that its module multiplies itself")
+    def _rows_beside(self, row: str) -> list[str]:
+        """The rows that read columns of this row too, so that they are planned with it (one for the text, one for the picture)."""
+        columns = self._flow.columns
+        found = [row]
+        for one in found:
+            found += [other for other in columns if other not in found and set(columns[one]) & set(columns[other])]
+        return found[1:]
 
     def _plan_products(self, row: str) -> None:
         """Plan a module that multiplies its parameters itself: all its rows and columns at once, or leave it whole.
@@ -220,6 +237,7 @@ class BlockPlanner:
             if any(products.mixes_positions(arg) for arg in flow.sums[owner] if products.is_floating(arg)):
                 raise self._stop(error, row) from None
             self._reason(f"{owner}: left whole; it works on each token alone ({error})")
+            self._plan.whole[inner] = f"it works on each token alone, and can't be split: {error}"
             return
         args = flow.sums[owner]
         self._plan.rules.append((inner, "gather", {} if args == [0] else {"args": list(args)}))
@@ -239,9 +257,11 @@ class BlockPlanner:
         """Turn sequence parallelism off for the block if something in it is right on whole sequences only."""
         if (moved := reorders_tokens(self._trace, self._flow)) is not None:
             self._plan.reads_length = True
+            self._plan.no_sp = f"{self._shown(moved)} works on tokens in another order than the block's"
             self._reason(f"{moved}: its tokens are in another order than the block's: no sequence parallelism here")
         if (counted := orders_tokens(self._trace, self._flow, self._covers)) is not None:
             self._plan.reads_length = True
+            self._plan.no_sp = f"{self._shown(counted[0])} counts, sorts or reduces tokens ({counted[1]})"
             self._reason(
                 f"{counted[0]}: it counts, sorts or reduces tokens ({counted[1]}) where it would see this rank's part of them: no "
                 "sequence parallelism here"
@@ -279,7 +299,8 @@ class BlockPlanner:
                 self._plan.rules.append((self._inner(name), "gather", {} if args == [0] else {"args": list(args)}))
                 self._plan.rules.append((self._inner(name), "reduce", {}))
                 self._reason(
-                    f"{name}: it gives each expert some of its tokens; what they make is summed where it returns"
+                    f"{name}: columns in it read some of its tokens (experts), or in another order; what rows make is summed "
+                    "where it returns"
                 )
 
     def _write_linears(self) -> None:
@@ -287,12 +308,15 @@ class BlockPlanner:
         rules = self._plan.rules
         for group in self._groups:
             for column, layout in group.columns.items():
-                if linear_kind(self._block.modules.get(column)) is not None:
-                    rules.append((self._inner(column), "column", _column_options(self._model, column, layout)))
+                linear, options = self._flow.linears[column], _column_options(self._model, column, layout)
+                if linear.is_called:
+                    rules.append((self._inner(column), "column", options))
                     continue
-                linear = self._flow.linears[column]
                 dim = {"dim": linear.out_dim} if linear.out_dim else {}
-                rules.append((self._inner(linear.parameter), "local_heads", dim))
+                rules.append((self._inner(linear.parameter), "local_heads", {**dim, **options}))
+                module = self._block.modules.get(column)
+                if linear_kind(module) is not None and isinstance(getattr(module, "bias", None), Tensor):
+                    rules.append((f"{self._inner(column)}.bias", "local_heads", options))
             for norm in group.full_width:
                 rules.append((self._inner(norm), "full_width", {}))
             if flow_row := self._flow.linears[group.row].summed:
@@ -319,6 +343,18 @@ class BlockPlanner:
             f"{group.row}: it returns a sum of products of its input and is linear in it; {shown} are cut along that input's "
             "features, and what it returns is summed over the ranks"
         )
+
+
+def _share_columns(group: GroupLayout, others: Sequence[GroupLayout]) -> None:
+    """Leave out of a row's columns those that other rows have cut already.
+
+    Raises:
+        CantInferError: if they are cut in another way there.
+    """
+    for other in others:
+        for column in [name for name in group.columns if name in other.columns]:
+            if group.columns.pop(column).ranges != other.columns[column].ranges:
+                raise CantInferError(f"{column}: {other.row} and {group.row} need other parts of it on a rank")
 
 
 def _one_for_all_experts(
@@ -392,17 +428,11 @@ def part_around(flow: BlockFlow, row: str) -> str:
     return around if len(around) > len(flow.name) else ""
 
 
-def _what_to_write(flow: BlockFlow, around: str, stack: Sequence[str]) -> str:
-    """Advice: a rule that has the part around a row computed whole, or where to move that part."""
-    if not around:
-        return (
-            "Put that part of the block's forward into a module of its own, or write the columns and the row yourself"
-        )
-    inner = around[len(flow.name) + 1 :]
-    return (
-        f"To have every rank compute it whole, and shard the rest, write: {{pattern: '{pattern_of(stack)}.{inner}', style: "
-        "whole}"
-    )
+def _what_to_write(block: nn.Module) -> str:
+    """Advice on a row that stands in the block's own forward, so that no module around it could be computed whole."""
+    if is_installed(type(block)):
+        return "It stands in the block's own forward, so no rule can have it computed whole"
+    return "It stands in the block's own forward, so no rule can have it computed whole; as a module of its own it could be"
 
 
 def _column_options(model: nn.Module, column: str, layout: ColumnLayout) -> dict[str, Any]:

@@ -5,8 +5,10 @@ A linear whose output is added to the residual is a row, and the linears that it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -23,16 +25,20 @@ _SUMS = ("add", "sub", "rsub", "addcmul", "lerp", "_foreach_add")
 
 
 class CantInferError(ValueError):
-    """Inference can't decide how to shard a module; the message names it and the rule to write.
+    """Inference can't decide how to shard a module; the message names it.
 
     Attributes:
         whole: name of the module inside a block that would have to be computed whole to go on; empty for none.
         why: the message without what to write.
+        block: name of the block that can't be planned at all; empty for none.
+        rules: with which inference may go on; a message proposes them once they were tried.
     """
 
     def __init__(self, message: str, whole: str = "", why: str = "") -> None:
         super().__init__(message)
         self.whole, self.why = whole, why or message
+        self.block = ""
+        self.rules: list[dict[str, Any]] = []
 
 
 class UserDecidesError(CantInferError):
@@ -111,6 +117,9 @@ class BlockFlow:
         sums: modules that return partial sums, with the arguments to gather for them: those that multiply parameters
             themselves, and those that deal their tokens out to experts.
         residual_in: for each row, whether its input is made from the residual.
+        streams: other arguments that are activations too, to which the block adds what it makes, and which it returns (the
+            text's tokens beside the picture's).
+        ungathered: rows with a column whose input can't be gathered anywhere, and why.
     """
 
     call: Call
@@ -122,6 +131,13 @@ class BlockFlow:
     attentions: list[str] = field(default_factory=list)
     sums: dict[str, list[Argument]] = field(default_factory=dict)
     residual_in: dict[str, bool] = field(default_factory=dict)
+    streams: tuple[Argument, ...] = ()
+    ungathered: dict[str, CantInferError] = field(default_factory=dict)
+
+    @property
+    def activations(self) -> list[int]:
+        """Ids of the values that the block is given as activations."""
+        return [self.call.args[key] for key in (self.arg, *self.streams) if key in self.call.args]
 
     @property
     def name(self) -> str:
@@ -139,7 +155,11 @@ class BlockFlow:
 
 
 def read_block(
-    trace: ForwardTrace, call: Call, model: nn.Module, summed: Mapping[str, SummedRow] | None = None
+    trace: ForwardTrace,
+    call: Call,
+    model: nn.Module,
+    streams: tuple[Argument, ...] = (),
+    summed: Mapping[str, SummedRow] | None = None,
 ) -> BlockFlow:
     """The rows and columns of the block that ``call`` is a call of; where to gather is not decided yet.
 
@@ -147,24 +167,55 @@ def read_block(
         trace: the recorded forward.
         call: the block's call.
         model: the copy that was recorded.
+        streams: arguments that are activations beside the first one, as :func:`find_streams` finds them.
         summed: modules inside it that are one row each, by name.
     """
-    return _BlockReader(trace, call, model, summed or {}).run()
+    return _BlockReader(trace, call, model, streams, summed or {}).run()
+
+
+def find_streams(trace: ForwardTrace, call: Call) -> tuple[Argument, ...]:
+    """The arguments of a block, other than its activation, that it adds to and returns.
+
+    They have the activation's batch and features, and maybe another length.
+    """
+    arg = activation(trace, call)
+    assert arg is not None
+    first = trace.values[call.args[arg]]
+    found = []
+    returned = [trace.values[number] for number in call.outputs]
+    for key, number in call.args.items():
+        value = trace.values[number]
+        alike = len(value.shape) == len(first.shape) == 3 and value.shape[::2] == first.shape[::2]
+        if key == arg or not (alike and value.floating) or value.root == first.root:
+            continue
+        new = [one for one in returned if one.floating and one.shape == value.shape and one.root != value.root]
+        if len(new) > (value.shape == first.shape):
+            found.append(key)
+    return tuple(found)
 
 
 class _BlockReader:
     """Walks through a block's operations and keeps, for every value, the nearest linears that it was made by."""
 
-    def __init__(self, trace: ForwardTrace, call: Call, model: nn.Module, summed: Mapping[str, SummedRow]) -> None:
+    def __init__(
+        self,
+        trace: ForwardTrace,
+        call: Call,
+        model: nn.Module,
+        streams: tuple[Argument, ...],
+        summed: Mapping[str, SummedRow],
+    ) -> None:
         self.trace, self.call, self.model, self.summed = trace, call, model, summed
         arg = activation(trace, call)
         assert arg is not None
-        self.out = BlockFlow(call, arg)
+        self.out = BlockFlow(call, arg, streams=tuple(key for key in streams if key != arg))
         self.upstream_of: dict[int, frozenset[str]] = {}
         self.rows: dict[str, None] = {}
         self.ops = trace.ops_in(call)
         self.makers = {n: op for op in self.ops for n in op.outputs if trace.values[n].parameter is not None}
-        self.shape = trace.values[call.args[arg]].shape
+        shapes = [trace.values[number].shape for number in self.out.activations]
+        self.width = shapes[0][-1]
+        self.counts = {math.prod(shape) for shape in shapes} | {sum(math.prod(shape) for shape in shapes)}
 
     def value(self, number: int) -> Value:
         """The value of that id."""
@@ -173,7 +224,7 @@ class _BlockReader:
     def run(self) -> BlockFlow:
         """The block's data flow."""
         for key, number in self.call.args.items():
-            mark = RESIDUAL if key == self.out.arg else OTHER_INPUT
+            mark = RESIDUAL if key == self.out.arg or key in self.out.streams else OTHER_INPUT
             if self.value(number).floating:
                 self.upstream_of[number] = frozenset({mark})
         unit: Call | None = None
@@ -289,19 +340,14 @@ class _BlockReader:
         return result
 
     def _is_activation(self, number: int) -> bool:
-        """Whether a value has as many numbers and as many features as the block's activation."""
+        """Whether a value has as many numbers and as many features as one of the block's activations, or as all of them."""
         shape = self.value(number).shape
-        whole = 1
-        for size in self.shape:
-            whole *= size
-        count = 1
-        for size in shape:
-            count *= size
-        return count == whole and shape[-1] == self.shape[-1]
+        return math.prod(shape) in self.counts and shape[-1] == self.width
 
     def _leave(self) -> None:
         """Count as rows what made the block's output without a residual, and linears in between that feed a column."""
-        for name in sorted(self._union(self.call.outputs[:1]) - {RESIDUAL, OTHER_INPUT}):
+        left = self.call.outputs if self.out.streams else self.call.outputs[:1]
+        for name in sorted(self._union(left) - {RESIDUAL, OTHER_INPUT}):
             self.rows[name] = None
         # A linear whose input comes from linears and whose output feeds a column of another row is a row too.
         while True:
@@ -335,8 +381,8 @@ class _BlockReader:
 
 
 def made_of_activation(trace: ForwardTrace, flow: BlockFlow) -> set[int]:
-    """Ids of the values that depend on the block's activation, integers such as choices of experts too."""
-    made = {flow.call.args[flow.arg]}
+    """Ids of the values that depend on the block's activations, integers such as choices of experts too."""
+    made = {*flow.activations}
     for op in trace.ops_in(flow.call):
         if not op.is_empty and any(number in made for number in op.inputs):
             made.update(op.outputs)

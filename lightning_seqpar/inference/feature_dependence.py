@@ -222,8 +222,8 @@ class _Probe:
         self.read = self._reads[0]
         if not self.read.requires_grad:
             raise CantInferError(
-                f"{row}: its input has no graph in the block's forward (reentrant checkpointing inside the block?); use "
-                "use_reentrant=False"
+                f"{row}: its input has no graph in the block's forward (is it made under reentrant checkpointing? "
+                "that must be turned off, or use_reentrant=False)"
             )
         self.features = self.read.shape[-1]
         self._seed = seed
@@ -353,6 +353,10 @@ class _FeatureSupport:
             CantInferError: if no list of segments describes what the ranks need.
         """
         covered = torch.stack([part[column] for part in self._parts]).any(0)
+        if not covered.any():  # only another row reads it, or none: queries of a text whose output is dropped
+            units = most if len(covered) % most == 0 else len(covered)
+            ranges = Shard.by_segments(0, [len(covered)], [units], len(self._parts), column).ranges
+            return ColumnLayout(ranges, (len(covered),), (units,))
         if not covered.all():
             missing = int((~covered).nonzero()[0])
             raise CantInferError(f"{column}: out-feature {missing} reaches nothing, so no rank would own it")

@@ -12,6 +12,7 @@ from lightning_seqpar.inference.dataflow import (
     RESIDUAL,
     BlockFlow,
     CantInferError,
+    find_streams,
     made_of_activation,
     read_block,
 )
@@ -38,10 +39,11 @@ def read_blocks(
         sums: whether a module that deals its tokens out to experts is given all tokens and returns a partial sum; if not,
             each expert gathers for itself.
 
-    Raises:
-        CantInferError: if the input of a column is an argument of no module.
+    A row with a column whose input can be gathered nowhere is noted in the flow.
     """
-    flows = [_read(trace, call, model) for call in calls]
+    calls = list(calls)
+    streams = tuple(dict.fromkeys(key for call in calls for key in find_streams(trace, call)))
+    flows = [_read(trace, call, model, streams) for call in calls]
     reduced = {number for flow in flows for row in flow.rows for number in flow.linears[row].makes}
     for flow in flows:
         gathering = GatherPoints(trace, flow, reduced, [other.call for other in flows], sums=sums)
@@ -49,19 +51,23 @@ def read_blocks(
             if flow.linears[row].is_unwrapped:
                 gathering.find_sum(row)
                 continue
-            for column in flow.columns[row]:
-                gathering.find(column)
+            try:
+                for column in flow.columns[row]:
+                    gathering.find(column)
+            except CantInferError as error:
+                flow.ungathered[row] = error
+                continue
             if mixes(flow, row):
                 gathering.merge(row)
         gathering.settle()
     return flows
 
 
-def _read(trace: ForwardTrace, call: Call, model: nn.Module) -> BlockFlow:
+def _read(trace: ForwardTrace, call: Call, model: nn.Module, streams: tuple[Argument, ...]) -> BlockFlow:
     """The data flow of a block, in which a module that is a sum of products of its input is one row."""
-    flow = read_block(trace, call, model)
-    summed = summed_rows(trace, flow, model)
-    return read_block(trace, call, model, summed) if summed else flow
+    flow = read_block(trace, call, model, streams)
+    summed = summed_rows(trace, flow)
+    return read_block(trace, call, model, streams, summed) if summed else flow
 
 
 class GatherPoints:
@@ -103,7 +109,7 @@ class GatherPoints:
                 value = trace.values[number]
                 if value.floating and number not in self.reduced and (moved or value.root != root):
                     whole.add(number)
-        return any(number in whole for number in block.outputs[:1])
+        return any(number in whole for number in (block.outputs if self.flow.streams else block.outputs[:1]))
 
     def find(self, column: str) -> None:
         """Find the gather point of one column: the outermost call that takes its input and lets it out through rows only.
@@ -134,7 +140,23 @@ class GatherPoints:
                 args = flow.gathers.setdefault((call.name, style), [])
                 args += [key for key in takes if key not in args]
                 return
+        if style == "gather" and any(self._gather_sources(call, linear.reads) for call in calls):
+            return
         raise CantInferError(f"{column}: its input is given to no module that could gather it")
+
+    def _gather_sources(self, call: Call, number: int) -> bool:
+        """Gather, at a module, the arguments that a value inside it is made of; whether they are activations that may be."""
+        keys = [key for key in self._sources(call, number) if self.trace.values[call.args[key]].floating]
+        values = [self.trace.values[call.args[key]] for key in keys]
+        made = made_of_activation(self.trace, self.flow)
+        if not keys or not all(
+            call.args[key] in made and self._is_activation(value) for key, value in zip(keys, values, strict=True)
+        ):
+            return False
+        if any(self._leaks(call, value.root) for value in values):
+            return False
+        self._write(call.name, "gather", keys)
+        return True
 
     def _find_dealer(self, column: str) -> bool:
         """Find the module that takes all tokens and hands some of them on to this column, an expert; whether there is one."""
@@ -285,5 +307,5 @@ class GatherPoints:
         return found
 
     def _is_activation(self, value: Value) -> bool:
-        """Whether a value has the shape of the block's activation."""
-        return value.floating and value.shape == self.trace.values[self.flow.call.args[self.flow.arg]].shape
+        """Whether a value has the shape of one of the block's activations."""
+        return value.floating and value.shape in {self.trace.values[number].shape for number in self.flow.activations}

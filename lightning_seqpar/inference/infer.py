@@ -7,17 +7,16 @@ refused, and what is decided is still proved by the self-check.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
-from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, pair_mixes_positions, pattern_of
+from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, alike, pair_mixes_positions, pattern_of
 from lightning_seqpar.inference.dataflow import (
     BlockFlow,
     CantInferError,
@@ -29,12 +28,14 @@ from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.gather_points import read_blocks
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, without_checkpoints
+from lightning_seqpar.inference.proposals import with_tried_rules
 from lightning_seqpar.inference.reduction import Reduction, is_large
 from lightning_seqpar.inference.repeats import owner_of
 from lightning_seqpar.inference.stacks import activation, find_exit, find_stacks
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.layout.adapters import without_adapters
+from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -49,11 +50,15 @@ class Inference:
         plan: the plan.
         reasons: why it is as it is, a sentence each.
         parts: rules, each of which has one sharded part of the blocks computed whole.
+        whole: patterns of the modules that are left whole, each with the reason.
+        no_sp: patterns of the blocks that are given whole sequences, each with the reason.
     """
 
     plan: ShardingPlan
     reasons: list[str]
     parts: list[dict[str, Any]] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)
+    no_sp: dict[str, str] = field(default_factory=dict)
 
 
 def infer_plan(
@@ -81,7 +86,7 @@ def infer_plan(
         prepare: is called with the copy before its forward.
 
     Raises:
-        CantInferError: naming the module, why, and the rule to write.
+        CantInferError: naming the module and why, with the rules that were tried and work, or the sentence that none was found.
     """
     if not isinstance(example, Example):
         kwargs = dict(example) if isinstance(example, Mapping) else {}
@@ -93,19 +98,37 @@ def infer_plan(
     with kept_streams(cpu), default_dtype(dtype):
         copied = without_checkpoints(without_adapters(detached_copy(model, cpu, dtype, example.reduction)))
         prepare(copied)
+        on_cpu = example.to(cpu, dtype)
+
+        def attempt(more: Sequence[dict[str, Any]]) -> Inference:
+            rules = ShardingPlan.from_rules(more).rules
+            user_plan = replace(own, rules=(*own.rules, *rules)) if own is not None else ShardingPlan(rules)
+            try:
+                return _infer(copied, on_cpu, tp, user_plan if more else own, beside=beside, sums=sums)
+            except CantInferError:
+                raise
+            except Exception as error:
+                raise CantInferError(_of_the_run(model, error)) from error
+
         try:
-            return _infer(copied, example.to(cpu, dtype), tp, own, beside=beside, sums=sums)
-        except CantInferError:
-            raise
-        except Exception as error:
-            if "use_reentrant" not in str(error):
-                raise CantInferError(
-                    f"{type(model).__name__}: a copy of it was run to see what it computes, which raised {describe_failure(error)}"
-                ) from error
-            raise CantInferError(
-                f"{type(model).__name__}: its forward runs blocks under reentrant checkpointing, through which no plan can be "
-                "inferred; write checkpoint(..., use_reentrant=False), or name the linears by rules"
-            ) from error
+            return attempt([])
+        except CantInferError as error:
+            raise with_tried_rules(error, attempt, tp) from None
+
+
+def _of_the_run(model: nn.Module, error: Exception) -> str:
+    """Why nothing is inferred where a run of the copy raised."""
+    name = type(model).__name__
+    if "use_reentrant" not in str(error):
+        return f"{name}: a copy of it was run to see what it computes, which raised {describe_failure(error)}"
+    installed = [kind for kind in {type(module) for module in model.modules()} if is_installed(kind)]
+    own = not [kind for kind in installed if not kind.__module__.startswith(("torch.", "lightning."))]
+    return (
+        f"{name}: its forward runs blocks under reentrant checkpointing, through which no plan can be inferred; "
+        + ("write checkpoint(..., use_reentrant=False)" if own else "turn that off, or make it use_reentrant=False")
+        + " (Hugging Face: gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}))"
+        * (not own)
+    )
 
 
 def _infer(
@@ -141,26 +164,29 @@ def _infer(
     rules: list[dict[str, Any]] = []
     reasons: list[str] = []
     parts: list[dict[str, Any]] = []
+    why_whole: dict[str, str] = {}
+    no_sp: dict[str, str] = {}
     owners = [owner_of(model, calls[0].name) for calls in stacks]
     failed: list[CantInferError] = []
     for calls, owner in zip(stacks, owners, strict=True):
         try:
-            more_rules, more_reasons, more_parts = _plan_stack(
-                trace, model, calls, tp, user_rules, alone=owners.count(owner) == 1, sums=sums
-            )
+            stack = _plan_kinds(trace, model, calls, tp, user_rules, alone=owners.count(owner) == 1, sums=sums)
         except UserDecidesError:
             raise
         except CantInferError as error:
             failed.append(error)
             names = _all_names(model, [call.name for call in calls])
             reasons.append(f"{pattern_of(names)}: every rank has these blocks whole: {error.why}")
+            why_whole[pattern_of(names)] = error.why
             continue
-        rules += more_rules
-        reasons += more_reasons
-        parts += more_parts
+        rules += stack.rules
+        reasons += stack.reasons
+        parts += stack.parts
+        why_whole |= stack.whole
+        no_sp |= stack.no_sp
     if not rules:
         raise failed[0]
-    return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons, parts)
+    return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons, parts, why_whole, no_sp)
 
 
 class _UserRules:
@@ -191,7 +217,25 @@ class _UserRules:
         return whole or all(name in self._linears for name in names)
 
 
-def _plan_stack(
+class _StackPlan(NamedTuple):
+    """The plan of one stack of blocks.
+
+    Attributes:
+        rules: as data.
+        reasons: why they are as they are.
+        parts: rules by which a part of the blocks would stay whole.
+        whole: patterns of what is left whole, each with the reason.
+        no_sp: the pattern of the blocks with the reason, if they are given whole sequences.
+    """
+
+    rules: list[dict[str, Any]]
+    reasons: list[str]
+    parts: list[dict[str, Any]]
+    whole: dict[str, str]
+    no_sp: dict[str, str]
+
+
+def _plan_kinds(
     trace: ForwardTrace,
     model: nn.Module,
     calls: Sequence[Call],
@@ -200,8 +244,8 @@ def _plan_stack(
     *,
     alone: bool,
     sums: bool,
-) -> tuple[list[dict[str, Any]], list[str], list[dict[str, Any]]]:
-    """The rules for one stack of blocks, the reasons for them, and rules by which a part of the blocks would stay whole.
+) -> _StackPlan:
+    """The plan of one stack; kinds of blocks in it that can't be planned at all stay whole, between whole sequences.
 
     Args:
         trace: the recorded forward.
@@ -211,6 +255,52 @@ def _plan_stack(
         user_rules: what the user decides.
         alone: whether no other stack has the same owner.
         sums: as in :func:`infer_plan`.
+
+    Raises:
+        CantInferError: as :func:`_plan_stack` does, if nothing is left of the stack.
+    """
+    left: dict[str, str] = {}
+    first: CantInferError | None = None
+    rest = list(calls)
+    while True:
+        try:
+            plan = _plan_stack(trace, model, rest, tp, user_rules, alone=alone, sums=sums, left=left)
+        except UserDecidesError:
+            raise
+        except CantInferError as error:
+            first = first or error
+            failing = [c for c in rest if error.block and alike(c.module, model.get_submodule(error.block))]
+            rest = [call for call in rest if call not in failing]
+            if not failing or not rest:
+                raise first from None
+            left[pattern_of(_all_names(model, [call.name for call in failing]))] = error.why
+            continue
+        reasons = [f"{name}: every rank has these blocks whole: {why}" for name, why in left.items()]
+        return plan._replace(reasons=[*plan.reasons, *reasons], whole={**plan.whole, **left})
+
+
+def _plan_stack(
+    trace: ForwardTrace,
+    model: nn.Module,
+    calls: Sequence[Call],
+    tp: int,
+    user_rules: _UserRules,
+    *,
+    alone: bool,
+    sums: bool,
+    left: Mapping[str, str],
+) -> _StackPlan:
+    """The plan of one stack of blocks.
+
+    Args:
+        trace: the recorded forward.
+        model: the copy.
+        calls: the first call of each block.
+        tp: number of tensor-parallel ranks.
+        user_rules: what the user decides.
+        alone: whether no other stack has the same owner.
+        sums: as in :func:`infer_plan`.
+        left: patterns of blocks of this stack that stay whole.
 
     Raises:
         CantInferError: if a block can't be planned, none has a row, or their sequences are at different dims.
@@ -223,7 +313,7 @@ def _plan_stack(
             mixing[key] = pair_mixes_positions(model, flow, row)
         return mixing[key]
 
-    _refuse_unknown_linears(trace, calls, user_rules)
+    _refuse_unknown_linears(trace, model, calls, user_rules)
     flows = read_blocks(trace, calls, model, mixes, sums=sums)
     names = _all_names(model, [flow.name for flow in flows])
     planned = _plan_blocks(trace, model, flows, names, tp, user_rules, sums=sums)
@@ -232,7 +322,17 @@ def _plan_stack(
     _refuse_unfit_stack(flows[0].name, known, dims, wholes.values())
     blocks = pattern_of(names)
     dim = next(iter(dims.values()))
-    whole = dim is None or any(plan.reads_length for plan in known)
+    streams = dict.fromkeys(key for flow in flows for key in flow.streams)
+    why_no_sp = ""
+    if dim is None:
+        why_no_sp = _positions(trace, flows[0])
+    elif streams:
+        why_no_sp = f"argument {', '.join(map(repr, streams))} is an activation too"
+    elif left:
+        why_no_sp = f"{', '.join(left)} stay whole between these blocks"
+    else:
+        why_no_sp = next((plan.no_sp for plan in known if plan.reads_length), "")
+    whole = bool(why_no_sp) or any(plan.reads_length for plan in known)
     where = {"style": "blocks", **({} if dim is None else {"dim": dim}), **({"sp": False} if whole else {})}
     out: list[dict[str, Any]] = [{"pattern": blocks, **where}]
     args = {name: flow.arg for flow in flows if flow.arg != 0 for name in _all_names(model, [flow.name])}
@@ -242,13 +342,19 @@ def _plan_stack(
     out += _whole_rules(trace, flows, blocks, wholes)
     out += _exit_rules(trace, model, names, blocks, alone=alone)
     kinds = "" if len(known) == 1 else f" of {len(known)} kinds"
-    at = f"sequence at dim {dim}" if dim is not None else f"{_positions(trace, flows[0])}: no sequence parallelism here"
-    reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, {at}"]
+    at = [] if dim is None else [f"sequence at dim {dim}"]
+    at += [f"{why_no_sp}: no sequence parallelism here"] if dim is None or streams or left else []
+    reasons = [f"{blocks}: {len(names)} block{'s' * (len(names) > 1)}{kinds}, {', '.join(at)}"]
     for plan in known:
         reasons += plan.reasons
     reasons += [f"{blocks}.{part}: computed whole on every rank: {error.why}" for part, error in wholes.items()]
     sharded = dict.fromkeys(part for plan in known for part in plan.parts)
-    return out, reasons, _whole_rules(trace, flows, blocks, sharded)
+    why_whole = {f"{blocks}.{part}": error.why for part, error in wholes.items()}
+    for name, plan in plans.items():
+        like = blocks if len(known) == 1 else name
+        why_whole |= {f"{like}.{inner}": why for inner, why in plan.whole.items()}
+    no_sp = {blocks: why_no_sp} if whole else {}
+    return _StackPlan(out, reasons, _whole_rules(trace, flows, blocks, sharded), why_whole, no_sp)
 
 
 @dataclass
@@ -300,7 +406,10 @@ def _plan_blocks(
                     plans[key] = BlockPlanner(trace, model, flow, tp, covers, names, sums=sums).make()
                 except CantInferError as error:
                     part = error.whole[len(flow.name) + 1 :]
+                    if part:
+                        error.rules = _whole_rules(trace, flows, pattern_of(names), [part])
                     if not part or part in wholes or isinstance(error, UserDecidesError):
+                        error.block = flow.name
                         raise
                     wholes = {one: why for one, why in wholes.items() if not inside(one, part)} | {part: error}
                     break
@@ -386,7 +495,9 @@ def _exit_rules(
     return [{"pattern": exit_at, "style": "exit", **({} if alone else {"blocks": blocks})}]
 
 
-def _refuse_unknown_linears(trace: ForwardTrace, blocks: Sequence[Call], user_rules: _UserRules) -> None:
+def _refuse_unknown_linears(
+    trace: ForwardTrace, model: nn.Module, blocks: Sequence[Call], user_rules: _UserRules
+) -> None:
     """Refuse a subclass of ``nn.Linear`` that may compute something else (quantised?), unless the user's rules decide it.
 
     One that returns more than one tensor (a router) is not taken for a linear.
@@ -398,11 +509,15 @@ def _refuse_unknown_linears(trace: ForwardTrace, blocks: Sequence[Call], user_ru
         module = call.module
         unknown = isinstance(module, nn.Linear) and linear_kind(module) is None and len(call.outputs) == 1
         if unknown and any(inside(call.name, block.name) for block in blocks) and not user_rules.covers(call.name):
-            around = re.sub(r"(?<=\.)\d+(?=\.)", "*", call.name.rpartition(".")[0])
-            raise UnknownLinearError(
-                f"{call.name}: a {type(module).__name__}, which is not known to compute what nn.Linear does (is it quantised?); "
-                f"leave the module around it whole: {{pattern: {around}, style: whole}}"
+            error = UnknownLinearError(
+                f"{call.name}: a {type(module).__name__}, which is not known to compute what nn.Linear does (is it quantised?)"
             )
+            block = next(block.name for block in blocks if inside(call.name, block.name))
+            around = call.name.rpartition(".")[0]
+            part = (around if around != block else call.name)[len(block) + 1 :]
+            stack = pattern_of(_all_names(model, [one.name for one in blocks]))
+            error.rules = [{"pattern": f"{stack}.{part}", "style": "whole"}]
+            raise error
 
 
 def _all_names(model: nn.Module, blocks: Sequence[str]) -> list[str]:

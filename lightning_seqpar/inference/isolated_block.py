@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_seqpar.inference.dataflow import BlockFlow
 from lightning_seqpar.inference.model_copy import Quiet
@@ -117,7 +117,7 @@ class Block:
         if x.ndim > 3:
             return None
         out = self.run(args, kwargs)
-        first = out[0] if isinstance(out, list | tuple) else out
+        first = next(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad)
         mixed = [False, False]
         for at in ((-1, -1), (0, 0)):
             cotangent = torch.zeros_like(first)

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import islice, product
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_seqpar.distributed.rng import Drawn, DrawWatch, kept_streams, seed_streams
 from lightning_seqpar.inference.dataflow import BlockFlow, Linear, SummedRow
@@ -28,13 +28,12 @@ _MAX_TRIES = 64
 """Ways to treat a module's vectors that are tried at most, the likeliest first."""
 
 
-def summed_rows(trace: ForwardTrace, flow: BlockFlow, model: nn.Module) -> dict[str, SummedRow]:
+def summed_rows(trace: ForwardTrace, flow: BlockFlow) -> dict[str, SummedRow]:
     """The modules in a block that are one row each, by name: the innermost around each row that are linear in their input.
 
     Args:
         trace: the recorded forward.
         flow: the block's data flow, in which their products stand one by one.
-        model: the copy that was recorded.
     """
     found: dict[str, SummedRow] = {}
     tried: set[str] = set()
@@ -48,7 +47,7 @@ def summed_rows(trace: ForwardTrace, flow: BlockFlow, model: nn.Module) -> dict[
                 continue
             tried.add(call.name)
             linears = _products(trace, flow, call)
-            if linears and (summed := _Candidate(call.module, call, linears, model).try_all()):
+            if linears and (summed := _Candidate(call, linears).try_all()):
                 found[call.name] = summed
                 break
     return {
@@ -61,10 +60,8 @@ def _products(trace: ForwardTrace, flow: BlockFlow, call: Call) -> list[Linear]:
     linears = [one for one in flow.linears.values() if call.first_op <= one.op < call.last_op]
     if len(linears) == 1 and linears[0].is_called:
         return []
-    x = call.args.get(0)
-    given, named = call.given
-    tensors = [value for value in (*given, *named.values()) if isinstance(value, Tensor)]
-    if x is None or len(tensors) != 1 or len(call.outputs) != 1 or not trace.values[x].floating:
+    first, last = flow.call.first_op, flow.call.last_op
+    if not all(_is_closed(trace, one) for one in trace.calls_of(call.name) if first <= one.first_op < last):
         return []
     names = {one.name for one in linears}
     fed = frozenset().union(*(one.upstream for one in linears)) - names
@@ -72,9 +69,7 @@ def _products(trace: ForwardTrace, flow: BlockFlow, call: Call) -> list[Linear]:
     own = {name for name, _ in call.module.named_parameters(prefix=call.name)}
     if not columns or fed - columns or any(not one.parameter or one.parameter not in own for one in linears):
         return []
-    if _used_parameters(trace, call) != own or not _is_closed(trace, call, x):
-        return []
-    return linears
+    return linears if _used_parameters(trace, call) == own else []
 
 
 def _used_parameters(trace: ForwardTrace, call: Call) -> set[str]:
@@ -83,8 +78,13 @@ def _used_parameters(trace: ForwardTrace, call: Call) -> set[str]:
     return {name for name in used if name is not None}
 
 
-def _is_closed(trace: ForwardTrace, call: Call, x: int) -> bool:
-    """Whether a call reads nothing that was computed outside of it but its argument, and nothing in it is read outside."""
+def _is_closed(trace: ForwardTrace, call: Call) -> bool:
+    """Whether a call makes one tensor of one, reads nothing else that was computed, and nothing in it is read outside."""
+    x = call.args.get(0)
+    given, named = call.given
+    tensors = [value for value in (*given, *named.values()) if isinstance(value, Tensor)]
+    if x is None or len(tensors) != 1 or len(call.outputs) != 1 or not trace.values[x].floating:
+        return False
     root, out = trace.values[x].root, trace.values[call.outputs[0]].root
     before = {number for op in trace.ops[: call.first_op] for number in op.outputs}
     made = {number for op in trace.ops_in(call) for number in op.outputs}
@@ -100,19 +100,17 @@ class _Candidate:
     """A module that may be one row.
 
     Args:
-        module: the module.
         call: its call in the recorded forward.
         linears: the products inside it.
-        model: the copy that was recorded.
     """
 
-    def __init__(self, module: nn.Module, call: Call, linears: Sequence[Linear], model: nn.Module) -> None:
-        self._module, self._name = module, call.name
+    def __init__(self, call: Call, linears: Sequence[Linear]) -> None:
+        self._module = call.module
         self._x: Tensor = call.given[0][0]
         self._features = self._x.shape[-1]
         names = {one.name for one in linears}
         self._readers = [one for one in linears if not one.upstream & names]
-        own = dict(module.named_parameters(prefix=call.name))
+        own = dict(self._module.named_parameters(prefix=call.name))
         self._weights = {one.parameter: (own[one.parameter], 1 - one.out_dim) for one in self._readers}
         biases = {f"{one.name}.bias" for one in self._readers if one.is_called}
         self._biases = [tensor for name, tensor in own.items() if name in biases]
@@ -186,9 +184,12 @@ class _Candidate:
             drawn.clear()
             x = self._x.index_select(-1, mine.to(self._x.device)) if width == len(mine) else self._x
             part = self._cut(mine, once, local, first=True) if width == len(mine) else ExitStack()
-            with kept_streams(x.device), self._mode(True), part, torch.no_grad(), DrawWatch(drawn.append):
-                seed_streams()
-                self._module(x)
+            try:
+                with kept_streams(x.device), self._mode(True), part, torch.no_grad(), DrawWatch(drawn.append):
+                    seed_streams()
+                    self._module(x)
+            except Exception:  # the user's own code, whose draws were constant until now
+                return False
             if any(draw.shape != x.shape for draw in drawn):
                 return False
         return True

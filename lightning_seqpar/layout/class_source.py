@@ -6,6 +6,7 @@ import ast
 import inspect
 import linecache
 import sys
+import sysconfig
 
 
 def class_source(kind: type) -> str:
@@ -23,6 +24,13 @@ def class_source(kind: type) -> str:
         raise
     except Exception:  # of a module that has nothing to do with the class
         return _read(kind)
+
+
+def is_installed(kind: type) -> bool:
+    """Whether a class comes with an installed package, whose code users do not change."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    paths = sysconfig.get_paths()
+    return isinstance(file, str) and file.startswith(tuple(paths[name] for name in ("stdlib", "purelib", "platlib")))
 
 
 def _read(kind: type) -> str:

@@ -13,6 +13,14 @@ def inside(name: str, parent: str) -> bool:
     return parent == "" or name == parent or name.startswith(parent + ".")
 
 
+def in_all_layers(name: str) -> str:
+    """A pattern for what has this name in any layer: ``h.*.attn`` for ``h.0.attn``.
+
+    Only the number in front of a name counts layers: one at the end, as in ``h.*.mlp.2``, tells apart what is not alike.
+    """
+    return re.sub(r"(?<![^.])\d+(?=\.[^.\d])", "*", name)
+
+
 def match_pattern(pattern: str, name: str) -> bool:
     """Whether a pattern matches a module's full name."""
     return compile_pattern(pattern).fullmatch(name) is not None

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_seqpar.layout.adapters import DOWN, UP
 from lightning_seqpar.layout.linear_kind import is_depthwise
-from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.layout.module_names import in_all_layers, inside
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -100,11 +100,14 @@ class ResolvedPlan(PlannedModel):
             if inner and is_depthwise(module) and f"{name}.weight" in self.named("local_heads"):
                 continue  # of whole sequences it has channels of its own
             if isinstance(module, _NOT_POINTWISE) and self.sp_at(name) and not whole:
+                around = name.rpartition(".")[0]
+                in_block = any(around in stack.blocks for stack in self.stacks)
+                pattern = in_all_layers(name if in_block or not around else around)
                 raise ValueError(
                     f"{name}: a {type(module).__name__} mixes positions (or needs whole features), and here each rank has a "
                     f"part of them{' (inside a gather it sees local features)' if inner else ''};"
-                    f" compute the module around it whole, {{pattern: {name.rpartition('.')[0] or name}, style: whole}}, leave "
-                    "those blocks out of the plan, or set sp=False if it lies outside every gather"
+                    f" what may help, untried: {{pattern: {pattern}, style: whole}}, to leave "
+                    "those blocks out of the plan, or sp=False if it lies outside every gather"
                 )
 
     def _check_ties(self) -> None:

@@ -28,6 +28,10 @@ from lightning_seqpar.styles.vocab import VocabRule, unfit_for_vocab
 
 SOURCE = "vocabulary"
 """Source of the plan that is added."""
+OWN_PLAN = "your plan leaves it whole"
+"""Why a vocabulary is whole that a plan which the user wrote whole does not shard."""
+VOCAB_OFF = "vocab=False says so"
+"""Why a vocabulary is whole where the user's switch says so."""
 
 _NO_VOCABULARY = {"pos", "position", "positions", "positional", "wpe", "type", "types", "segment", "segments", "time", "timestep",
                   "timesteps", "rel", "relative", "class", "classes", "label", "labels"}  # fmt: skip
@@ -84,11 +88,13 @@ class VocabularyChoice:
         plans: the plans, with the one that shards the vocabulary among them if anything is to be sharded.
         outcome: what is sharded, or why nothing is, in a few words.
         whole: for each module over a vocabulary that stays whole, why.
+        reasons: every module over a vocabulary that was found, with the reason why it stays whole, or none if it is sharded.
     """
 
     plans: list[ShardingPlan]
     outcome: str
     whole: list[str] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
 
     @property
     def lines(self) -> list[str]:
@@ -143,12 +149,13 @@ def with_vocabulary(
     """
     base = spec if isinstance(spec, str) else spec.base
     if base == "none" or base.endswith((".yaml", ".yml")):
-        return VocabularyChoice(list(plans), "as your plan says")
-    try:
-        planned = PlannedModel(model, [m for plan in plans for m in plan.match(model)], list(STYLES), size, sp)
-    except ValueError:
+        names = find_vocabulary(plans, model, size, sp, certain=certain)
+        return VocabularyChoice(list(plans), "as your plan says", reasons=dict.fromkeys(names, OWN_PLAN))
+    planned = _planned(plans, model, size, sp)
+    if planned is None:
         return VocabularyChoice(list(plans), "")  # carrying it out raises this, with its own message
     found = _Search(planned).found(certain)
+    reasons = dict.fromkeys((one.name for one in found), "")
     reader = weight_reader([model, *callbacks]) if found else None
     sharded: dict[int, list[_Found]] = defaultdict(list)
     whole = []
@@ -163,6 +170,7 @@ def with_vocabulary(
             sharded[group[0].rows] += group
         else:
             whole.append(f"{', '.join(one.name for one in group)} whole: {reason}")
+            reasons |= dict.fromkeys((one.name for one in group), reason)
     outcome = "" if found else "none found outside the blocks"
     if sharded:
         outcome = f"sharded: {'; '.join(_shown(*one, size) for one in sharded.items())}"
@@ -171,7 +179,31 @@ def with_vocabulary(
     own = [plans[-1]] if isinstance(spec, PlanSpec) else []
     first = plans[: len(plans) - len(own)]
     added = [ShardingPlan(tuple(rules), source=SOURCE)] if rules else []
-    return VocabularyChoice([*first, *added, *own], outcome, whole)
+    return VocabularyChoice([*first, *added, *own], outcome, whole, reasons)
+
+
+def find_vocabulary(
+    plans: Sequence[ShardingPlan], model: nn.Module, size: int, sp: bool, *, certain: bool = False
+) -> list[str]:
+    """Names of the embeddings and heads over a vocabulary, whether they can be sharded or not.
+
+    Args:
+        plans: which say where the blocks are.
+        model: the whole model.
+        size: number of tensor-parallel ranks.
+        sp: whether activations between blocks are shards along the sequence.
+        certain: as in :func:`with_vocabulary`.
+    """
+    planned = _planned(plans, model, size, sp)
+    return [] if planned is None else [one.name for one in _Search(planned).found(certain)]
+
+
+def _planned(plans: Sequence[ShardingPlan], model: nn.Module, size: int, sp: bool) -> PlannedModel | None:
+    """The model with the plans' rules; None if they can't be carried out."""
+    try:
+        return PlannedModel(model, [m for plan in plans for m in plan.match(model)], list(STYLES), size, sp)
+    except ValueError:
+        return None
 
 
 def _shown(rows: int, found: Sequence[_Found], size: int) -> str:

@@ -130,6 +130,8 @@ def exit_region(region: SequenceRegion, name: str, *, at_owner: bool = False) ->
             return None
         if isinstance(out, Tensor):
             return region.path.leave(out, name)
+        if not region.sp and isinstance(out, list | tuple):
+            return None  # nothing in it is a shard; the activation may stand anywhere
         if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
             raise ValueError(
                 f"{name}: the region ends here, but its output is a {type(out).__name__}; end it elsewhere"

@@ -26,6 +26,7 @@ from lightning_seqpar.distributed.autograd import (
     node_classes,
     reach,
 )
+from lightning_seqpar.layout.module_names import in_all_layers
 
 
 class TermKind(Enum):
@@ -240,7 +241,7 @@ class LossLeakCheck:
                 raise PartialSumError(
                     f"{owners[node]}: its output is reduced over tp where it returns, and the loss reads something else that it "
                     "makes (a router's balance, or a second output?), whose gradient would count tp times. Compute that "
-                    f"outside it, or leave the module whole: {{pattern: {owners[node]}, style: whole}}"
+                    f"outside it, or leave the module whole: {{pattern: {in_all_layers(owners[node])}, style: whole}}"
                 )
 
     def _past_sums(self, node: Any) -> list[Any]:

@@ -52,6 +52,11 @@ class WatchSchedule:
         self._known_draws: set[int] = set()
         self._draws_are_new = False
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step was taken since the model was set up."""
+        return bool(self._steps)
+
     def begin_loop(self, loop: str) -> None:
         """An epoch, or an evaluation, begins: its loaders may be new ones."""
         self._since_start[loop] = 0

@@ -78,6 +78,7 @@ class ChildWatch:
         self._verdict = ""
         self._interrupted = False
         self._exit_code = 0
+        self._expected: BaseException | None = None  # an error that every rank raised
         self._signals: int | None = None  # descriptor of the pipe in which the interpreter notes signals
         self._handled = threading.Event()  # set when the main thread runs its handler of a signal
 
@@ -96,6 +97,14 @@ class ChildWatch:
             symptom: whether it only follows from another rank's failure (a lost peer); any other reason is then preferred.
         """
         self._reasons.append((symptom, reason))
+
+    def expect(self, error: BaseException) -> None:
+        """Note that every rank raised this error: they may end of it in any order, and the main process says why.
+
+        Args:
+            error: the main process's own.
+        """
+        self._expected = error
 
     def hear_signals(self, taken: set[int], rank: int) -> None:
         """End the run on signals even while the main thread waits in a collective.
@@ -162,6 +171,8 @@ class ChildWatch:
     def _wait(self, local_rank: int, proc: subprocess.Popen[bytes]) -> None:
         """Wait for a child, in a thread; end the process if it fails before any other."""
         code = proc.wait()
+        if self._expected is not None and self._finished.wait(GRACE):
+            return
         with self._lock:
             if code == 0 or self._ending.is_set():
                 return
@@ -257,6 +268,9 @@ class ChildWatch:
             return  # this is a forked process of the user's
         self._finished.set()
         uncaught = getattr(sys, "last_value", None)
+        if uncaught is not None and uncaught is self._expected:
+            self._conclude()
+            return
         if uncaught is not None and not self._reasons:
             reason = f"rank {self._first_rank} raised {type(uncaught).__name__}: {uncaught}"
             self.fail(reason, symptom=is_lost_peer(uncaught))
@@ -295,6 +309,11 @@ def tell_external_launcher(rank: int, error: BaseException) -> None:
         say(f"rank {rank} lost another rank, which ended first; look for its message above or in its own log")
     else:
         say(f"rank {rank} raised {type(error).__name__}: {error}")
+    record_for_torchrun(error)
+
+
+def record_for_torchrun(error: BaseException) -> None:
+    """Write the error file that torchrun reads for its summary."""
     if isinstance(error, Exception):
         get_error_handler().record_exception(error)
 

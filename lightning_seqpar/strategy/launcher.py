@@ -31,9 +31,11 @@ from lightning_seqpar.strategy.child_watch import (
     ChildWatch,
     follow_main_process,
     is_lost_peer,
+    record_for_torchrun,
     report_exception,
     tell_external_launcher,
 )
+from lightning_seqpar.strategy.refusals import Refusals
 
 
 def is_script() -> bool:
@@ -140,10 +142,21 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             raise KeyboardInterrupt
         raise SystemExit(128 + signum)
 
-    def tell(self, error: BaseException) -> None:
-        """Report an exception of this rank to whoever started the ranks."""
+    def tell(self, error: BaseException, refusals: Refusals | None = None) -> None:
+        """Report an exception of this rank to whoever started the ranks; one that all ranks raised is left to rank 0.
+
+        Args:
+            error: the exception.
+            refusals: what finds out whether all ranks raised it; None if that can't be.
+        """
         rank = self.cluster_environment.global_rank()
-        if self._is_child:
+        if refusals is not None and not is_lost_peer(error) and refusals.is_shared(error):
+            refusals.tell_once(error, opens_log=self.cluster_environment.local_rank() == 0)
+            if self.watch is not None:
+                self.watch.expect(error)
+            elif rank == 0:
+                record_for_torchrun(error)
+        elif self._is_child:
             report_exception(rank, error)
         elif self.watch is not None:
             self.watch.fail(f"rank {rank} raised {type(error).__name__}: {error}", symptom=is_lost_peer(error))

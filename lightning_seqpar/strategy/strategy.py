@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,13 +37,21 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
+from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
 from lightning_seqpar.strategy.saving import SavingStrategy
 from lightning_seqpar.strategy.summary import summarize
+from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
 from lightning_seqpar.verify.guards.config import check_ddp_options, refuse_unsupported
 from lightning_seqpar.verify.prover import Prover
 
 P = ParamSpec("P")
+
+_OTHER_PACKAGE = (
+    ", whose Trainer and LightningModule it needs: write 'import lightning.pytorch as pl' instead of 'import "
+    "pytorch_lightning as pl'"
+)
+"""What the strategy's text adds where ``pytorch_lightning`` is imported, whose Trainer refuses the strategy by that text."""
 
 
 def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
@@ -174,13 +183,16 @@ class SeqParallelStrategy(SavingStrategy):
         default = ParallelConfig()
         values = {name: getattr(self.config, name) for name in ParallelConfig.model_fields}
         shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name))
-        return f"SeqParallelStrategy({shown}) of lightning.pytorch"
+        return (
+            f"SeqParallelStrategy({shown}) of lightning.pytorch{_OTHER_PACKAGE * ('pytorch_lightning' in sys.modules)}"
+        )
 
     # ---- model -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the model (once), fill it if it is on the meta device, wrap it into DDP, and then make the optimizers."""
         assert self.accelerator is not None
+        self._schedule.begin_run()
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
@@ -206,7 +218,6 @@ class SeqParallelStrategy(SavingStrategy):
         self._share_metrics()
         self._sync = None
         self._steps = {}
-        self._schedule.begin_run()
         if fitting:
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)
@@ -254,7 +265,10 @@ class SeqParallelStrategy(SavingStrategy):
                 module, plans, self.groups, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk
             )
         record.made_by = made_by
-        self._log_summary([_describe_plan(record, plans), *proved.lines])
+        coverage = cover(record, plans, proved.known, sp=config.sp)
+        self._log_summary([_describe_plan(record, plans, coverage), *coverage.reasons, *proved.lines], coverage)
+        for warning in coverage.warnings:
+            rank_zero_warn(warning)
         vocabulary = {match.name for match in record.matches if match.rule.style == "vocab"}  # their outputs look whole
         if seen := [name for name in hooked if record.is_inside(name) and name not in vocabulary]:
             rank_zero_warn(
@@ -296,12 +310,12 @@ class SeqParallelStrategy(SavingStrategy):
         late.fill_buffers()
         return late
 
-    def _log_summary(self, plan: list[str]) -> None:
-        """Log the text at the start of a run, once, with these lines on the plan."""
+    def _log_summary(self, plan: list[str], coverage: Coverage | None = None) -> None:
+        """Log the text at the start of a run, once, with these lines on the plan and what it shards."""
         if self._summarized:
             return
         self._summarized = True
-        rank_zero_info(summarize(self.groups.topology, self.config, self.num_processes, VERSION, plan))
+        rank_zero_info(summarize(self.groups.topology, self.config, self.num_processes, VERSION, plan, coverage))
 
     def _make_replicas_equal(self, module: LightningModule) -> None:
         """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""
@@ -326,10 +340,15 @@ class SeqParallelStrategy(SavingStrategy):
     # ---- the end -----------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report an error to the process that started the ranks, so that the others end too."""
+        """Report an error to the process that started the ranks, so that the others end too.
+
+        One that every rank raises before it trains is told by rank 0 alone.
+        """
         self._unmute_writers()
+        without_inner_frames(exception)
         if isinstance(self.launcher, SeqParallelLauncher):
-            self.launcher.tell(exception)
+            world = dist.group.WORLD if dist.is_initialized() else None
+            self.launcher.tell(exception, None if world is None or self._schedule.has_begun else Refusals(world))
 
     def teardown(self) -> None:
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
@@ -349,11 +368,10 @@ class SeqParallelStrategy(SavingStrategy):
         self._lightning_module = module
 
 
-def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan]) -> str:
+def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan], coverage: Coverage) -> str:
     """A line on where the plans are from, and how much of the parameters is sharded."""
-    sharded = sum(layout.is_sharded for layout in record.layout.values())
     return (
-        f"{', '.join(dict.fromkeys(plan.source for plan in plans))}: {sharded} of {len(record.layout)} tensors sharded; "
+        f"{', '.join(dict.fromkeys(plan.source for plan in plans))}: {coverage}; "
         f"{record.layout.local_numel():,} of {record.layout.global_numel():,} parameters per rank"
     )
 

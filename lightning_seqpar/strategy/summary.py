@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.topology.grid import ProcessTopology
+from lightning_seqpar.verify.coverage import Coverage
 
 _MOST = 8
 """How many ranks, rows or groups are shown before the rest is left out."""
@@ -76,16 +77,26 @@ def groups_of(topology: ProcessTopology) -> list[str]:
     return lines
 
 
-def switches(config: ParallelConfig, tp: int, dp: int) -> tuple[list[str], list[str]]:
-    """Which features are on, and which are off, each in a few words."""
+def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None = None) -> tuple[list[str], list[str]]:
+    """Which features are on, and which are off, each in a few words.
+
+    Args:
+        config: the configuration.
+        tp: number of tensor-parallel ranks.
+        dp: number of replicas.
+        coverage: of the model's plan, which says where sequence parallelism is off though the configuration asks for it.
+    """
+    has_sp = config.sp and tp > 1 and (coverage is None or coverage.sp)
+    sp_off = coverage.sp_off if coverage is not None else ""
     entries = [
         ("tp", "linears split", tp > 1),
-        ("sp", "sequence parallelism", config.sp and tp > 1),
+        ("sp", f"sequence parallelism{f'; not in {sp_off}' if sp_off else ''}", has_sp),
         (config.data_parallel, "over the replicas", dp > 1),
         ("broadcast_batch", "one rank of each replica reads", config.broadcast_batch and tp > 1),
         ("gloo_twins", "a gloo group beside each", config.gloo_twins),
     ]
-    off = [f"{name} (one replica)" if name == config.data_parallel else name for name, _, on in entries if not on]
+    why_off = {config.data_parallel: " (one replica)", **({"sp": f" ({sp_off})"} if sp_off else {})}
+    off = [f"{name}{why_off.get(name, '')}" for name, _, on in entries if not on]
     return [f"{name} ({what})" for name, what, on in entries if on], off
 
 
@@ -101,7 +112,12 @@ def _memory(config: ParallelConfig) -> str:
 
 
 def summarize(
-    topology: ProcessTopology, config: ParallelConfig, ranks_per_node: int, version: str, plan: Sequence[str]
+    topology: ProcessTopology,
+    config: ParallelConfig,
+    ranks_per_node: int,
+    version: str,
+    plan: Sequence[str],
+    coverage: Coverage | None = None,
 ) -> str:
     """The text of the summary.
 
@@ -111,12 +127,13 @@ def summarize(
         ranks_per_node: how many ranks are on a node.
         version: the version of this package.
         plan: lines on the plan.
+        coverage: how much of the model the plan shards; None if there is no plan.
     """
     world = topology.world_size
     sizes = "".join(f"{' ×' if at else ','} {axis} {size}" for at, (axis, size) in enumerate(topology.larger_axes))
     nodes = max(1, world // ranks_per_node)
     tp, dp = (topology.get_dim(axis) for axis in ("tp", "dp"))
-    on, off = switches(config, tp, dp)
+    on, off = switches(config, tp, dp, coverage)
     rows = [
         ("grid", draw(topology, ranks_per_node)),
         ("groups", groups_of(topology)),

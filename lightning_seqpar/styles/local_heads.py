@@ -14,6 +14,7 @@ from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import shrink
 from lightning_seqpar.region.hooks import slice_arguments
+from lightning_seqpar.styles.cutting import Segments, Units, segment_lengths, unit_counts
 from lightning_seqpar.styles.style import Application, PlannedModel, Rule, Target, each_once
 
 
@@ -23,6 +24,10 @@ class LocalHeadsRule(Rule):
     style: Literal["local_heads"] = "local_heads"
     dim: int = 0
     """The tensor dim of the heads; negative counts from the last."""
+    segments: Segments = 1
+    """Parts of a fused tensor, as in a column's rule."""
+    units: Units = None
+    """Whole units (heads) in each part, as in a column's rule."""
     args: tuple[Argument, ...] | None = None
     """Arguments of the module that the pattern names; none if it names a parameter or a buffer."""
 
@@ -49,13 +54,16 @@ class LocalHeadsRule(Rule):
         length = tensor.shape[self.dim]
         if length % plan.size:
             raise ValueError(f"{name}: {length} heads or features at dim {self.dim} do not divide by tp={plan.size}")
-        plan.shards[name] = Shard.by_segments(self.dim % tensor.ndim, [length], [length], plan.size, name)
+        segments = segment_lengths(name, self.segments, self.units, length, plan)
+        units = unit_counts(name, self.units, segments, plan)
+        plan.shards[name] = Shard.by_segments(self.dim % tensor.ndim, segments, units, plan.size, name)
 
     def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
-        """Cut along its heads."""
+        """Cut along its heads; ranks that hold the same ones sum their gradients."""
         if parameter != name:
             return None
-        return plan.make_layout(parameter, Reason.LOCAL_HEADS, shard=plan.shards[name], free=True)
+        shard = plan.shards[name]
+        return plan.make_layout(parameter, Reason.LOCAL_HEADS, shard=shard, partial=shard.has_shared, free=True)
 
     def apply(self, name: str, application: Application) -> None:
         """Of a parameter or a buffer this rank's part stays."""

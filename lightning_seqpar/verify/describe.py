@@ -32,9 +32,10 @@ from lightning_seqpar.parallel.grad_sync import step_traffic
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
-from lightning_seqpar.plan.vocabulary import with_vocabulary
+from lightning_seqpar.plan.vocabulary import VOCAB_OFF, find_vocabulary, with_vocabulary
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.coverage import Coverage, Explanations, cover
 from lightning_seqpar.verify.traced_step import TracedStep
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
@@ -71,7 +72,7 @@ class Description:
     Attributes:
         world_size: number of ranks.
         axes: sizes of the axes that are larger than 1.
-        sp: whether activations between the blocks are sharded along the sequence.
+        sp: whether activations between some of the blocks are sharded along the sequence.
         optimizer: for which the bytes of the state are counted.
         rows: the table, a row for modules that are alike.
         plan: the plan as YAML, to be edited and fed back.
@@ -88,6 +89,7 @@ class Description:
         sent_calls: how often it calls each kind of collective in one step.
         input: batch and length of the traced input, ``[b, s]``.
         notes: what could not be found out, and why.
+        coverage: how much is sharded of what could be, and why the rest is whole; None at tp 1.
     """
 
     world_size: int
@@ -107,6 +109,7 @@ class Description:
     sent_calls: dict[str, int] = field(default_factory=dict)
     input: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    coverage: Coverage | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -174,19 +177,21 @@ def describe(
         planned = without_numbers(model)
         with unset_fake_temporarily():
             step = TracedStep.find(planned, example, batch, batch_size, length)
-        record, plans, whole = None, [], []
+        record, plans, whole, known = None, [], [], Explanations()
         if config.tp > 1:
             plans = resolve_plans(
                 config.plan,
                 planned,
-                lambda: _infer(model, step, config),
-                lambda beside: _infer_rest(model, step, config, beside),
+                lambda: _infer(model, step, config, known),
+                lambda beside: _infer_rest(model, step, config, known, beside),
             )
             if config.vocab:
                 choice = with_vocabulary(
                     plans, config.plan, planned, config.tp, config.sp, certain=not config.self_check
                 )
-                plans, whole = choice.plans, choice.whole
+                plans, whole, known.vocabulary = choice.plans, choice.whole, choice.reasons
+            else:
+                known.vocabulary = dict.fromkeys(find_vocabulary(plans, planned, config.tp, config.sp), VOCAB_OFF)
             refuse_compiled(model, (match.name for plan in plans for match in plan.match(planned)))
             silent = ParallelGroups.silent(topology)
             record = parallelize(
@@ -195,6 +200,9 @@ def describe(
             for region in record.regions:
                 region.rng.streams = OneStream(0)
         out = _totals(planned, record, plans, topology, config, optimizer)
+        if record is not None:
+            out.coverage = cover(record, plans, known, sp=config.sp)
+            out.sp = out.coverage.sp
         if any(plan.source == "inferred" for plan in plans):
             out.notes.append("the plan was inferred and is not proved here; the strategy proves it before it trains")
         out.notes += [f"vocabulary: {line}" for line in whole]
@@ -228,17 +236,22 @@ def _configured(model: nn.Module) -> nn.Module:
 
 
 def _infer_rest(
-    model: nn.Module, step: TracedStep, config: ParallelConfig, beside: Sequence[ShardingPlan]
+    model: nn.Module, step: TracedStep, config: ParallelConfig, known: Explanations, beside: Sequence[ShardingPlan]
 ) -> ShardingPlan | None:
-    """A plan for what shipped plans leave whole, or None if it stays so."""
+    """A plan for what shipped plans leave whole, or None if it stays so, with the reason in ``known``."""
     try:
-        return _infer(model, step, config, beside)
-    except ValueError:
-        return None  # the strategy says why, where it trains
+        return _infer(model, step, config, known, beside)
+    except ValueError as error:
+        known.rest = str(error)
+        return None
 
 
 def _infer(
-    model: nn.Module, step: TracedStep, config: ParallelConfig, beside: Sequence[ShardingPlan] = ()
+    model: nn.Module,
+    step: TracedStep,
+    config: ParallelConfig,
+    known: Explanations,
+    beside: Sequence[ShardingPlan] = (),
 ) -> ShardingPlan:
     """Infer a plan from a small input with real numbers, outside the mode that makes tensors without memory.
 
@@ -246,17 +259,18 @@ def _infer(
         model: the whole model.
         step: what is traced, with its input.
         config: the configuration.
+        known: gets the reasons for what is left whole.
         beside: plans for other parts of the model, which are left out.
 
     Raises:
         ValueError: if there is no input for ``forward``.
     """
     with unset_fake_temporarily():
-        return _infer_with_numbers(model, step, config, beside)
+        return _infer_with_numbers(model, step, config, known, beside)
 
 
 def _infer_with_numbers(
-    model: nn.Module, step: TracedStep, config: ParallelConfig, beside: Sequence[ShardingPlan]
+    model: nn.Module, step: TracedStep, config: ParallelConfig, known: Explanations, beside: Sequence[ShardingPlan]
 ) -> ShardingPlan:
     if step.missing or step.method != "forward":
         raise ValueError(
@@ -277,8 +291,10 @@ def _infer_with_numbers(
     own = ShardingPlan.from_rules(config.plan.rules) if isinstance(config.plan, PlanSpec) else None
     above = f"{step.path}." if step.path else ""
     others = [dataclasses.replace(plan, prefix=plan.prefix.removeprefix(above)) for plan in beside]
-    plan = infer_plan(part, kwargs or args, config.tp, own, beside=others).plan
-    return dataclasses.replace(plan, prefix=step.path)
+    inferred = infer_plan(part, kwargs or args, config.tp, own, beside=others)
+    known.whole = {f"{above}{pattern}": why for pattern, why in inferred.whole.items()}
+    known.no_sp = {f"{above}{pattern}": why for pattern, why in inferred.no_sp.items()}
+    return dataclasses.replace(inferred.plan, prefix=step.path)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------

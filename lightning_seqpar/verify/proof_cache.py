@@ -27,6 +27,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,30 +216,44 @@ def _folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "lightning_seqpar" / "proofs"
 
 
-def read_proof(key: str) -> dict[str, str] | None:
-    """What :func:`write_proof` remembered under a key.
+@dataclass(frozen=True)
+class Proof:
+    """What is remembered of a model that passed the self-check.
 
-    Returns:
-        ``{"plan": ..., "whole": ...}`` with the plan as YAML (empty if it was not inferred) and why the vocabulary stays whole
-        (empty if it does not), or None if nothing is remembered, or not as it was written.
+    Attributes:
+        plan: the inferred plan as YAML, so that it need not be inferred again; empty for any other plan.
+        whole: why the vocabulary stays whole, though the model has one; empty if what was found of it was proved.
+        reasons: why the inferred plan is as it is.
+        why_whole: patterns of modules that were left whole, each with the reason.
+        no_sp: patterns of blocks that are given whole sequences, each with the reason.
+        rest: why nothing was inferred for what shipped plans leave whole; empty if something was, or nothing is left.
     """
+
+    plan: str = ""
+    whole: str = ""
+    reasons: list[str] = field(default_factory=list)
+    why_whole: dict[str, str] = field(default_factory=dict)
+    no_sp: dict[str, str] = field(default_factory=dict)
+    rest: str = ""
+
+
+def read_proof(key: str) -> Proof | None:
+    """What :func:`write_proof` remembered under a key; None if nothing is remembered, or not as it was written."""
     try:
         content = json.loads((_folder() / f"{key}.json").read_text())
-        plan, whole, seal = content["plan"], content["whole"], content["seal"]
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
+        seal = content.pop("seal")
+        proof = Proof(**content)
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    if not isinstance(plan, str) or not isinstance(whole, str) or seal != _seal(key, plan, whole):
-        return None
-    return {"plan": plan, "whole": whole}
+    return proof if seal == _seal(key, proof) else None
 
 
-def write_proof(key: str, plan: str, whole: str = "") -> None:
+def write_proof(key: str, proof: Proof) -> None:
     """Remember that a model passed the self-check; a folder that can't be written is reported and otherwise ignored.
 
     Args:
         key: names the file.
-        plan: the inferred plan as YAML, so that it need not be inferred again; empty for any other plan.
-        whole: why the vocabulary stays whole, though the model has one; empty if what was found of it was proved.
+        proof: what is remembered.
     """
     try:
         folder = _folder()
@@ -246,12 +261,12 @@ def write_proof(key: str, plan: str, whole: str = "") -> None:
         # A name of its own, since runs of several machines may write one proof to one folder at once.
         handle, part = tempfile.mkstemp(prefix=f"{key}.", suffix=".part", dir=folder)
         with os.fdopen(handle, "w") as file:
-            json.dump({"plan": plan, "whole": whole, "seal": _seal(key, plan, whole)}, file)
+            json.dump({**asdict(proof), "seal": _seal(key, proof)}, file)
         Path(part).replace(folder / f"{key}.json")
     except (OSError, RuntimeError) as error:
         rank_zero_info(f"lightning_seqpar: the proof is not remembered, its folder can't be written ({error})")
 
 
-def _seal(key: str, plan: str, whole: str) -> str:
+def _seal(key: str, proof: Proof) -> str:
     """A digest by which a file that was cut off or changed is told."""
-    return hashlib.sha256(json.dumps([key, plan, whole]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([key, asdict(proof)]).encode()).hexdigest()

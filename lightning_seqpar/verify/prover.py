@@ -21,12 +21,20 @@ from lightning_seqpar.inference.infer import Inference, infer_plan
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.choice import resolve_plans
-from lightning_seqpar.plan.sharding_plan import EXAMPLE, ShardingPlan
-from lightning_seqpar.plan.vocabulary import SOURCE, not_proved, with_vocabulary, without_vocabulary
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.plan.vocabulary import (
+    SOURCE,
+    VOCAB_OFF,
+    find_vocabulary,
+    not_proved,
+    with_vocabulary,
+    without_vocabulary,
+)
 from lightning_seqpar.styles.blocks import BlocksRule
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.verify.coverage import Explanations
 from lightning_seqpar.verify.example_search import ExampleSearch, FoundExample
-from lightning_seqpar.verify.proof_cache import Fingerprint, fingerprint, read_proof, write_proof
+from lightning_seqpar.verify.proof_cache import Fingerprint, Proof, fingerprint, read_proof, write_proof
 from lightning_seqpar.verify.self_check import SelfCheckError, self_check
 
 _WAYS_OUT = (
@@ -46,10 +54,12 @@ class Proved:
     Attributes:
         plans: the plans to apply, in order.
         lines: for the start-up summary, what was decided and proved, a sentence each.
+        known: why what is not sharded is whole.
     """
 
     plans: list[ShardingPlan] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    known: Explanations = field(default_factory=Explanations)
 
 
 class Prover:
@@ -86,7 +96,7 @@ class Prover:
         self._vocabulary: list[str] = []  # lines on what of it is sharded
         self._whole = ""  # why it stays whole after all
         self._beside: Sequence[ShardingPlan] = ()  # shipped plans, beside which the rest is inferred
-        self._rest = ""  # why there is no plan for that
+        self._known = Explanations()
         self._parts: list[dict[str, Any]] = []  # rules by which a part of the blocks is computed whole
         self._draws_differ = False  # whether random numbers were among what a self-check found wrong
         self._why_wide = ""  # what the self-check found wrong with the plan that shards more
@@ -112,8 +122,11 @@ class Prover:
             key, unread = self._from_first_rank(self._key) if self._config.self_check else (None, "")
             remembered = self._from_first_rank(lambda: None if key is None else read_proof(key))
         cached = None
-        if remembered is not None and remembered["plan"]:
-            cached = ShardingPlan.from_yaml_text(remembered["plan"])
+        if remembered is not None:
+            self._reasons = remembered.reasons
+            self._known = Explanations(remembered.why_whole, remembered.no_sp, remembered.rest)
+            if remembered.plan:
+                cached = ShardingPlan.from_yaml_text(remembered.plan)
         started = time.monotonic()
         if isinstance(self._config.plan, PlanSpec):
             ShardingPlan.from_rules(self._config.plan.rules, source="your plan").match(self._module)
@@ -130,6 +143,7 @@ class Prover:
         with self._phases.phase("proving the plan"):
             self._prove(out, key, remembered is not None, started)
         self._tell_what_is_whole(out)
+        out.known = self._known
         if unread:
             out.lines.append(f"self-check: not remembered, because {unread}")
         out.lines[:0] = self._vocabulary
@@ -160,9 +174,12 @@ class Prover:
             return
         passed = self._check_or_widen(out, [plan for plan in out.plans if plan.source == "inferred"])
         inferred = [plan for plan in out.plans if plan.source == "inferred"]
+        self._explain_widened(inferred)
         if passed:
             if key is not None and dist.get_rank(self._world) == 0:
-                write_proof(key, inferred[0].to_yaml() if inferred else "", self._whole)
+                known = self._known
+                plan = inferred[0].to_yaml() if inferred else ""
+                write_proof(key, Proof(plan, self._whole, self._reasons, known.whole, known.no_sp, known.rest))
             example = self._example().example
             assert example is not None
             out.lines.append(f"self-check: passed, with {example.source}, in {time.monotonic() - started:.1f} s")
@@ -212,15 +229,15 @@ class Prover:
     def _infer_rest(self) -> ShardingPlan | None:
         """Infer a plan for what the shipped plans leave whole, or None if it stays so; collective over the world."""
         if not self._config.self_check:
-            self._rest = "with self_check=False nothing would prove a plan there"
+            self._known.rest = "with self_check=False nothing would prove a plan there"
             return None
         if self._example().example is None:
-            self._rest = "to infer a plan there, an example input is needed"
+            self._known.rest = "to infer a plan there, an example input is needed"
             return None
         try:
             return self._infer()
         except ValueError as error:
-            self._rest = str(error)
+            self._known.rest = str(error)
             return None
 
     def _infer(self, *, sums: bool = True) -> ShardingPlan:
@@ -238,7 +255,7 @@ class Prover:
             raise ValueError(
                 f"plan='auto': no shipped plan fits {name}, and to infer one an example input is needed: "
                 f"{'; '.join(dict.fromkeys(failures))}. Set example_input_array on the module (a tensor, tuple or dict that its "
-                f"forward takes), or write a plan:\n{EXAMPLE}"
+                "forward takes), or write a plan (plan='my_plan.yaml' or plan={'base': 'none', 'rules': [...]}; docs/your_model.md)"
             )
 
         spec = self._config.plan
@@ -262,11 +279,12 @@ class Prover:
             if self._beside:
                 raise
             raise ValueError(
-                f"plan='auto': no shipped plan fits {name}, and inference stops at\n  {error}\nWrite the rules for it (the "
-                "others are found as before: plan={'rules': [...]}), a whole plan (plan='my_plan.yaml' or plan={'base': "
-                f"'none', 'rules': [...]}}), with the module names of your model:\n{EXAMPLE}"
+                f"plan='auto': no shipped plan fits {name}, and inference stops at\n  {error}\nRules of yours are kept, and the "
+                "others found as before (plan={'rules': [...]}); a whole plan is plan='my_plan.yaml' or plan={'base': 'none', "
+                "'rules': [...]} (docs/your_model.md)"
             ) from None
         self._reasons, self._parts = inferred.reasons, inferred.parts
+        self._known.whole, self._known.no_sp = inferred.whole, inferred.no_sp
         return inferred.plan
 
     def _check_or_widen(self, out: Proved, inferred: list[ShardingPlan]) -> bool:
@@ -285,8 +303,9 @@ class Prover:
         try:
             return self._check_vocabulary(out)
         except ValueError as error:
-            narrow = out.plans
-            for variant in self._variants(inferred):
+            narrow, tried = out.plans, []
+            for what, variant in self._variants(inferred):
+                tried.append(what)
                 try:
                     out.plans = [*variant(), *(plan for plan in narrow if plan not in inferred)]
                     passed = self._check_vocabulary(out)
@@ -295,65 +314,76 @@ class Prover:
                 self._why_wide = _cause(error)
                 return passed
             out.plans = narrow
+            if not inferred and self._config.sp:  # rules of the user's or shipped ones, which are theirs to change
+                tried.append("sp=False")
+                if self._is_right([plan.without_sp() for plan in narrow]):
+                    raise type(error)(f"{error}. Tried: with sp=False the same plan is right") from None
+            if tried and (inferred or isinstance(error, SelfCheckError)):
+                raise type(error)(f"{error}. Tried: {'; '.join(tried)}. None of that is right") from None
             raise error from None
 
-    def _variants(self, inferred: Sequence[ShardingPlan]) -> Iterator[Callable[[], list[ShardingPlan]]]:
-        """Other forms of the inferred plans, in which less is sharded.
+    def _is_right(self, plans: list[ShardingPlan]) -> bool:
+        """Whether these plans pass the self-check; collective over the world."""
+        try:
+            return self._check(Proved(plans))
+        except ValueError:
+            return False
+
+    def _variants(self, inferred: Sequence[ShardingPlan]) -> Iterator[tuple[str, Callable[[], list[ShardingPlan]]]]:
+        """Other forms of the inferred plans, in which less is sharded, each with what it is, in words.
 
         Whole sequences between the blocks; then each expert reduced by itself; then one part of the blocks whole.
         """
         if not inferred:
             return
         if self._config.sp:
-            yield lambda: [plan.without_sp() for plan in inferred]
+            yield "sp=False", lambda: [plan.without_sp() for plan in inferred]
         if _has_sums(inferred):
-            yield self._infer_without_sums
+            yield "each expert reduced by itself", self._infer_without_sums
         # What draws random numbers in a way that no rule mends would only be computed whole: the user can do better.
         for part in () if self._draws_differ else self._parts[:_MOST_PARTS]:
             rules = ShardingPlan.from_rules([part]).rules
             fewer = [replace(plan, rules=(*plan.rules, *rules)) for plan in inferred]
-            yield functools.partial(list, fewer)
+            yield f"{part['pattern']} whole", functools.partial(list, fewer)
             if self._config.sp:
-                yield functools.partial(list, [plan.without_sp() for plan in fewer])
+                wide = [plan.without_sp() for plan in fewer]
+                yield f"{part['pattern']} whole with sp=False", functools.partial(list, wide)
         if self._beside:
-            yield list
+            yield "the shipped plan alone", list
 
     def _infer_without_sums(self) -> list[ShardingPlan]:
         """The inferred plan in which each expert is reduced by itself, with whole sequences between the blocks."""
         return [self._infer(sums=False).without_sp()]
 
+    def _explain_widened(self, inferred: Sequence[ShardingPlan]) -> None:
+        """Note the reasons for what the self-check, and not inference, leaves whole in the plans that were proved."""
+        if not self._why_wide:
+            return
+        found = f"sharded, the self-check found: {self._why_wide}"
+        for rule in (rule for plan in inferred for rule in plan.rules):
+            if rule.style == "whole":
+                self._known.whole.setdefault(rule.pattern, found)
+            elif isinstance(rule, BlocksRule) and not rule.sp:
+                self._known.no_sp.setdefault(rule.pattern, f"on shards the self-check found: {self._why_wide}")
+        if self._beside and not inferred:
+            self._known.rest = found
+
     def _tell_what_is_whole(self, out: Proved) -> None:
-        """Warn where an inferred plan shards less than was asked for, and say why."""
-        if self._beside and not any(plan.source == "inferred" for plan in out.plans):
-            out.lines.append(f"whole outside the shipped plan: {self._rest or self._why([])}")
+        """Warn where parts of the blocks could not be split, and say why."""
         rules = [rule for plan in out.plans if plan.source == "inferred" for rule in plan.rules]
         parts = [rule.pattern for rule in rules if rule.style == "whole"]
-        blocks = [rule for rule in rules if isinstance(rule, BlocksRule)]
-        wide = [rule.pattern for rule in blocks if not rule.sp] if self._config.sp else []
         if parts:
             rank_zero_warn(
                 f"lightning_seqpar: every rank computes {', '.join(parts)} whole, since no way to split it was found: "
                 f"{self._why(parts)} (all else is sharded; plan={{'rules': [...]}} can say more)"
             )
-        if wide:
-            named = "this model's blocks" if len(wide) == len(blocks) else ", ".join(wide)
-            rank_zero_warn(
-                f"lightning_seqpar: sequence parallelism is off for {named}, which are right on whole sequences only: "
-                f"{self._why(wide)}. Tensor parallelism is on. plan={{'rules': [...]}} can say more: what mixes positions outside "
-                "attention may be computed whole ({pattern: ..., style: whole})"
-            )
-            some = "the blocks" if len(wide) == len(blocks) else ", ".join(wide)
-            out.lines.append(f"sequence parallelism is off for {some}: they are right on whole sequences only")
 
     def _why(self, patterns: Sequence[str]) -> str:
-        """Why the modules of these patterns are whole, or see whole sequences."""
-        found = [reason for reason in self._reasons if any(reason.startswith(f"{pattern}: ") for pattern in patterns)]
-        found += [
-            reason for reason in self._reasons if "no sequence parallelism here" in reason and reason not in found
-        ]
-        return self._why_wide or "; ".join(found[:3]) or "so says the remembered proof"
+        """Why the modules of these patterns are whole."""
+        known = self._known.whole
+        return "; ".join(f"{pattern}: {known[pattern]}" for pattern in patterns[:3] if pattern in known)
 
-    def _add_vocabulary(self, out: Proved, remembered: dict[str, str] | None) -> None:
+    def _add_vocabulary(self, out: Proved, remembered: Proof | None) -> None:
         """Add the rules for embeddings and heads over a vocabulary to the plans; what no proof will show must be certain.
 
         Args:
@@ -362,9 +392,8 @@ class Prover:
         """
         if not self._config.vocab:
             self._vocabulary = ["vocabulary: whole, as vocab=False says"]
-            return
-        if remembered is not None and remembered["whole"]:
-            self._keep_whole(out, remembered["whole"])
+            names = find_vocabulary(out.plans, self._module, self._tp, self._config.sp)
+            self._known.vocabulary = dict.fromkeys(names, VOCAB_OFF)
             return
         certain = not self._config.self_check or (remembered is None and self._example().example is None)
         choice = with_vocabulary(
@@ -376,7 +405,9 @@ class Prover:
             certain=certain,
             callbacks=getattr(self._trainer, "callbacks", ()),
         )
-        out.plans, self._vocabulary = choice.plans, choice.lines
+        out.plans, self._vocabulary, self._known.vocabulary = choice.plans, choice.lines, choice.reasons
+        if remembered is not None and remembered.whole:
+            self._keep_whole(out, remembered.whole)
 
     def _check_vocabulary(self, out: Proved) -> bool:
         """Run the self-check; if it fails, try the plans with a whole vocabulary, unless the user's own rules shard it.
@@ -400,6 +431,7 @@ class Prover:
     def _keep_whole(self, out: Proved, why: str) -> None:
         """Leave the vocabulary whole, and say so."""
         out.plans, self._whole = without_vocabulary(out.plans), why
+        self._known.vocabulary = {name: reason or why for name, reason in self._known.vocabulary.items()}
         self._vocabulary = [f"vocabulary: whole, since it is not right sharded: {why}"]
         rank_zero_warn(
             f"lightning_seqpar: the vocabulary stays whole on every rank, since the model is not right with it sharded: {why}. "

@@ -178,8 +178,8 @@ def _await_others(failure: str | None, group: dist.ProcessGroup) -> None:
         raise FailedAloneError(
             f"self_check: the sharded model does not run on rank {dist.get_rank()}, which raised {failure}{_hint(failure)}, while "
             f"other ranks ({', '.join(map(str, waiting))}) go on and wait for it. Ranks must run the same layers in the same "
-            "order: a rule is wrong or missing, or a module decides by what it sees in its part of the sequence. Leave "
-            "that module whole ({pattern: ..., style: whole}), or set sp=False"
+            "order: a rule is wrong or missing, or a module decides by what it sees in its part of the sequence. What "
+            "may help, untried: that module whole ({pattern: ..., style: whole}), or sp=False"
         ) from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -231,9 +232,17 @@ def test_a_proof_is_remembered_once_for_each_model(cache):
 def test_a_refused_plan_is_not_remembered(cache):
     rules = without("set")(rules_of("einsum", 2))
     for _ in range(2):
-        with pytest.raises(RankFailedError, match="self_check: with the plan"):
+        with pytest.raises(
+            RankFailedError, match=r"(?s)self_check: with the plan.* Tried: sp=False. None of that is right"
+        ):
             run(cache, "einsum", {"base": "none", "rules": rules})
     assert proofs(cache) == []
+
+
+def test_whole_sequences_are_tried_for_a_wrong_plan_of_the_users(cache):
+    rules = [{key: value for key, value in rule.items() if key != "sp"} for rule in rules_of("all_inline", 2)]
+    with pytest.raises(RankFailedError, match=r"Tried: with sp=False the same plan is right"):
+        run(cache, "all_inline", {"base": "none", "rules": rules})
 
 
 def test_a_plan_file_that_changes_is_proved_again(cache, tmp_path):
@@ -352,6 +361,41 @@ def test_what_keeps_a_model_from_being_remembered_is_said_once():
     said = "self-check: not remembered, because model.held.lines is a generator whose content can't be read"
     first, other = run_distributed(told_of_memory, 2)
     assert (first, other) == ([said], [])
+
+
+def fit_and_listen(kind: str, folder: str) -> tuple[list[str], list[str]]:
+    """The lines that a run says at its start, and its warnings."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.extend(record.getMessage().splitlines())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        warnings.simplefilter("always")
+        trainer.fit(zoo.Zoo(kind), models.loader(4))
+        logger.removeHandler(handler)
+    return told, [str(one.message) for one in caught if "lightning_seqpar" in str(one.message)]
+
+
+def start_twice(kinds: list[str], folder: str) -> list[Any]:
+    return [fit_and_listen(kind, folder) for kind in kinds for _ in range(2)]
+
+
+def test_a_remembered_proof_says_what_the_first_one_said(cache):
+    """Attention that can't be split, and a shift of the sequence, which only the self-check finds wrong on shards."""
+    (first, again, shifted, remembered), _ = run_distributed(start_twice, 2, ["hard_coded", "shifted"], str(cache))
+    for (told, warned), (told_again, warned_again) in ((first, again), (shifted, remembered)):
+        checks = [next(line for line in lines if "self-check: " in line) for lines in (told, told_again)]
+        assert ["passed before" in check for check in checks] == [False, True]
+        assert [line for line in told if line not in checks] == [line for line in told_again if line not in checks]
+        assert warned == warned_again
+        assert len(warned) == 1
+    assert any("whole: net.h.*.attn (4 tensors, 2,048 parameters): net.h.0.attn.out: with" in line for line in again[0])
+    assert any(line.startswith("  off     sp (net.h.*: ") for line in remembered[0])
+    assert "sequence parallelism is off in every block: net.h.*: on shards the self-check found: " in remembered[1][0]
 
 
 class SmallAndWrong(zoo.PreNorm):

@@ -422,7 +422,11 @@ CASES = {
         r"model.blocks.1: its input has shape .* a shard has 5 of 10 positions at dim 1",
     ),
     "region never left": ("Unclosed", {}, r"entered the sequence region of model but ended before the region did"),
-    "batch norm": ("BatchNormed", {"plan": models.plan()}, r"model.blocks.0.bn: a BatchNorm1d mixes positions"),
+    "batch norm": (
+        "BatchNormed",
+        {"plan": models.plan()},
+        r"model.blocks.0.bn: a BatchNorm1d mixes positions.* untried: \{pattern: model.blocks.\*.bn, style: whole\}",
+    ),
     "tied across the region": (
         "Tied",
         {"plan": models.plan(exit_at=None)},

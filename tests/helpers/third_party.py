@@ -94,7 +94,7 @@ class OwnLinears(Projections):
 
 
 class WeightOfQKV(nn.Module):
-    """BEiT, EVA-02: the fused projection's weight is read, its module is never called."""
+    """BEiT, EVA-02: the fused projection's weight is read, its module is never called; the width is read off the input."""
 
     def __init__(self, dim: int = 16, heads: int = 4) -> None:
         super().__init__()
@@ -103,10 +103,10 @@ class WeightOfQKV(nn.Module):
         self.q_bias, self.v_bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        b, n, _ = x.shape
+        b, n, c = x.shape
         bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
         qkv = F.linear(x, self.qkv.weight, bias).reshape(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        return self.proj(attend(*qkv.unbind(0)))
+        return self.proj(attend(*qkv.unbind(0)).reshape(b, n, c))
 
 
 class LowRankLinear(nn.Module):
@@ -348,6 +348,25 @@ class ShiftedWindows(PreNorm):
         return x + self.mlp(self.ln2(x))
 
 
+class ShiftedInside(nn.Module):
+    """torchvision's Swin: the attention itself rolls the image, before a projection that is no call of a module."""
+
+    def __init__(self, shift: int, dim: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.shift, self.heads = shift, heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, h, w, c = x.shape
+        y = torch.roll(x, (-self.shift, -self.shift), (1, 2))
+        windows = y.view(b, h // 2, 2, w // 2, 2, c).transpose(2, 3).reshape(-1, 4, c)
+        q, k, v = (
+            F.linear(windows, self.qkv.weight, self.qkv.bias).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )
+        out = self.proj(attend(q, k, v)).view(b, h // 2, w // 2, 2, 2, c).transpose(2, 3).reshape(b, h, w, c)
+        return torch.roll(out, (self.shift, self.shift), (1, 2))
+
+
 class ChannelsFirst(nn.Module):
     """ConvNeXt: linears over channels that stand first between the blocks."""
 
@@ -380,6 +399,93 @@ class Image(nn.Module):
                 x = block(x)
             x = x.permute(0, 2, 3, 1) if self.first else x
         return self.out(self.norm(x).flatten(1, 2).mean(1))[:, None].expand(-1, ids.shape[1], -1)
+
+
+# ---- more than one activation ------------------------------------------------------------------------------------
+
+
+class JointAttention(nn.Module):
+    """SD3, Flux: a picture and a text, each projected by linears of its own, attend to each other."""
+
+    def __init__(self, last: bool, dim: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.last = heads, last
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.add_q, self.add_k, self.add_v = (nn.Linear(dim, dim) for _ in range(3))
+        self.add_o = None if last else nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, text: Tensor) -> tuple[Tensor, Tensor | None]:
+        n = x.shape[1]
+        own = [linear(x) for linear in (self.q, self.k, self.v)]
+        added = [linear(text) for linear in (self.add_q, self.add_k, self.add_v)]
+        q, k, v = (heads_of(torch.cat(both, 1), self.heads) for both in zip(own, added, strict=True))
+        out = attend(q, k, v)
+        return self.o(out[:, :n]), None if self.add_o is None else self.add_o(out[:, n:])
+
+
+class JointBlock(nn.Module):
+    """The text is returned too, except by the last block, where nothing reads it."""
+
+    def __init__(self, last: bool, dim: int = 16) -> None:
+        super().__init__()
+        self.norm, self.norm_text, self.norm2 = (nn.LayerNorm(dim) for _ in range(3))
+        self.attn, self.mlp = JointAttention(last), FeedForward(dim, 32)
+        self.mlp_text = None if last else FeedForward(dim, 32)
+
+    def forward(self, x: Tensor, text: Tensor) -> tuple[Tensor | None, Tensor]:
+        made, made_text = self.attn(self.norm(x), text=self.norm_text(text))
+        x = x + made
+        x = x + self.mlp(self.norm2(x))
+        if self.mlp_text is None:
+            return None, x
+        text = text + made_text
+        return text + self.mlp_text(text), x
+
+
+class Joint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.text = nn.Embedding(31, 16), nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(JointBlock(last) for last in (False, False, True))
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        text = self.text(x.flip(1)[:, :7])
+        for block in self.blocks:
+            text, x = block(x, text)
+        return self.out(self.norm(x))
+
+
+class HandsOnValues(nn.Module):
+    """Value residuals: the first layer's values, a head's each, are mixed into those of the layers behind it."""
+
+    def __init__(self, dim: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(dim)
+        self.qkv, self.o = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        q, k, v = (heads_of(t, self.heads) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        v = v if values is None else 0.5 * (v + values)
+        return self.o(attend(q, k, v)), v
+
+
+class ValueResidual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 16)
+        self.layers = nn.ModuleList(nn.ModuleList([HandsOnValues(), FeedForward(16, 32)]) for _ in range(2))
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, values = self.embed(ids), None
+        for attn, mlp in self.layers:
+            made, new = attn(x, values)
+            values = new if values is None else values
+            x = x + made
+            x = x + mlp(x)
+        return self.out(self.norm(x))
 
 
 # ---- a shipped plan for a part -----------------------------------------------------------------------------------
@@ -427,6 +533,9 @@ MODELS: dict[str, Any] = {
     "windows": lambda: Image(lambda at: ShiftedWindows(at % 2)),
     "channels_first": lambda: Image(lambda at: ChannelsFirst(), first=True),
     "described": Described,
+    "shifted_inside": lambda: Image(lambda at: PreNorm(16, ShiftedInside(at % 2), FeedForward(16, 32))),
+    "two_activations": Joint,
+    "value_residual": ValueResidual,
 }
 
 
@@ -446,4 +555,5 @@ KINDS = [
     "in_place", "conformer", "einops_heads", "own_linears", "weight_of_qkv", "low_rank_linear", "matrix_linear",
     "low_rank_row", "matrix_row", "biased_row", "bent_row", "two_counts", "mix_ffn", "re_attention", "parallel_scaling",
     "reads_width", "positioned", "positioned_memory", "windows", "channels_first", "described",
+    "shifted_inside", "two_activations", "value_residual",
 ]  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
+import types
 from datetime import timedelta
 
 import pytest
@@ -183,8 +185,18 @@ def test_a_config_may_come_as_a_mapping():
         assert SeqParallelStrategy(config=told).config == ParallelConfig(tp=2)
 
 
-def test_what_the_strategy_is_called():
+def test_what_the_strategy_is_called(monkeypatch):
+    monkeypatch.delitem(sys.modules, "pytorch_lightning", raising=False)
     assert repr(SeqParallelStrategy(tp=2, sp=False)) == "SeqParallelStrategy(tp=2, sp=False) of lightning.pytorch"
+
+
+def test_the_trainer_of_the_other_package_is_told_what_to_import(monkeypatch):
+    """``pytorch_lightning.Trainer`` refuses a strategy that is not its own with the strategy's text."""
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", types.ModuleType("pytorch_lightning"))
+    assert repr(SeqParallelStrategy(tp=2)) == (
+        "SeqParallelStrategy(tp=2) of lightning.pytorch, whose Trainer and LightningModule it needs: write 'import "
+        "lightning.pytorch as pl' instead of 'import pytorch_lightning as pl'"
+    )
 
 
 def test_the_table_in_the_documentation_is_the_configuration():

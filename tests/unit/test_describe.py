@@ -108,6 +108,7 @@ def test_a_70b_folder_on_1024_ranks(folder, capsys):
         2 * 128256 * 8192 // 8 + 80 * ((8192 * 8192 * 2 + 2 * 1024 * 8192 + 3 * 8192 * 28672) // 8 + 2 * 8192) + 8192
     )
     assert f"{local:,} on a rank" in text
+    assert "\n562 of 562 tensors that could be are sharded (100 % of their parameters)\n" in text
     assert human(2 * local) in text
     for piece in ("80 ×", "model.layers.*", ".self_attn.q_proj", "weight [8192→1024, 8192]", "family llama", "sum tp"):
         assert piece in text

@@ -25,7 +25,9 @@ from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.examples import Example, NoExampleError, peek_batch, small
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.model_copy import detached_copy
+from lightning_seqpar.inference.proposals import with_tried_rules
 from lightning_seqpar.inference.reduction import Reduction
+from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.plan.choice import resolve_plans
 from tests.helpers import models, zoo
 
@@ -168,7 +170,50 @@ def test_reasons_name_what_they_are_about():
 def test_where_it_stops_it_names_the_module_and_the_rule():
     with pytest.raises(CantInferError, match=r"its 16 in-features do not divide by tp=3") as caught:
         infer_plan(zoo.Decoder("einsum"), IDS, 3)
-    assert "{pattern: 'h.*.attn', style: whole}" in str(caught.value)
+    assert "No rule was found that works. Tried:\n    - {pattern: h.*.attn, style: whole}\n" in str(caught.value)
+    assert "with which inference stops at\n  h.0: no pair of linears is found" in str(caught.value)
+
+
+class Rounded(nn.Linear):
+    """Stands for a quantised linear."""
+
+    def forward(self, x):
+        return super().forward(x).round(decimals=3)
+
+
+def test_a_rule_that_it_proposes_was_tried_and_works():
+    model = zoo.Decoder("alibi")
+    for block in model.h:
+        block.mlp.fc2.__class__ = Rounded
+    with pytest.raises(CantInferError, match=r"h.0.mlp.fc2: a Rounded, which is not known to compute") as caught:
+        infer_plan(model, IDS, 2)
+    said, rules = str(caught.value).split("with it a plan is found for tp=2:\n")
+    assert "layers" not in said, "the names are the model's own"
+    assert rules == "    - {pattern: h.*.mlp, style: whole}"
+    own = ShardingPlan.from_yaml_text(f"rules:\n{rules}")
+    assert "{pattern: h.*.attn.proj, style: row" in infer_plan(model, IDS, 2, own).plan.to_yaml()
+
+
+def test_rules_that_it_proposes_together_were_tried_together():
+    def stop(name: str) -> CantInferError:
+        error = CantInferError(f"h.0.{name}: it can't be split", f"h.0.{name}")
+        error.rules = [{"pattern": f"h.*.{name}", "style": "whole"}]
+        return error
+
+    def attempt(rules):
+        if len(rules) < 2:
+            raise stop("mlp")
+
+    told = str(with_tried_rules(stop("attn"), attempt, 2))
+    assert told.startswith("h.0.attn: it can't be split\n  h.0.mlp: it can't be split\n")
+    assert told.endswith(
+        "with them a plan is found for tp=2:\n    - {pattern: h.*.attn, style: whole}\n    - {pattern: h.*.mlp, style: whole}"
+    )
+
+
+def test_the_code_of_an_installed_package_is_known():
+    assert is_installed(nn.Linear)
+    assert not is_installed(zoo.Decoder)
 
 
 def test_what_cannot_be_split_is_computed_whole_and_the_reason_says_why():

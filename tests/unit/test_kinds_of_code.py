@@ -25,7 +25,8 @@ SAYS = {
     "einops_heads": [f"{{pattern: h.*.attn.split_{x}, style: set, divide: [_axes_lengths.h]}}" for x in "qkv"],
     "own_linears": ["{pattern: h.*.attn.o, style: row, units: heads}"],
     "weight_of_qkv": [
-        "{pattern: h.*.attn.qkv, style: column, segments: 3, units: heads}",
+        "{pattern: h.*.attn, style: gather, local_width: true}",
+        "{pattern: h.*.attn.qkv.weight, style: local_heads, segments: 3, units: heads}",
         "{pattern: h.*.attn.q_bias, style: local_heads}",
         "{pattern: h.*.attn.v_bias, style: local_heads}",
     ],
@@ -118,7 +119,7 @@ class Casting(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
-class NoisyInTraining(zoo.Conv1D):
+class NoisyInTraining(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         return out + torch.randn_like(out) if self.training else out

@@ -10,7 +10,7 @@ import yaml
 from torch import nn
 
 from lightning_seqpar import ParallelConfig, ShardingPlan
-from lightning_seqpar.layout.module_names import match_pattern
+from lightning_seqpar.layout.module_names import in_all_layers, match_pattern
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, load_families, source_digest
 from lightning_seqpar.styles.registry import parse_rule
@@ -34,6 +34,21 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_patterns(pattern, name, fits):
     assert match_pattern(pattern, name) is fits
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("h.0.attn", "h.*.attn"),
+        ("0.attn", "*.attn"),
+        ("stages.1.blocks.0.mlp.2", "stages.*.blocks.*.mlp.2"),
+        ("h.12.norm1", "h.*.norm1"),
+        ("norm", "norm"),
+    ],
+)
+def test_a_pattern_for_all_layers(name, pattern):
+    assert in_all_layers(name) == pattern
+    assert match_pattern(pattern, name)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from torchmetrics import MeanMetric
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.verify.content_digest import ContentDigest, UnreadableError
-from lightning_seqpar.verify.proof_cache import fingerprint, read_proof, write_proof
+from lightning_seqpar.verify.proof_cache import Proof, fingerprint, read_proof, write_proof
 from tests.helpers.fit import quiet_trainer
 
 
@@ -404,8 +404,11 @@ def test_what_keeps_a_model_from_being_remembered_is_named():
 def test_a_proof_is_read_as_it_was_written_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert read_proof("k") is None
-    write_proof("k", "- a plan\n")
-    assert read_proof("k") == {"plan": "- a plan\n", "whole": ""}
+    proof = Proof(
+        "- a plan\n", "it is tied", ["a reason"], {"h.*.attn": "four heads"}, {"h.*": "a shift"}, "no example"
+    )
+    write_proof("k", proof)
+    assert read_proof("k") == proof
     (file,) = tmp_path.rglob("*.json")
     text = file.read_text()
     for broken in (text[:-5], "", "[]", "null", "7", text.replace("a plan", "b plan"), '{"plan": ""}', "\xff"):
@@ -421,7 +424,7 @@ def test_a_folder_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, caplog):
     (tmp_path / "lightning_seqpar").write_text("a file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
-        write_proof("k", "")
+        write_proof("k", Proof())
     assert "the proof is not remembered, its folder can't be written" in caplog.text
     assert read_proof("k") is None
 
@@ -435,17 +438,17 @@ def test_a_user_without_a_home(monkeypatch, caplog):
 
     monkeypatch.setattr("pwd.getpwuid", nobody)
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
-        write_proof("k", "")
+        write_proof("k", Proof())
     assert "the proof is not remembered" in caplog.text
     assert read_proof("k") is None
 
 
 def test_two_runs_write_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    threads = [threading.Thread(target=write_proof, args=("k", "plan\n" * 10000)) for _ in range(8)]
+    threads = [threading.Thread(target=write_proof, args=("k", Proof("plan\n" * 10000))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert read_proof("k") == {"plan": "plan\n" * 10000, "whole": ""}
+    assert read_proof("k") == Proof("plan\n" * 10000)
     assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["k.json"]

@@ -6,11 +6,12 @@ import pytest
 
 from lightning_seqpar import ParallelConfig, ProcessTopology
 from lightning_seqpar.strategy.summary import draw, groups_of, summarize
+from lightning_seqpar.verify.coverage import Coverage, WholeSequences
 
 
-def summary(world: int, per_node: int, **fields) -> str:
+def summary(world: int, per_node: int, coverage: Coverage | None = None, **fields) -> str:
     config = ParallelConfig(**fields)
-    return summarize(ProcessTopology.from_config(config, world), config, per_node, "0.1.0", ["the plan"])
+    return summarize(ProcessTopology.from_config(config, world), config, per_node, "0.1.0", ["the plan"], coverage)
 
 
 def test_two_replicas_on_two_nodes():
@@ -48,6 +49,27 @@ def test_tp_outermost_and_across_nodes():
     )
     wide = draw(ProcessTopology(["tp"], [4]), 2)
     assert wide[-1].endswith("nodes 0, 1")
+
+
+def test_sequence_parallelism_that_is_off_in_every_block_is_off():
+    windows = WholeSequences(("stages.*.*",), "its activation [b, h, w, c] has positions in 2 dims", False)
+    told = summary(2, 2, Coverage(4, 4, 8, 8, no_sp=(windows,), sp=False), tp=2).splitlines()
+    assert told[-3] == "  on      tp (linears split)"
+    assert told[-2] == (
+        "  off     sp (stages.*.*: its activation [b, h, w, c] has positions in 2 dims), ddp (one replica), "
+        "broadcast_batch, gloo_twins"
+    )
+
+
+def test_sequence_parallelism_that_is_on_in_some_blocks_says_where_not():
+    decoder = WholeSequences(("decoder.*",), "mixing counts tokens (cumsum)", False)
+    told = summary(2, 2, Coverage(4, 4, 8, 8, no_sp=(decoder,), sp=True), tp=2).splitlines()
+    assert told[-3] == (
+        "  on      tp (linears split), sp (sequence parallelism; not in decoder.*: mixing counts tokens (cumsum))"
+    )
+    assert told[-2] == "  off     ddp (one replica), broadcast_batch, gloo_twins"
+    everywhere = summary(2, 2, Coverage(4, 4, 8, 8, sp=True), tp=2).splitlines()
+    assert everywhere[-3] == "  on      tp (linears split), sp (sequence parallelism)"
 
 
 def test_every_axis():

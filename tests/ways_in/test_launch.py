@@ -14,6 +14,8 @@ from tests.helpers.processes import PYTHON, environment, free_port, run_all, sta
 
 pytestmark = pytest.mark.launch
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
 SCRIPT = """
 import os, signal, sys, time
 import lightning as L
@@ -57,7 +59,8 @@ if __name__ == "__main__":
     if "MINE" in os.environ:
         signal.signal(signal.SIGTERM, mine)
     world = int(os.environ.get("WORLD", "2"))
-    strategy = SeqParallelStrategy(tp=2, timeout=int(os.environ.get("TIMEOUT", "60")))
+    refused = {"plan": [{"pattern": "nowhere", "style": "row"}]} if "REFUSED" in os.environ else {}
+    strategy = SeqParallelStrategy(tp=2, timeout=int(os.environ.get("TIMEOUT", "60")), **refused)
     bad = [Bad()] if "BAD" in os.environ else []
     trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=50, callbacks=bad)
     trainer.fit(models.GPT(), models.loader(4, count=400))
@@ -98,7 +101,7 @@ def test_lightnings_own_launcher(script):
 
 
 def test_torchrun(script):
-    done = script(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = script(*TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"RANK (\d) STEPS (\d+)", done.stdout)) == [("0", "50"), ("1", "50")]
 
@@ -149,17 +152,42 @@ def test_an_exception_after_fit_on_one_rank(script):
 
 
 def test_torchrun_with_a_killed_rank(script):
-    done = script(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", BAD="KILL:1")
+    done = script(*TORCHRUN, BAD="KILL:1")
     assert done.returncode != 0
     assert "Signal 9" in done.stderr
 
 
 def test_torchrun_with_a_rank_that_raises(script):
-    done = script(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", BAD="raise:1")
+    done = script(*TORCHRUN, BAD="raise:1")
     assert done.returncode != 0
     assert "lightning_seqpar: rank 1 raised ValueError: on purpose" in done.stderr
     summary = done.stderr[done.stderr.index("Root Cause") :]
     assert "ValueError: on purpose" in summary, "torchrun's own summary reads the error file"
+
+
+def test_a_refusal_is_told_once_and_without_our_frames(script):
+    """By rank 0, whose traceback Python prints; children say nothing, and so does the watch over them."""
+    done = script(REFUSED="1")
+    assert done.returncode == 1
+    told = done.stderr[done.stderr.index("Traceback") :]
+    assert done.stderr.count("'nowhere'") == done.stderr.count("Traceback") == 1, done.stderr
+    assert "rank1" not in done.stderr
+    assert "the run failed" not in done.stderr
+    ours = [line for line in told.splitlines() if "lightning_seqpar/" in line]
+    assert len(ours) == 2, "the launcher and what Lightning calls to set the model up"
+    assert "direct cause" not in told
+    assert "During handling" not in told
+    assert len(told.splitlines()) < 30
+
+
+def test_a_refusal_under_torchrun_is_told_by_rank_0(script):
+    done = script(*TORCHRUN, REFUSED="1")
+    assert done.returncode == 1
+    own, summary = done.stderr.split("FAILED\n")
+    assert own.count("'nowhere'") == 1, own
+    assert "rank1" not in own
+    assert "'nowhere'" in summary[summary.index("Root Cause") :], "torchrun's summary has it once more, from rank 0"
+    assert summary.count("'nowhere'") == 1
 
 
 def slurm(script, **env: str) -> list[tuple[tuple[str, ...], dict[str, str]]]:

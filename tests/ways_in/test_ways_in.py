@@ -258,5 +258,5 @@ def test_the_hugging_face_example_learns_and_goes_on_from_its_folder(tmp_path):
         found.append([float(one) for one in told.groups()])
     assert found[0][1] < found[0][0] - 0.5
     assert found[1][0] < found[0][1] + 0.3  # not from the beginning
-    assert "family llama, vocabulary: 30 of 39 tensors sharded" in output
+    assert "family llama, vocabulary: 30 of 30 tensors that could be are sharded (100 % of their parameters)" in output
     assert "vocabulary: sharded: model.model.embed_tokens, model.lm_head (512 rows, 256 on a rank)" in output

@@ -1,0 +1,431 @@
+"""How much of a model a plan shards of what could be, why the rest is whole, and why sequence parallelism is off where it is.
+
+The start-up summary, its warnings and ``seqpar plan`` say this, from one function: :func:`cover`. It reads the record of a
+sharded model and what those who found its plans know; no model is run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import nn
+
+from lightning_seqpar.layout.adapters import DOWN, UP, is_adapted
+from lightning_seqpar.layout.module_names import compile_pattern, inside
+from lightning_seqpar.parallel.sharded_model import ShardedModel
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.plan.vocabulary import OWN_PLAN, SOURCE, VOCAB_OFF
+from lightning_seqpar.styles.blocks import BlocksRule
+
+_MOST_LINES = 5
+"""Lines of reasons that are shown."""
+_MOST_NAMES = 3
+"""Names in one such line."""
+_MOST_CHARACTERS = 200
+"""Length of a reason, which may hold an error's text."""
+_ENOUGH = 0.5
+"""Share of what could be sharded below which a warning says that it is little."""
+
+
+@dataclass
+class Explanations:
+    """Why something is not sharded, as those who found the plans know it. Of a remembered proof it is remembered.
+
+    Attributes:
+        whole: patterns of modules that inference left whole, each with the reason.
+        no_sp: patterns of blocks that an inferred plan gives whole sequences, each with the reason.
+        rest: why nothing was inferred for what shipped plans leave whole; empty if something was, or nothing is left.
+        vocabulary: embeddings and heads over a vocabulary, each with the reason why it is whole, or none if it is sharded.
+    """
+
+    whole: dict[str, str] = field(default_factory=dict)
+    no_sp: dict[str, str] = field(default_factory=dict)
+    rest: str = ""
+    vocabulary: dict[str, str] = field(default_factory=dict)
+
+
+class Origin(Enum):
+    """Who wrote a plan, by what its source says; the value is why it leaves a module whole."""
+
+    USER = OWN_PLAN
+    FAMILY = "the shipped plan leaves it whole"
+    INFERRED = "it is neither a column nor a row of the blocks"
+
+    @classmethod
+    def of(cls, source: str) -> Origin:
+        """The origin of a plan with this source."""
+        if source.startswith("family"):
+            return cls.FAMILY
+        return cls.INFERRED if source == "inferred" else cls.USER
+
+
+@dataclass(frozen=True)
+class WholeTensors:
+    """Tensors that could be sharded and are whole for one reason.
+
+    Attributes:
+        names: what they are in, as patterns.
+        count: how many they are.
+        numel: how many numbers they hold.
+        why: the reason.
+        as_asked: whether the user's own rules or switches say so.
+    """
+
+    names: tuple[str, ...]
+    count: int
+    numel: int
+    why: str
+    as_asked: bool
+
+    def __str__(self) -> str:
+        tensors = f"{self.count} tensor{'s' * (self.count > 1)}"
+        return f"{_listed(self.names)} ({tensors}, {self.numel:,} parameters): {self.why}"
+
+
+@dataclass(frozen=True)
+class WholeSequences:
+    """Blocks between which activations are whole along the sequence, though ``sp`` is set, for one reason.
+
+    Attributes:
+        names: the blocks, as patterns.
+        why: the reason.
+        as_asked: whether the user's own rules say so.
+    """
+
+    names: tuple[str, ...]
+    why: str
+    as_asked: bool
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a model is sharded, of what could be.
+
+    Attributes:
+        sharded: number of tensors that are sharded.
+        could_be: number of tensors that could be, these included (:func:`cover` defines it).
+        sharded_numel: how many numbers they hold.
+        could_be_numel: how many numbers those hold that could be.
+        whole: those that could be and are not, by reason, the largest first.
+        outside: linears outside of all repeated blocks, which no plan shards and ``could_be`` does not count.
+        no_sp: blocks without sequence parallelism though ``sp`` is set, by reason.
+        sp: whether any block has sequence parallelism.
+    """
+
+    sharded: int
+    could_be: int
+    sharded_numel: int
+    could_be_numel: int
+    whole: tuple[WholeTensors, ...] = ()
+    outside: WholeTensors | None = None
+    no_sp: tuple[WholeSequences, ...] = ()
+    sp: bool = False
+
+    def __str__(self) -> str:
+        share = 100 * self.sharded_numel // max(1, self.could_be_numel)
+        return f"{self.sharded} of {self.could_be} tensors that could be are sharded ({share} % of their parameters)"
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the rest is whole, a few lines."""
+        told = [*self.whole, *([self.outside] if self.outside is not None else [])]
+        lines = [f"whole: {one}" for one in told[:_MOST_LINES]]
+        return [*lines, *([f"whole: and {len(told) - _MOST_LINES} more"] if len(told) > _MOST_LINES else [])]
+
+    @property
+    def sp_off(self) -> str:
+        """Where sequence parallelism is off, and why; empty if it is on in every block, or not asked for."""
+        return "; ".join(f"{_listed(one.names)}: {one.why}" for one in self.no_sp)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings of what is off or whole though the user's own rules and switches do not say so."""
+        return [*self._warn_of_sp(), *self._warn_of_little()]
+
+    def _warn_of_sp(self) -> Iterator[str]:
+        told = [one for one in self.no_sp if not one.as_asked]
+        if told:
+            where = "in every block" if not self.sp and len(told) == len(self.no_sp) else "in some blocks"
+            why = "; ".join(f"{_listed(one.names)}: {one.why}" for one in told)
+            yield (
+                f"lightning_seqpar: sequence parallelism is off {where}: {why}. Tensor parallelism is on. plan={{'rules': [...]}} "
+                "can say more: what mixes positions outside attention may be computed whole ({pattern: ..., style: whole}); "
+                "sp=False says that it is meant so"
+            )
+
+    def _warn_of_little(self) -> Iterator[str]:
+        missed = [one for one in self.whole if not one.as_asked]
+        if sum(one.numel for one in missed) > (1 - _ENOUGH) * self.could_be_numel:
+            yield (
+                f"lightning_seqpar: {self}. {'; '.join(self.reasons)}. Every rank holds and computes the whole of these. seqpar "
+                "plan shows each module; plan={'rules': [...]} can say how to shard them (columns and rows), or that they are "
+                "meant to be whole ({pattern: ..., style: whole})"
+            )
+
+
+def cover(record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanations, *, sp: bool) -> Coverage:
+    """Count what is sharded, of what could be, and tell why the rest is whole.
+
+    A tensor could be sharded if it is; or if it is a matrix of a linear in a repeated block, or the weight of an embedding or
+    a head over a vocabulary. A matrix of a linear is a parameter with two dims or more that are longer than 1, of any module
+    but embeddings, convolutions, norms and recurrent layers: of ``nn.Linear`` and what computes like it,
+    ``nn.MultiheadAttention``, experts and projections that a module multiplies itself. The half of an adapter that meets whole
+    features is none. Repeated blocks are those of the plans, and modules in a list or beside others of their class that hold
+    two matrices or more.
+
+    Vectors that are whole are not counted: norms can't be sharded, nor can the bias of a row; the bias of a column is sharded with
+    its weight, and of a linear that is whole nobody knows which of both it would be.
+
+    Args:
+        record: the sharded model.
+        plans: the plans that were carried out.
+        known: what is known of reasons.
+        sp: whether sequence parallelism was asked for.
+    """
+    look = _Look(record, plans, known)
+    groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
+    outside, sharded = [], []
+    for name, layout in record.layout.items():
+        if layout.is_sharded:
+            sharded.append(name)
+        elif look.could_be(name):
+            groups[look.why_whole(name)].append(name)
+        elif look.is_linear_outside(name):
+            outside.append(name)
+
+    def tensors(names: Sequence[str], why: str, as_asked: bool) -> WholeTensors:
+        return WholeTensors(look.patterns(names), len(names), look.numel(names), why, as_asked)
+
+    whole = [tensors(names, why, as_asked) for (why, as_asked), names in groups.items()]
+    no_sp = look.no_sp() if sp else {}
+    numel = look.numel(sharded)
+    return Coverage(
+        len(sharded),
+        len(sharded) + sum(one.count for one in whole),
+        numel,
+        numel + sum(one.numel for one in whole),
+        tuple(sorted(whole, key=lambda one: -one.numel)),
+        tensors(outside, "not in a repeated block", False) if outside else None,
+        tuple(WholeSequences(_unique(map(_starred, names)), why, asked) for (why, asked), names in no_sp.items()),
+        any(region.sp for region in record.regions),
+    )
+
+
+class _Look:
+    """A look at a sharded model and its plans.
+
+    Args:
+        record: the sharded model.
+        plans: the plans that were carried out.
+        known: what is known of reasons.
+    """
+
+    def __init__(self, record: ShardedModel, plans: Sequence[ShardingPlan], known: Explanations) -> None:
+        self._record, self._known = record, known
+        self._modules = dict(record.model.named_modules(remove_duplicate=False))
+        self._families = [plan for plan in plans if Origin.of(plan.source) is Origin.FAMILY]
+        self._origins = [Origin.of(plan.source) for plan in plans if plan.source != SOURCE]
+        self._whole, self._no_sp = _Patterns(known.whole), _Patterns(known.no_sp)
+        self._holders: dict[int, list[str]] = defaultdict(list)
+        for name, parameter in record.model.named_parameters(remove_duplicate=False):
+            self._holders[id(parameter)].append(name.rpartition(".")[0])
+        self._blocks = {block for region in record.regions for block in region.blocks}
+        planned = set(self._blocks)
+        self._blocks |= {
+            name
+            for name in self._modules
+            if self._whole.of(name) is not None and not any(around in planned for around in _around(name))
+        }
+        owners = {around for block in self._blocks for around in _around(block)}
+        self._blocks |= set(_repeated(record.model)) - owners
+
+    def numel(self, names: Iterable[str]) -> int:
+        """How many numbers these tensors hold, when they are whole."""
+        return sum(torch.Size(self._record.layout[name].global_shape).numel() for name in names)
+
+    # ---- what it is ----------------------------------------------------------------------------------------------
+
+    def could_be(self, name: str) -> bool:
+        """Whether a tensor that is whole could be sharded, as :func:`cover` defines it."""
+        if self._vocabulary(name) is not None:
+            return len(self._record.layout[name].global_shape) == 2
+        return self._is_matrix(name) and bool(self._block_of(name))
+
+    def is_linear_outside(self, name: str) -> bool:
+        """Whether it is the matrix of a linear that stands in no repeated block."""
+        holder = self._modules[name.rpartition(".")[0]]
+        return isinstance(holder, nn.Linear | nn.MultiheadAttention) and self._is_matrix(name)
+
+    def _is_matrix(self, name: str) -> bool:
+        """Whether it is a matrix of a linear, or of something that multiplies by it."""
+        holder, shape = name.rpartition(".")[0], self._record.layout[name].global_shape
+        if sum(length > 1 for length in shape) < 2 or isinstance(self._modules[holder], _NO_LINEARS):
+            return False
+        adapters = [holder.rpartition(f".{half}.")[0] for half in (DOWN, UP) if f".{half}." in holder]
+        return not any(is_adapted(self._modules[adapter]) for adapter in adapters)
+
+    def _vocabulary(self, name: str) -> str | None:
+        """Why a tensor of a module over a vocabulary is whole; None if no module that holds it is one."""
+        holders = self._holders[id(self._record.layout.parameter(name))]
+        return next((self._known.vocabulary[one] for one in holders if one in self._known.vocabulary), None)
+
+    def _block_of(self, name: str) -> str:
+        """The outermost repeated block around a tensor; empty if there is none."""
+        return next((around for around in _around(name.rpartition(".")[0]) if around in self._blocks), "")
+
+    # ---- why -----------------------------------------------------------------------------------------------------
+
+    def why_whole(self, name: str) -> tuple[str, bool]:
+        """Why a tensor that could be sharded is whole, and whether the user said so."""
+        holder = name.rpartition(".")[0]
+        wholes = [match for match in self._record.matches if match.rule.style == "whole" and inside(holder, match.name)]
+        said = Origin.of(wholes[-1].source) if wholes else Origin.INFERRED
+        if said is not Origin.INFERRED:
+            return ("your rule", True) if said is Origin.USER else (said.value, False)
+        if (why := self._vocabulary(name)) is not None:
+            return (why, True) if why in (OWN_PLAN, VOCAB_OFF) else (f"vocab: {_short(why)}", False)
+        if (why := self._whole.around(name)) is not None:
+            return _short(why), False
+        origin = self._origin_of_blocks(holder) or self._origin_of_rest(holder)
+        if origin is None:
+            return _short(self._known.rest) or _NO_STACK, False
+        return origin.value, origin is Origin.USER
+
+    def _origin_of_blocks(self, name: str) -> Origin | None:
+        """Who says that the module stands in blocks; None if no plan does."""
+        matches = [match for match in self._record.matches if isinstance(match.rule, BlocksRule)]
+        found = [Origin.of(match.source) for match in matches if inside(name, match.name)]
+        return found[-1] if found else None
+
+    def _origin_of_rest(self, name: str) -> Origin | None:
+        """Whose plan leaves out a module that stands in no blocks; None if inference found nothing for it."""
+        if any(inside(name, plan.prefix) for plan in self._families):
+            return Origin.FAMILY
+        inferred = Origin.INFERRED in self._origins or self._known.rest
+        return None if inferred or Origin.USER not in self._origins else Origin.USER
+
+    def no_sp(self) -> dict[tuple[str, bool], list[str]]:
+        """The blocks without sequence parallelism, by the reason and whether the user said so."""
+        out: dict[tuple[str, bool], list[str]] = defaultdict(list)
+        for block in (block for region in self._record.regions if not region.sp for block in region.blocks):
+            origin = self._origin_of_blocks(block)
+            if origin is Origin.USER:
+                why = "your rule says sp: false"
+            elif origin is Origin.FAMILY:
+                why = "the shipped plan says sp: false"
+            else:
+                why = _short(self._no_sp.of(block) or "they are right on whole sequences only")
+            out[why, origin is Origin.USER].append(block)
+        return out
+
+    # ---- how it is called ----------------------------------------------------------------------------------------
+
+    def patterns(self, tensors: Sequence[str]) -> tuple[str, ...]:
+        """Patterns for what these tensors are in: the outermost modules of blocks, or blocks, that hold none of the others."""
+        given = set(tensors)
+        others = [name for name, layout in self._record.layout.items() if name not in given]
+        taken = {
+            _starred(around)
+            for name in others
+            if self._record.layout[name].is_sharded or self.could_be(name)
+            for around in _around(name.rpartition(".")[0])
+        }
+        inner: dict[str, dict[str, None]] = defaultdict(dict)
+        for name in tensors:
+            block, holder = _starred(self._block_of(name)), _starred(name.rpartition(".")[0])
+            free = (around for around in _around(holder) if block and inside(around, block) and around not in taken)
+            inner[block][next(free, _starred(name) if block else holder)] = None
+        return tuple(text for block, parts in inner.items() for text in _joined(block, list(parts)))
+
+
+class _Patterns:
+    """Reasons by pattern over names of modules.
+
+    Args:
+        reasons: a reason for each pattern.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self._reasons = [(compile_pattern(pattern), why) for pattern, why in reasons.items()]
+
+    def of(self, name: str) -> str | None:
+        """The reason for a module of that name."""
+        return next((why for pattern, why in self._reasons if pattern.fullmatch(name)), None)
+
+    def around(self, name: str) -> str | None:
+        """The reason for the module or tensor of that name, or for a module around it; the innermost counts."""
+        found = (self.of(around) for around in reversed(list(_around(name))))
+        return next((why for why in found if why is not None), None)
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_NO_LINEARS = (
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.modules.conv._ConvNd,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.LayerNorm,
+    nn.RMSNorm,
+)
+"""Modules whose matrices are no linears'."""
+_NO_STACK = "no stack of blocks was found there, or the example does not run it"
+"""The reason for what no plan speaks of."""
+
+
+def _repeated(model: nn.Module) -> Iterator[str]:
+    """Names of modules that stand beside others of their class, or in a list, and hold two matrices or more."""
+    for parent, module in model.named_modules():
+        kinds = [type(child) for child in module.children()]
+        for leaf, child in module.named_children():
+            is_list, is_listed = isinstance(child, _LISTS), isinstance(module, _LISTS)
+            # A module outside of lists that holds a list owns blocks: an encoder and a decoder may be of one class.
+            owns = not isinstance(module, (*_LISTS, nn.Sequential)) and any(
+                isinstance(m, _LISTS) for m in child.modules()
+            )
+            repeated = is_listed or (kinds.count(type(child)) > 1 and not owns)
+            has_parts = not is_list and any(True for _ in child.children())
+            if repeated and has_parts and sum(parameter.ndim >= 2 for parameter in child.parameters()) >= 2:
+                yield f"{parent}.{leaf}" if parent else leaf
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules around a module and itself, from the outermost."""
+    path = name.split(".")
+    for at in range(1, len(path) + 1):
+        yield ".".join(path[:at])
+
+
+def _starred(name: str) -> str:
+    """A name with ``*`` for each index."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _joined(block: str, parts: Sequence[str]) -> list[str]:
+    """Patterns for parts of a block: one with alternatives, if they are several."""
+    if not block or len(parts) < 2:
+        return list(parts)
+    inner = [part.removeprefix(f"{block}.") for part in parts]
+    return [f"{block}.{{{','.join(inner[:_MOST_NAMES])}{',...' if len(inner) > _MOST_NAMES else ''}}}"]
+
+
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    """Names without repetitions, in order."""
+    return tuple(dict.fromkeys(names))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first few names."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def _short(why: str) -> str:
+    """A reason on one line, cut off where it is long."""
+    line = " ".join(why.split())
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 4].rstrip()} ..."
