@@ -23,12 +23,14 @@ class Recipe:
         sample: makes one sample, without a batch dim, by name.
         call: the network's output for a batch of samples; the default hands them over in order.
         batch: samples of a batch.
+        float32: whether it runs in float32 only.
     """
 
     net: nn.Module
     sample: Callable[[], dict[str, Tensor]]
     call: Callable[[nn.Module, dict[str, Tensor]], Any] = field(default=lambda net, batch: net(*batch.values()))
     batch: int = 2
+    float32: bool = False
 
 
 RECIPES: dict[str, dict[str, Callable[[], Recipe]]] = {}
@@ -991,6 +993,7 @@ def _speechbrain(**options: Any) -> Recipe:
         net,
         lambda: {"source": torch.randn(12, 16), "target": torch.randint(2, 64, (6,))},
         lambda net, batch: net(batch["source"], batch["target"]),
+        float32=True,
     )
 
 
@@ -1012,7 +1015,7 @@ for _name, _options in {
 # ---- open_clip -----------------------------------------------------------------------------------------------------
 
 
-@recipe("open_clip", "CLIP")
+@recipe("open_clip_torch", "CLIP")
 def _() -> Recipe:
     from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
 
@@ -1026,7 +1029,7 @@ def _() -> Recipe:
     )
 
 
-@recipe("open_clip", "CoCa")
+@recipe("open_clip_torch", "CoCa")
 def _() -> Recipe:
     from open_clip.coca_model import CoCa
     from open_clip.model import CLIPTextCfg, CLIPVisionCfg
@@ -1046,6 +1049,7 @@ def _() -> Recipe:
     )
     decoder = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 4, "layers": 2}
     net = CoCa(embed_dim=32, multimodal_cfg=decoder, text_cfg=text, vision_cfg=vision)
+    nn.init.normal_(net.text_decoder.text_projection, std=0.1)  # left as it was allocated
     return Recipe(
         net,
         lambda: {"image": torch.randn(3, 32, 32), "text": torch.randint(1, 64, (11,))},
@@ -1496,6 +1500,7 @@ _HF: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, Tensor]]]]
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "head_dim": 8,
+            "experts_implementation": "eager",
         },
         _ids(),
     ),

@@ -863,9 +863,9 @@ MUTANTS = [
     ),
     Mutant(
         "a stand-in that is zero",
-        "ColumnInputs.stand_in",
-        'whole.new_full((), float("nan"))',
-        "whole.new_full((), 0.0)",
+        "stand_in:stand_in",
+        'new_full((), float("nan"))',
+        "new_full((), 0.0)",
         "tests/test_styles.py -k stand_in",
     ),
     Mutant(
@@ -1739,7 +1739,7 @@ MUTANTS = [
     Mutant(
         "a block that reads the length of its shard not seen",
         "_plan_stack",
-        "    whole = dim is None or any(plan.reads_length for plan in known)\n",
+        "    whole = bool(why_no_sp) or any(plan.reads_length for plan in known)\n",
         "    whole = dim is None\n",
         "tests/test_products.py",
     ),

@@ -141,6 +141,9 @@ class BlockPlanner:
         """Plan one row, whatever it is."""
         if (error := self._flow.ungathered.get(row)) is not None:
             raise self._stop(error, row)
+        shared = [name for name in self._flow.columns[row] if not inside(name, self._flow.name)]
+        if shared:
+            raise self._stop(f"{row}: one of its columns, {shared[0]}, belongs to another part of the model", row)
         if 0 in self._trace.values[self._flow.linears[row].reads].shape:
             self._idle.append(row)  # an expert that gets no token of the example
         elif self._flow.linears[row].is_unwrapped:
@@ -164,16 +167,8 @@ class BlockPlanner:
             CantInferError: if they can't be split and positions mix between them.
         """
         flow, block = self._flow, self._block
-        tried = [*self._groups]
         try:
-            if flow.linears[row].summed and any(inside(row, owner) for owner in flow.sums):
-                raise CantInferError(f"{row}: a sum of products inside an expert, whose own output is summed")
-            group = group_layout(block, row, self._tp)
-            tried.append(group)
-            for peer in self._rows_beside(row):
-                tried.append(group_layout(block, peer, self._tp))
-                _share_columns(tried[-1], tried[:-1])
-            more_edits = find_edits(self._trace, block, tried, self._edits, self._tp)
+            groups, more_edits = self._split(row)
         except CantInferError as error:
             if isinstance(error, UnknownLinearError) or pair_mixes_positions(self._model, flow, row, unknown=True):
                 raise self._stop(error, row) from None
@@ -181,7 +176,8 @@ class BlockPlanner:
             names = [self._inner(name) for name in (row, *flow.columns[row])]
             self._plan.whole |= dict.fromkeys(names, f"it works on each position alone, and can't be split: {error}")
             return
-        self._groups, self._edits = tried, [*self._edits, *more_edits]
+        group = groups[0]
+        self._groups, self._edits = [*self._groups, *groups], [*self._edits, *more_edits]
         alone = [column for column in flow.columns[row] if (column, "gather") in flow.gathers]
         if alone and mixes_positions(block, row):
             self._plan.reads_length = True
@@ -199,6 +195,22 @@ class BlockPlanner:
             f"{row}: row, its output is added to the residual; its input falls apart into {group.units} units, made by "
             f"the columns {shown}"
         )
+
+    def _split(self, row: str) -> tuple[list[GroupLayout], list[Edit]]:
+        """Split a row and the rows beside it, and find what must change with them.
+
+        Raises:
+            CantInferError: if they can't be split, or nothing that may change mends it.
+        """
+        flow = self._flow
+        if flow.linears[row].summed and any(inside(row, owner) for owner in flow.sums):
+            raise CantInferError(f"{row}: a sum of products inside an expert, whose own output is summed")
+        groups = [group_layout(self._block, row, self._tp)]
+        for peer in self._rows_beside(row):
+            groups.append(group_layout(self._block, peer, self._tp))
+            _share_columns(groups[-1], groups[:-1])
+        tried = [*self._groups, *groups]
+        return groups, find_edits(self._trace, self._block, tried, self._edits, self._tp)
 
     def _rows_beside(self, row: str) -> list[str]:
         """The rows that read columns of this row too, so that they are planned with it (one for the text, one for the picture)."""

@@ -79,6 +79,7 @@ class Linear:
         upstream: the nearest linears that its input comes from, or :data:`RESIDUAL`, :data:`OTHER_INPUT`.
         op: index of the product's operation.
         reads: id of the value that it reads, the activation.
+        also_reads: ids of the values that it reads in its further calls in the block.
         makes: ids of the values that it makes.
         is_called: whether all its products happen in calls of a module that is known to be a linear, and none past it
             (``F.linear(x, linear.weight)``, or in a module that adds more to its product).
@@ -95,6 +96,7 @@ class Linear:
     is_called: bool = True
     out_dim: int = 0
     summed: SummedRow | None = None
+    also_reads: tuple[int, ...] = ()
 
     @property
     def is_unwrapped(self) -> bool:
@@ -308,6 +310,7 @@ class _BlockReader:
         else:
             known.upstream |= upstream
             known.makes += op.outputs
+            known.also_reads += (reads,)
             known.is_called &= is_called
         for number in op.outputs:
             self.upstream_of[number] = frozenset({owner})

@@ -129,12 +129,10 @@ def _wide_norms(block: Block, row: str, columns: Sequence[str]) -> list[str]:
     norms: list[str] = []
     hooks = []
     ran: list[str] = []
-    called = [
-        name for name in (row, *columns) if name in block.modules
-    ]  # not a parameter that a module multiplies itself
-    for name in called:
+    linears = [name for name in (row, *columns) if name in block.modules]  # others are parameters
+    for name in linears:
         hooks.append(block.modules[name].register_forward_hook(lambda module, args, out, name=name: ran.append(name)))
-    dense = {block.modules[name] for name in called}
+    dense = {block.modules[name] for name in linears}
     prefix = block.flow.name + "."
     shapes: dict[str, bool] = {}
     for name, module in block.modules.items():

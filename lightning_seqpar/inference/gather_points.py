@@ -44,6 +44,8 @@ def read_blocks(
     calls = list(calls)
     streams = tuple(dict.fromkeys(key for call in calls for key in find_streams(trace, call)))
     flows = [_read(trace, call, model, streams) for call in calls]
+    for flow in flows:
+        _end_rows_at_attention(flow, mixes)
     reduced = {number for flow in flows for row in flow.rows for number in flow.linears[row].makes}
     for flow in flows:
         gathering = GatherPoints(trace, flow, reduced, [other.call for other in flows], sums=sums)
@@ -68,6 +70,22 @@ def _read(trace: ForwardTrace, call: Call, model: nn.Module, streams: tuple[Argu
     flow = read_block(trace, call, model, streams)
     summed = summed_rows(trace, flow)
     return read_block(trace, call, model, streams, summed) if summed else flow
+
+
+def _end_rows_at_attention(flow: BlockFlow, mixes: Callable[[BlockFlow, str], bool]) -> None:
+    """Of three linears in a chain, of which the last two work on each position alone, let the middle one be the row.
+
+    An attention's way out may be followed by one more linear (TimeSformer); that one stays whole, behind the sum.
+    """
+    for at, row in enumerate(flow.rows):
+        middle = flow.columns[row]
+        upstream = flow.linears[middle[0]].upstream if len(middle) == 1 else frozenset()
+        if not upstream or upstream & {RESIDUAL, OTHER_INPUT} or middle[0] in flow.rows or mixes(flow, row):
+            continue
+        flow.rows[at] = middle[0]
+        flow.columns[middle[0]] = sorted(upstream, key=[*flow.linears].index)
+        flow.residual_in[middle[0]] = False
+        del flow.columns[row], flow.residual_in[row]
 
 
 class GatherPoints:
@@ -251,7 +269,8 @@ class GatherPoints:
             sources = {
                 key
                 for column in inner
-                for key in self._sources(call, flow.linears[column].reads)
+                for read in (flow.linears[column].reads, *flow.linears[column].also_reads)
+                for key in self._sources(call, read)
                 if trace.values[call.args[key]].floating
             }
             nested = [one for one in points if one != point and inside(one, point)]

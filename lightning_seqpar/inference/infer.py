@@ -303,7 +303,7 @@ def _plan_stack(
         left: patterns of blocks of this stack that stay whole.
 
     Raises:
-        CantInferError: if a block can't be planned, none has a row, or their sequences are at different dims.
+        CantInferError: if a block can't be planned, or none has a row.
     """
     mixing: dict[Any, bool] = {}
 
@@ -319,12 +319,14 @@ def _plan_stack(
     planned = _plan_blocks(trace, model, flows, names, tp, user_rules, sums=sums)
     known, plans, wholes = planned.kinds, planned.of_block, planned.wholes
     dims = {flow.name: Block(model, flow).sequence_dim() for flow in planned.examples}
-    _refuse_unfit_stack(flows[0].name, known, dims, wholes.values())
+    _refuse_idle_stack(flows[0].name, known, wholes.values())
     blocks = pattern_of(names)
-    dim = next(iter(dims.values()))
+    dim = next(iter(dims.values())) if len(set(dims.values())) == 1 else None
     streams = dict.fromkeys(key for flow in flows for key in flow.streams)
     why_no_sp = ""
-    if dim is None:
+    if len(set(dims.values())) > 1:
+        why_no_sp = f"its blocks have their sequence at different dims ({dims})"
+    elif dim is None:
         why_no_sp = _positions(trace, flows[0])
     elif streams:
         why_no_sp = f"argument {', '.join(map(repr, streams))} is an activation too"
@@ -443,25 +445,17 @@ def _whole_rules(
     return out
 
 
-def _refuse_unfit_stack(
-    first: str,
-    plans: Iterable[BlockPlan],
-    dims: Mapping[str, int | None],
-    wholes: Iterable[CantInferError] = (),
-) -> None:
-    """Refuse a stack without a row linear, or whose blocks have their sequences at different dims.
+def _refuse_idle_stack(first: str, plans: Iterable[BlockPlan], wholes: Iterable[CantInferError] = ()) -> None:
+    """Refuse a stack without a row linear.
 
     Args:
         first: name of the first block.
         plans: the plans of its blocks.
-        dims: the sequence's dim, by block.
         wholes: why parts of them can't be split.
 
     Raises:
-        CantInferError: naming the blocks.
+        CantInferError: naming the block.
     """
-    if len(set(dims.values())) > 1:
-        raise CantInferError(f"the blocks {', '.join(dims)} have their sequence at different dims: {dims}")
     if not any(style in ("row", "replace") for plan in plans for _, style, _ in plan.rules):
         if reasons := [error.why for error in wholes]:
             raise CantInferError(

@@ -122,7 +122,7 @@ class Block:
         for at in ((-1, -1), (0, 0)):
             cotangent = torch.zeros_like(first)
             cotangent[at[0], at[1]] = torch.randn(first.shape[-1], dtype=first.dtype)
-            (grad,) = torch.autograd.grad(first, x, cotangent, retain_graph=True)
+            (grad,) = torch.autograd.grad(first, x, cotangent, retain_graph=True, materialize_grads=True)
             touched = grad.abs().amax(-1) > 0
             mixed[0] |= bool(touched.any(1).sum() > 1)
             mixed[1] |= bool(touched.any(0).sum() > 1)

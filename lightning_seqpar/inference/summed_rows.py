@@ -109,6 +109,7 @@ class _Candidate:
         self._x: Tensor = call.given[0][0]
         self._features = self._x.shape[-1]
         names = {one.name for one in linears}
+        self._count = len(linears)
         self._readers = [one for one in linears if not one.upstream & names]
         own = dict(self._module.named_parameters(prefix=call.name))
         self._weights = {one.parameter: (own[one.parameter], 1 - one.out_dim) for one in self._readers}
@@ -120,8 +121,8 @@ class _Candidate:
         """How the module is split, if the terms of all ranks sum up to what it returns."""
         if any(tensor.ndim != 2 or tensor.shape[dim] != self._features for tensor, dim in self._weights.values()):
             return None
-        if self._features < 2 or not self._readers:
-            return None
+        if self._features < 2 or not self._readers or (len(self._readers) == 1 and self._count > 1):
+            return None  # a chain of linears is no sum: one of them can be a row by itself
         for ways in islice(product(*map(self._ways, self._vectors.values())), _MAX_TRIES):
             chosen = dict(zip(self._vectors, ways, strict=True))
             once, local = ([n for n, way in chosen.items() if way == one] for one in ("once", "local"))

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.distributed.counters import StepMeter
+from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.verify.parity import ParityRecorder, Trace
 from tests.helpers import models
 
@@ -88,12 +89,28 @@ def fit(
     return recorder.trace
 
 
-def fit_kinds(model: str, kinds: list[str], world: int, tp: int, sp: bool) -> dict[str, Trace | str]:
-    """Train every kind of a model in this process, one after the other; an error is the same on all ranks."""
-    out: dict[str, Trace | str] = {}
+class Sharded(Callback):
+    """How many tensors of the model are sharded."""
+
+    count = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        record = record_of(pl_module)
+        self.count = sum(layout.is_sharded for layout in record.layout.values()) if record is not None else 0
+
+
+def fit_kinds(model: str, kinds: list[str], world: int, tp: int, sp: bool) -> dict[str, tuple[Trace, int] | str]:
+    """Train every kind of a model in this process, one after the other: the trace, and how many tensors were sharded.
+
+    An error is the same on all ranks.
+    """
+    out: dict[str, tuple[Trace, int] | str] = {}
     for kind in kinds:
+        sharded = Sharded()
+        strategy = {"tp": tp, "sp": sp}
         try:
-            out[kind] = fit(model, {"kind": kind}, world=world, strategy={"tp": tp, "sp": sp}, steps=3)
+            trace = fit(model, {"kind": kind}, world=world, strategy=strategy, steps=3, callbacks=[sharded])
+            out[kind] = trace, sharded.count
         except ValueError as error:
             out[kind] = str(error)
     return out

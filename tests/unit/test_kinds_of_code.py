@@ -85,6 +85,23 @@ SAYS = {
     "windows": [f"{{pattern: stages.{at}.*, style: blocks, sp: false}}" for at in range(2)],
     "channels_first": [f"{{pattern: stages.{at}.*.pwconv2, style: row}}" for at in range(2)],
     "described": ["{pattern: blocks.*.attn.wo, style: row, units: num_heads}"],
+    "shifted_inside": [
+        "{pattern: stages.0.*.attn, style: gather}",
+        "{pattern: stages.0.*.attn.qkv.weight, style: local_heads, segments: 3, units: heads}",
+        "{pattern: stages.0.*.attn.qkv.bias, style: local_heads, segments: 3, units: heads}",
+        "{pattern: stages.0.*.attn.proj, style: row, units: heads}",
+    ],
+    "two_activations": [
+        "{pattern: blocks.*, style: blocks, sp: false}",
+        "{pattern: 'blocks.{0,1}.attn', style: gather, args: [0, text]}",
+        "{pattern: blocks.*.attn.add_q, style: column, units: heads}",
+        "{pattern: 'blocks.{0,1}.attn.add_o', style: row, units: heads}",
+    ],
+    "value_residual": [
+        "{pattern: layers.0.1, style: blocks, sp: false}",
+        "{pattern: layers.0.1.fc2, style: row}",
+        "{pattern: layers.1.0, style: local_heads, dim: 1, args: [1]}",
+    ],
 }  # fmt: skip
 
 
