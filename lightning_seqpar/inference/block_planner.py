@@ -331,30 +331,37 @@ class BlockPlanner:
                     rules.append((f"{self._inner(column)}.bias", "local_heads", options))
             for norm in group.full_width:
                 rules.append((self._inner(norm), "full_width", {}))
-            if flow_row := self._flow.linears[group.row].summed:
-                self._write_summed(group, flow_row)
+            if (summed := self._flow.linears[group.row].summed) is not None:
+                self._write_summed(group, summed)
                 continue
-            rules.append((self._inner(group.row), "row", self._units_of(group)))
-
-    def _units_of(self, group: GroupLayout) -> dict[str, Any]:
-        """The option of a row's rule that says of how many units its in-features are; none if each is one."""
-        units = _unit_name(self._model, group.row, group.units)
-        return {} if group.units == group.features else {"units": units}
+            rules.append((self._inner(group.row), "row", _row_options(self._model, group)))
 
     def _write_summed(self, group: GroupLayout, summed: SummedRow) -> None:
         """Rules for a module of several rows, which leave partial sums that are reduced where it returns."""
-        rules = self._plan.rules
+        rules, options = self._plan.rules, _row_options(self._model, group)
         for name, dim in summed.rows:
             place = {} if dim is None or dim == self._model.get_parameter(name).ndim - 1 else {"dim": dim}
-            rules.append((self._inner(name), "row", {**place, **self._units_of(group)}))
+            rules.append((self._inner(name), "row", {**place, **options}))
         rules += [(self._inner(name), "once", {}) for name in summed.once]
-        rules += [(self._inner(name), "local_heads", {}) for name in summed.local]
+        local = options if len(group.segments) > 1 else {}
+        rules += [(self._inner(name), "local_heads", dict(local)) for name in summed.local]
         rules.append((self._inner(group.row), "reduce", {}))
         shown = ", ".join(name[len(group.row) + 1 :] for name, _ in summed.rows)
         self._reason(
             f"{group.row}: it returns a sum of products of its input and is linear in it; {shown} are cut along that input's "
             "features, and what it returns is summed over the ranks"
         )
+
+
+def _row_options(model: nn.Module, group: GroupLayout) -> dict[str, Any]:
+    """The options of a row's rule: the segments of its input, and the units of each."""
+    if len(group.segments) == 1:
+        return {} if group.units == group.features else {"units": _unit_name(model, group.row, group.units)}
+    units = [
+        count if count == size else _unit_name(model, group.row, count)
+        for count, size in zip(group.segment_units, group.segments, strict=True)
+    ]
+    return {"segments": list(group.segments), "units": units}
 
 
 def _share_columns(group: GroupLayout, others: Sequence[GroupLayout]) -> None:

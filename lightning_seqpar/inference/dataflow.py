@@ -118,6 +118,7 @@ class BlockFlow:
         attentions: names of modules of the class ``nn.MultiheadAttention``.
         sums: modules that return partial sums, with the arguments to gather for them: those that multiply parameters
             themselves, and those that deal their tokens out to experts.
+        row_segments: of rows whose input is put together of parts along the features, the parts' sizes.
         residual_in: for each row, whether its input is made from the residual.
         streams: other arguments that are activations too, to which the block adds what it makes, and which it returns (the
             text's tokens beside the picture's).
@@ -132,6 +133,7 @@ class BlockFlow:
     gathers: dict[tuple[str, str], list[Argument]] = field(default_factory=dict)
     attentions: list[str] = field(default_factory=list)
     sums: dict[str, list[Argument]] = field(default_factory=dict)
+    row_segments: dict[str, tuple[int, ...]] = field(default_factory=dict)
     residual_in: dict[str, bool] = field(default_factory=dict)
     streams: tuple[Argument, ...] = ()
     ungathered: dict[str, CantInferError] = field(default_factory=dict)
@@ -272,8 +274,10 @@ class _BlockReader:
 
     def _step(self, op: Op) -> None:
         """Go on by one operation."""
-        weights = [n for n in op.inputs if (v := self.value(n)).parameter is not None and len(v.shape) >= 2]
-        others = [n for n in op.inputs if self.value(n).parameter is None]
+        # A parameter that the block is given (positions) is no weight.
+        own = [n for n in op.inputs if self.value(n).parameter is not None and not self.upstream_of.get(n)]
+        weights = [n for n in own if len(self.value(n).shape) >= 2]
+        others = [n for n in op.inputs if n not in own]
         if op.is_product and len(weights) == 1 and others:
             self._product(op, weights[0], others)
             return
@@ -381,6 +385,20 @@ class _BlockReader:
             self.out.rows.append(row)
             self.out.columns[row] = columns
             self.out.residual_in[row] = RESIDUAL in linear.upstream
+            if segments := self._segments_of(linear.reads):
+                self.out.row_segments[row] = segments
+
+    def _segments_of(self, number: int) -> tuple[int, ...]:
+        """The sizes of the parts that a value is put together of along its features; none if it is not."""
+        makers = {n: op for op in self.ops for n in op.outputs}
+        while (op := makers.get(number)) is not None and op.name != "cat" and len(op.inputs) == 1:
+            if self.value(op.inputs[0]).shape[-1:] != self.value(number).shape[-1:]:
+                return ()
+            number = op.inputs[0]
+        if op is None or op.name != "cat":
+            return ()
+        sizes = tuple(self.value(one).shape[-1] for one in op.inputs)
+        return sizes if sum(sizes) == self.value(number).shape[-1] else ()
 
 
 def made_of_activation(trace: ForwardTrace, flow: BlockFlow) -> set[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -49,7 +49,9 @@ class GroupLayout:
     Attributes:
         row: the row's name.
         features: number of its in-features.
-        units: number of units (heads) among them that must stay whole.
+        units: number of units (heads) among them that must stay whole; of several segments, of the one with the largest units.
+        segments: sizes of the parts of which its input is put together, ``[attention|mlp]``; one for most rows.
+        segment_units: for each of them, the number of units.
         columns: layout of each column; a column that is missing stays whole.
         full_width: norms between them that need the whole width.
     """
@@ -57,8 +59,23 @@ class GroupLayout:
     row: str
     features: int
     units: int
+    segments: tuple[int, ...] = ()
+    segment_units: tuple[int, ...] = ()
     columns: dict[str, ColumnLayout] = field(default_factory=dict)
     full_width: list[str] = field(default_factory=list)
+
+    def part(self, rank: int, tp: int) -> Tensor:
+        """The indices of the row's in-features that a rank has."""
+        return part_of_segments(self.segments, rank, tp)
+
+
+def part_of_segments(segments: Sequence[int], rank: int, tp: int) -> Tensor:
+    """The indices of the features that a rank has, if each segment of them is dealt out in order."""
+    starts = [sum(segments[:at]) for at in range(len(segments))]
+    sizes = [size // tp for size in segments]
+    return torch.cat(
+        [torch.arange(at + rank * size, at + (rank + 1) * size) for at, size in zip(starts, sizes, strict=True)]
+    )
 
 
 def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
@@ -79,9 +96,10 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
             )
         if not linear.is_called and (name == row or block.model.get_parameter(linear.parameter).ndim != 2):
             raise CantInferError(f"{linear.parameter}: a parameter that is multiplied past any linear module (einsum?)")
-    support = _FeatureSupport(block, row, columns, (), tp)
+    segments = block.flow.row_segments.get(row, ())
+    support = _FeatureSupport(block, row, columns, (), tp, segments)
     if any(support.is_shared(column) for column in columns) and (norms := _wide_norms(block, row, columns)):
-        without = _FeatureSupport(block, row, columns, norms, tp)
+        without = _FeatureSupport(block, row, columns, norms, tp, segments)
         if sum(map(without.is_shared, columns)) < sum(map(support.is_shared, columns)):
             support = without
     sharded = [column for column in columns if not support.is_shared(column)]
@@ -90,18 +108,25 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
             f"{row}: each of its {support.features} in-features depends on all features of {', '.join(columns)}, so they "
             f"can't be dealt out to tp={tp} ranks (a norm or a mix over the whole width?)"
         )
-    counts = [count for column in sharded for count in support.units(column)]
-    heads = max((count for count in counts if count < support.features), default=support.features)
+    units = [_units_of(support, sharded, at) for at in range(len(support.segments))]
+    heads = min(units)
     if heads % tp:
         works = [n for n in range(2, heads + 1) if heads % n == 0]
         raise UnevenError(
             f"{row}: its {support.features} in-features fall apart into {heads} units (heads), which do not divide by "
             f"tp={tp}" + (f"; use tp of {', '.join(map(str, works))}" if works else "")
         )
-    out = GroupLayout(row, support.features, heads, full_width=list(support.skipped))
+    out = GroupLayout(row, support.features, heads, support.segments, tuple(units), full_width=list(support.skipped))
     for column in sharded:
-        out.columns[column] = support.deal(column, heads)
+        out.columns[column] = support.deal(column, min((units[at] for at in support.feeds(column)), default=heads))
     return out
+
+
+def _units_of(support: _FeatureSupport, columns: Sequence[str], segment: int) -> int:
+    """The number of units (heads) in a segment of a row's input."""
+    size = support.segments[segment]
+    counts = [n for column in columns if segment in support.feeds(column) for n in support.units(column)]
+    return max((count for count in counts if count < size), default=size)
 
 
 def mixes_positions(block: Block, row: str) -> bool:
@@ -262,21 +287,31 @@ class _FeatureSupport:
         columns: its columns.
         skipped: norms over the whole width that pass their input on unchanged.
         tp: number of ranks.
+        segments: sizes of the parts of the row's input; none if it is one.
 
     Raises:
         CantInferError: if the row's in-features do not divide by ``tp``, or it can't be run.
     """
 
-    def __init__(self, block: Block, row: str, columns: Sequence[str], skipped: Sequence[str], tp: int) -> None:
+    def __init__(
+        self,
+        block: Block,
+        row: str,
+        columns: Sequence[str],
+        skipped: Sequence[str],
+        tp: int,
+        segments: tuple[int, ...] = (),
+    ) -> None:
         self.skipped = skipped
         self._probes = [_Probe(block, row, columns, 0, skipped)]
         self._features = self._probes[0].features
         self._tp = tp
         self._feeding = {name for column in columns for name in block.flow.linears[column].upstream}
-        if self.features % tp:
+        self.segments = segments if sum(segments) == self.features else (self.features,)
+        if any(size % tp for size in self.segments):
             raise UnevenError(f"{row}: its {self.features} in-features do not divide by tp={tp}")
-        size = self.features // tp
-        self._parts = self._all_parts(size)
+        self._parts = self._all_parts()
+        self._fed: dict[str, list[int]] = {}
         for seed in range(1, _MAX_DRAWS):
             if seed > 2 and all((self._owners(column) > 0).all() for column in columns):
                 break
@@ -284,11 +319,20 @@ class _FeatureSupport:
                 self._probes.append(_Probe(block, row, columns, seed, skipped))
             except CantInferError:
                 continue  # with this input an expert gets no token, so it is not called
-            self._parts = self._all_parts(size)
+            self._parts = self._all_parts()
 
-    def _all_parts(self, size: int) -> list[dict[str, Tensor]]:
-        """For each rank, the support of its ``size`` features of the row's input, by column."""
-        return [self._union(torch.arange(rank * size, (rank + 1) * size)) for rank in range(self._tp)]
+    def _all_parts(self) -> list[dict[str, Tensor]]:
+        """For each rank, the support of its features of the row's input, by column."""
+        return [self._union(part_of_segments(self.segments, rank, self._tp)) for rank in range(self._tp)]
+
+    def feeds(self, column: str) -> list[int]:
+        """The segments of the row's input that a column feeds."""
+        if column not in self._fed:
+            ends = list(accumulate(self.segments))
+            starts = [end - size for end, size in zip(ends, self.segments, strict=True)]
+            touched = [bool(self._union(torch.arange(a, b))[column].any()) for a, b in zip(starts, ends, strict=True)]
+            self._fed[column] = [at for at, one in enumerate(touched) if one]
+        return self._fed[column]
 
     @property
     def features(self) -> int:
@@ -335,12 +379,14 @@ class _FeatureSupport:
         own[:start] = False
         if stop is not None:
             own[stop:] = False
-        everything = torch.arange(self.features)
-        for size in range(1, self.features):
-            if self.features % size == 0:
+        fed = self.feeds(column)
+        begin, features = (sum(self.segments[: fed[0]]), self.segments[fed[0]]) if fed else (0, self.features)
+        everything = torch.arange(begin, begin + features)
+        for size in range(1, features):
+            if features % size == 0:
                 first, rest = (self._union(part)[column] & own for part in (everything[:size], everything[size:]))
                 if first.any() and not (first & rest).any():
-                    return self.features // size
+                    return features // size
         # Several ranks need the same out-features (shared kv heads): there are as many units as distinct parts.
         return len({tuple(part[column].tolist()) for part in self._parts})
 

@@ -163,9 +163,11 @@ class _Rehearsal:
         for name in (group.row, *group.full_width):
 
             def swap(module: nn.Module, args: Any, name: str = name) -> Any:
-                width = group.features if name == group.row else self._wanted[name][0].shape[-1]
-                size = width // self._tp
-                mine = torch.arange(self._rank * size, (self._rank + 1) * size)
+                if name == group.row:
+                    mine = group.part(self._rank, self._tp)
+                else:
+                    size = self._wanted[name][0].shape[-1] // self._tp
+                    mine = torch.arange(self._rank * size, (self._rank + 1) * size)
                 return (self._compare(name, args[0], mine.to(args[0].device)), *args[1:])
 
             stack.callback(self._block.modules[name].register_forward_pre_hook(swap).remove)

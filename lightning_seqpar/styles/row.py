@@ -13,7 +13,14 @@ from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import RowParallelLinear, shrink
 from lightning_seqpar.styles.adapter_draws import hook_adapter_dropout
-from lightning_seqpar.styles.cutting import kind_of_linear, unit_counts, unwrapped_dim
+from lightning_seqpar.styles.cutting import (
+    Segments,
+    Units,
+    kind_of_linear,
+    segment_lengths,
+    unit_counts,
+    unwrapped_dim,
+)
 from lightning_seqpar.styles.reduce import ReduceRule
 from lightning_seqpar.styles.style import LINEAR, Application, Match, PlannedModel, Rule, Target
 
@@ -24,7 +31,9 @@ class RowRule(Rule):
     style: Literal["row"] = "row"
     dim: int | None = None
     """For a parameter: the dim of its in-features; by default the last, as in ``[experts, out, in]``."""
-    units: int | str | None = None
+    segments: Segments = 1
+    """Parts of a fused input, each of which is dealt out by itself, as for a column: ``[attention|mlp]``."""
+    units: Units = None
     """As for a column."""
 
     slot: ClassVar[str] = LINEAR
@@ -46,18 +55,21 @@ class RowRule(Rule):
         if name not in plan.modules:
             dim = unwrapped_dim(name, -1 if self.dim is None else self.dim, self.style, plan)
             length = plan.tensor(name).shape[dim]
-            units = unit_counts(name, self.units, [length], plan)
+            segments = segment_lengths(name, self.segments, self.units, length, plan)
+            units = unit_counts(name, self.units, segments, plan)
         else:
             plan.stack_of(name)
             kind = kind_of_linear(name, self.style, plan)
             _, length = features(plan.modules[name], kind)
-            dim, units = 1 if kind == "out_in" else 0, unit_counts(name, self.units, [length], plan)
-            if units[0] % plan.size:
-                works = ", ".join(str(n) for n in range(1, units[0] + 1) if units[0] % n == 0)
+            dim = 1 if kind == "out_in" else 0
+            segments = segment_lengths(name, self.segments, self.units, length, plan)
+            units = unit_counts(name, self.units, segments, plan)
+            if uneven := [count for count in units if count % plan.size]:
+                works = ", ".join(str(n) for n in range(1, uneven[0] + 1) if uneven[0] % n == 0)
                 raise ValueError(
-                    f"{name}: {units[0]} units (heads or features) do not divide by tp={plan.size}; use tp of {works}"
+                    f"{name}: {uneven[0]} units (heads or features) do not divide by tp={plan.size}; use tp of {works}"
                 )
-        plan.shards[name] = Shard.by_segments(dim, [length], units, plan.size, name)
+        plan.shards[name] = Shard.by_segments(dim, segments, units, plan.size, name)
 
     def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
         """The weight is cut along the in-features. The bias is whole; added to shards, or on one rank, it is partial."""

@@ -457,6 +457,52 @@ class Joint(nn.Module):
         return self.out(self.norm(x))
 
 
+class OneWayOut(nn.Module):
+    """Flux's single blocks, ViT-22B: what attention and MLP make goes out side by side through one linear."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.norm, self.attn, self.up = nn.LayerNorm(dim), Attending(dim), nn.Linear(dim, 32)
+        self.out = nn.Linear(dim + 32, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.out(torch.cat((self.attn(y), F.gelu(self.up(y))), -1))
+
+
+class Attending(nn.Module):
+    """An attention without a way out."""
+
+    def __init__(self, dim: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v)))
+
+
+class TwiceOut(PreNorm):
+    """TimeSformer: behind the attention's way out stands one more linear."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__(dim, Attention(dim, 4), FeedForward(dim, 32))
+        self.dense = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dense(self.attn(self.ln1(x)))
+        return x + self.mlp(self.ln2(x))
+
+
+class SharedQueries(Projections):
+    """DeBERTa: one projection makes the queries of the tokens and of the positions, which are whole."""
+
+    def forward(self, x: Tensor, pos: Tensor) -> Tensor:
+        q, k, v, p = (heads_of(t, self.heads) for t in (self.q(x), self.k(x), self.v(x), self.q(pos)))
+        bias = q @ p.transpose(-1, -2)
+        return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+
+
 class HandsOnValues(nn.Module):
     """Value residuals: the first layer's values, a head's each, are mixed into those of the layers behind it."""
 
@@ -525,6 +571,8 @@ zoo.EXTRA |= {
     "mix_ffn": lambda: PreNorm(16, Attention(16, 4), MixFFN()),
     "re_attention": lambda: PreNorm(16, ReAttention(), FeedForward(16, 32)),
     "parallel_scaling": ParallelScaling,
+    "one_way_out": OneWayOut,
+    "twice_out": TwiceOut,
 }
 MODELS: dict[str, Any] = {
     "reads_width": lambda: WithInputs(ReadsWidth, "memory"),
@@ -536,6 +584,7 @@ MODELS: dict[str, Any] = {
     "shifted_inside": lambda: Image(lambda at: PreNorm(16, ShiftedInside(at % 2), FeedForward(16, 32))),
     "two_activations": Joint,
     "value_residual": ValueResidual,
+    "shared_queries": lambda: WithInputs(SharedQueries, "pos"),
 }
 
 
@@ -555,5 +604,5 @@ KINDS = [
     "in_place", "conformer", "einops_heads", "own_linears", "weight_of_qkv", "low_rank_linear", "matrix_linear",
     "low_rank_row", "matrix_row", "biased_row", "bent_row", "two_counts", "mix_ffn", "re_attention", "parallel_scaling",
     "reads_width", "positioned", "positioned_memory", "windows", "channels_first", "described",
-    "shifted_inside", "two_activations", "value_residual",
+    "shifted_inside", "two_activations", "value_residual", "one_way_out", "twice_out", "shared_queries",
 ]  # fmt: skip

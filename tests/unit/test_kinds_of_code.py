@@ -31,13 +31,13 @@ SAYS = {
         "{pattern: h.*.attn.v_bias, style: local_heads}",
     ],
     "low_rank_linear": [
-        "{pattern: h.*.attn.q.weight, style: local_heads}",
+        "{pattern: h.*.attn.q.weight, style: local_heads, units: heads}",
         "{pattern: h.*.attn.q.bias, style: local_heads}",
         "{pattern: h.*.attn.q.lora_b, style: column, units: heads}",
     ],
     "matrix_linear": [
         "{pattern: h.*.attn.v.linear, style: column, units: heads}",
-        "{pattern: h.*.attn.v.lora_B, style: local_heads}",
+        "{pattern: h.*.attn.v.lora_B, style: local_heads, units: heads}",
     ],
     "low_rank_row": [
         "{pattern: h.*.attn.o.weight, style: row, units: heads}",
@@ -102,6 +102,9 @@ SAYS = {
         "{pattern: layers.0.1.fc2, style: row}",
         "{pattern: layers.1.0, style: local_heads, dim: 1, args: [1]}",
     ],
+    "one_way_out": ["{pattern: h.*.out, style: row, segments: [16, 32], units: [4, 32]}"],
+    "twice_out": ["{pattern: h.*.attn.wo, style: row, units: num_heads}"],
+    "shared_queries": ["{pattern: blocks.*.attn, style: copy, args: [1]}"],
 }  # fmt: skip
 
 
@@ -196,6 +199,92 @@ def test_what_computes_a_product_is_a_linear(kind):
     module.register_forward_hook(lambda *args: calls.append(args))
     assert linear_kind(module) == ("in_out" if kind is zoo.Conv1D else "out_in")
     assert calls == []  # hooks are the user's
+
+
+# ---- rows of several products ------------------------------------------------------------------------------------
+
+
+class Saturating(third_party.LowRankLinear):
+    """Nearly linear in small numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) + 300 * torch.tanh(self.lora_b(self.lora_a(x)) / 300)
+
+
+class NormedInTraining(third_party.LowRankLinear):
+    """Linear in evaluation alone."""
+
+    def __init__(self, dim: int, out: int) -> None:
+        super().__init__(dim, out)
+        self.bn = nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = self.bn(self.lora_a(x).transpose(1, 2)).transpose(1, 2)
+        return F.linear(x, self.weight, self.bias) + self.lora_b(low)
+
+
+class Normalised(third_party.LowRankLinear):
+    """DoRA's: divided by a norm over all in-features of the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight / self.weight.norm(dim=1, keepdim=True), self.bias) + self.lora_b(self.lora_a(x))
+
+
+class Unused(third_party.LowRankLinear):
+    """A second adapter that this run does not use."""
+
+    def __init__(self, dim: int, out: int) -> None:
+        super().__init__(dim, out)
+        self.other = nn.Linear(dim, 2)
+
+
+class Watched(third_party.LowRankLinear):
+    """What its first half makes is read by the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.low = self.lora_a(x)
+        return F.linear(x, self.weight, self.bias) + self.lora_b(self.low)
+
+
+class Watching(zoo.PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        low = getattr(self.attn.o, "low", None)
+        return x if low is None else x + low.mean(-1, keepdim=True)
+
+
+class Dropping(third_party.MatrixLinear):
+    def __init__(self, dim: int, out: int) -> None:
+        super().__init__(dim, out)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.dropout(x) @ self.lora_A.T @ self.lora_B.T
+
+
+class DroppingOutputs(Dropping):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.dropout(x @ self.lora_A.T @ self.lora_B.T)
+
+
+class DroppingRanks(Dropping):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.dropout(x @ self.lora_A.T) @ self.lora_B.T
+
+
+ROWS = [third_party.LowRankLinear, third_party.MatrixLinear, third_party.BiasedLinear, Dropping]
+NO_ROWS = [
+    third_party.BentLinear, Saturating, NormedInTraining, Normalised, Unused, Watched, DroppingOutputs, DroppingRanks,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("linear", [*ROWS, *NO_ROWS])
+def test_a_sum_of_products_is_a_row_if_it_is_linear_in_its_input(linear, monkeypatch):
+    attention = lambda: third_party.LowRankProjections(linear, "o")  # noqa: E731
+    monkeypatch.setitem(zoo.EXTRA, "tried", lambda: Watching(16, attention(), zoo.FeedForward(16, 32)))
+    text = infer_plan(build("tried"), IDS, 2).plan.to_yaml()
+    assert ("{pattern: h.*.attn.o, style: reduce}" in text) == (linear in ROWS)
+    assert ("style: whole" in text) == (linear in NO_ROWS)
 
 
 # ---- attributes --------------------------------------------------------------------------------------------------
