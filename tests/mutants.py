@@ -2245,10 +2245,10 @@ MUTANTS = [
         "tests/test_kinds_of_code.py -k sum_of_products",
     ),
     Mutant(
-        "an adapter's first half is read elsewhere",
+        "a row is scaled by what another module computes",
         "summed_rows:_is_closed",
-        "return not any(number in hidden",
-        "return True or any(number in hidden",
+        "return all(",
+        "return True or all(",
         "tests/test_kinds_of_code.py -k sum_of_products",
     ),
     Mutant(

@@ -79,21 +79,15 @@ def _used_parameters(trace: ForwardTrace, call: Call) -> set[str]:
 
 
 def _is_closed(trace: ForwardTrace, call: Call) -> bool:
-    """Whether a call makes one tensor of one, reads nothing else that was computed, and nothing in it is read outside."""
+    """Whether a call makes one tensor of one, and reads nothing else that was computed outside of it."""
     x = call.args.get(0)
     given, named = call.given
     tensors = [value for value in (*given, *named.values()) if isinstance(value, Tensor)]
     if x is None or len(tensors) != 1 or len(call.outputs) != 1 or not trace.values[x].floating:
         return False
-    root, out = trace.values[x].root, trace.values[call.outputs[0]].root
     before = {number for op in trace.ops[: call.first_op] for number in op.outputs}
-    made = {number for op in trace.ops_in(call) for number in op.outputs}
     outer = {n for op in trace.ops_in(call) for n in op.inputs if n in before and trace.values[n].parameter is None}
-    if any(trace.values[number].root != root for number in outer):
-        return False
-    hidden = {n for n in made if trace.values[n].floating and trace.values[n].parameter is None}
-    hidden = {n for n in hidden if trace.values[n].root not in (root, out)}
-    return not any(number in hidden for op in trace.ops[call.last_op :] for number in op.inputs)
+    return all(trace.values[number].root == trace.values[x].root for number in outer)
 
 
 class _Candidate:

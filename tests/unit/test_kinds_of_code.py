@@ -211,16 +211,11 @@ class Saturating(third_party.LowRankLinear):
         return F.linear(x, self.weight, self.bias) + 300 * torch.tanh(self.lora_b(self.lora_a(x)) / 300)
 
 
-class NormedInTraining(third_party.LowRankLinear):
+class BentInTraining(third_party.BentLinear):
     """Linear in evaluation alone."""
 
-    def __init__(self, dim: int, out: int) -> None:
-        super().__init__(dim, out)
-        self.bn = nn.BatchNorm1d(2)
-
     def forward(self, x: Tensor) -> Tensor:
-        low = self.bn(self.lora_a(x).transpose(1, 2)).transpose(1, 2)
-        return F.linear(x, self.weight, self.bias) + self.lora_b(low)
+        return super().forward(x) if self.training else third_party.LowRankLinear.forward(self, x)
 
 
 class Normalised(third_party.LowRankLinear):
@@ -246,8 +241,18 @@ class Watched(third_party.LowRankLinear):
         return F.linear(x, self.weight, self.bias) + self.lora_b(self.low)
 
 
+class Scaling(third_party.LowRankLinear):
+    """Multiplied by what the block computed before."""
+
+    scale: Any = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 class Watching(zoo.PreNorm):
     def forward(self, x: Tensor) -> Tensor:
+        self.attn.o.scale = x.sigmoid()
         x = super().forward(x)
         low = getattr(self.attn.o, "low", None)
         return x if low is None else x + low.mean(-1, keepdim=True)
@@ -274,7 +279,7 @@ class DroppingRanks(Dropping):
 
 ROWS = [third_party.LowRankLinear, third_party.MatrixLinear, third_party.BiasedLinear, Dropping]
 NO_ROWS = [
-    third_party.BentLinear, Saturating, NormedInTraining, Normalised, Unused, Watched, DroppingOutputs, DroppingRanks,
+    third_party.BentLinear, Saturating, BentInTraining, Normalised, Unused, Watched, Scaling, DroppingOutputs, DroppingRanks,
 ]  # fmt: skip
 
 
