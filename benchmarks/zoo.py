@@ -1,6 +1,6 @@
 """Models of many packages, as they are shipped, trained by the one line and compared with one process.
 
-    python benchmarks/zoo.py                        all of them, into docs/zoo.md (an hour on two cores)
+    python benchmarks/zoo.py                        all of them, into docs/zoo.md (half an hour on two cores)
     python benchmarks/zoo.py timm/ "x-transformers" those whose name contains one of these
 
 Each model is trained for three steps of AdamW in float64, on one process and by ``SeqParallelStrategy(tp=2)``: losses,

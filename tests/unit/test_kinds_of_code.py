@@ -139,7 +139,7 @@ class Casting(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
-class NoisyInTraining(nn.Linear):
+class NoisyInTraining(zoo.Conv1D):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         return out + torch.randn_like(out) if self.training else out
