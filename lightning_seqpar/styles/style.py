@@ -30,6 +30,10 @@ LINEAR = "linear"
 """The slot of the styles that shard a linear: a module is a column, a row or replaced."""
 
 
+IMPLIED = "implied"
+"""The source of a rule that nobody wrote, since it follows from another one."""
+
+
 class Target(Enum):
     """What a pattern may name."""
 
