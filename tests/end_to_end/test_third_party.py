@@ -23,8 +23,9 @@ from tests.helpers.fit import fit, fit_kinds, quiet_trainer
 from tests.helpers.models import loader
 from tests.helpers.third_party import KINDS, LowRankFeedForward, LowRankProjections
 
-# A batch norm's statistics are those of one replica's batch, as they are with any data parallelism.
-NOT_OVER_REPLICAS = ("conformer",)
+# A batch norm's statistics are those of one replica's batch, as they are with any data parallelism; and DDP must be told of a
+# parameter without a gradient, as the last block's queries of the text are.
+NOT_OVER_REPLICAS = ("conformer", "two_activations")
 TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True), "tp2-no-sp": (2, 2, False)}
 # On four ranks one of each sort; `make parity` runs them all.
 ALWAYS = {

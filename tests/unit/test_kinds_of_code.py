@@ -115,9 +115,14 @@ def build(kind: str) -> nn.Module:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rules_that_are_found(kind):
-    text = infer_plan(build(kind), IDS, 2).plan.to_yaml()
+    plan = infer_plan(build(kind), IDS, 2).plan
+    text = plan.to_yaml()
     for rule in SAYS[kind]:
         assert f"- {rule}\n" in text
+    points = {rule.pattern for rule in plan.rules if rule.style in ("gather", "copy")}
+    assert not [
+        (a, b) for a in points for b in points if b.startswith(f"{a}.")
+    ]  # what is whole is not made whole again
     assert ("style: whole" in text) == (kind in ("re_attention", "bent_row"))
 
 
