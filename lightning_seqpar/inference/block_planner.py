@@ -11,7 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_seqpar.inference.block_kinds import kind_of
-from lightning_seqpar.inference.dataflow import BlockFlow, CantInferError, UnknownLinearError, UserDecidesError
+from lightning_seqpar.inference.dataflow import (
+    BlockFlow,
+    CantInferError,
+    SummedRow,
+    UnknownLinearError,
+    UserDecidesError,
+)
 from lightning_seqpar.inference.edit_search import find_edits, is_settings
 from lightning_seqpar.inference.feature_dependence import ColumnLayout, GroupLayout, group_layout, mixes_positions
 from lightning_seqpar.inference.isolated_block import Block
@@ -196,6 +202,9 @@ class BlockPlanner:
         Raises:
             CantInferError: if they can't be split, or nothing that may change mends it.
         """
+        flow = self._flow
+        if flow.linears[row].summed and any(inside(row, owner) for owner in flow.sums):
+            raise CantInferError(f"{row}: a sum of products inside an expert, whose own output is summed")
         groups = [group_layout(self._block, row, self._tp)]
         for peer in self._rows_beside(row):
             groups.append(group_layout(self._block, peer, self._tp))
@@ -322,7 +331,26 @@ class BlockPlanner:
                     rules.append((f"{self._inner(column)}.bias", "local_heads", options))
             for norm in group.full_width:
                 rules.append((self._inner(norm), "full_width", {}))
+            if (summed := self._flow.linears[group.row].summed) is not None:
+                self._write_summed(group, summed)
+                continue
             rules.append((self._inner(group.row), "row", _row_options(self._model, group)))
+
+    def _write_summed(self, group: GroupLayout, summed: SummedRow) -> None:
+        """Rules for a module of several rows, which leave partial sums that are reduced where it returns."""
+        rules, options = self._plan.rules, _row_options(self._model, group)
+        for name, dim in summed.rows:
+            place = {} if dim is None or dim == self._model.get_parameter(name).ndim - 1 else {"dim": dim}
+            rules.append((self._inner(name), "row", {**place, **options}))
+        rules += [(self._inner(name), "once", {}) for name in summed.once]
+        local = options if len(group.segments) > 1 else {}
+        rules += [(self._inner(name), "local_heads", dict(local)) for name in summed.local]
+        rules.append((self._inner(group.row), "reduce", {}))
+        shown = ", ".join(name[len(group.row) + 1 :] for name, _ in summed.rows)
+        self._reason(
+            f"{group.row}: it returns a sum of products of its input and is linear in it; {shown} are cut along that input's "
+            "features, and what it returns is summed over the ranks"
+        )
 
 
 def _row_options(model: nn.Module, group: GroupLayout) -> dict[str, Any]:

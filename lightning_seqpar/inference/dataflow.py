@@ -6,7 +6,7 @@ A linear whose output is added to the residual is a row, and the linears that it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,21 @@ class UnevenError(UserDecidesError):
     """Heads or features that another number of ranks would divide."""
 
 
+@dataclass(frozen=True)
+class SummedRow:
+    """A module that is one row: the sum of several products of its input, such as a linear with an adapter, ``W x + B(A x)``.
+
+    Attributes:
+        rows: names of the products that read its input, each with the dim of its in-features; a linear module has none.
+        once: parameters that it adds to their sum.
+        local: parameters that belong to its input's features.
+    """
+
+    rows: tuple[tuple[str, int | None], ...]
+    once: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
+
+
 @dataclass
 class Linear:
     """One product of an activation and a parameter, in one block.
@@ -60,7 +75,7 @@ class Linear:
     Attributes:
         name: the linear module (or ``nn.MultiheadAttention``) that owns the weight; for a parameter that a module multiplies
             itself, the parameter's own name.
-        parameter: the weight's name; empty for an ``nn.MultiheadAttention``.
+        parameter: the weight's name; empty for an ``nn.MultiheadAttention`` and for a module of several products.
         upstream: the nearest linears that its input comes from, or :data:`RESIDUAL`, :data:`OTHER_INPUT`.
         op: index of the product's operation.
         reads: id of the value that it reads, the activation.
@@ -69,6 +84,7 @@ class Linear:
         is_called: whether all its products happen in calls of a module that is known to be a linear, and none past it
             (``F.linear(x, linear.weight)``, or in a module that adds more to its product).
         out_dim: the dim of the parameter along which its out-features are.
+        summed: the products that it consists of, if it is a module of several.
     """
 
     name: str
@@ -79,6 +95,7 @@ class Linear:
     makes: tuple[int, ...]
     is_called: bool = True
     out_dim: int = 0
+    summed: SummedRow | None = None
     also_reads: tuple[int, ...] = ()
 
     @property
@@ -141,7 +158,13 @@ class BlockFlow:
         return list(dict.fromkeys(column for row in self.rows for column in self.columns[row]))
 
 
-def read_block(trace: ForwardTrace, call: Call, model: nn.Module, streams: tuple[Argument, ...] = ()) -> BlockFlow:
+def read_block(
+    trace: ForwardTrace,
+    call: Call,
+    model: nn.Module,
+    streams: tuple[Argument, ...] = (),
+    summed: Mapping[str, SummedRow] | None = None,
+) -> BlockFlow:
     """The rows and columns of the block that ``call`` is a call of; where to gather is not decided yet.
 
     Args:
@@ -149,8 +172,9 @@ def read_block(trace: ForwardTrace, call: Call, model: nn.Module, streams: tuple
         call: the block's call.
         model: the copy that was recorded.
         streams: arguments that are activations beside the first one, as :func:`find_streams` finds them.
+        summed: modules inside it that are one row each, by name.
     """
-    return _BlockReader(trace, call, model, streams).run()
+    return _BlockReader(trace, call, model, streams, summed or {}).run()
 
 
 def find_streams(trace: ForwardTrace, call: Call) -> tuple[Argument, ...]:
@@ -177,8 +201,15 @@ def find_streams(trace: ForwardTrace, call: Call) -> tuple[Argument, ...]:
 class _BlockReader:
     """Walks through a block's operations and keeps, for every value, the nearest linears that it was made by."""
 
-    def __init__(self, trace: ForwardTrace, call: Call, model: nn.Module, streams: tuple[Argument, ...]) -> None:
-        self.trace, self.call, self.model = trace, call, model
+    def __init__(
+        self,
+        trace: ForwardTrace,
+        call: Call,
+        model: nn.Module,
+        streams: tuple[Argument, ...],
+        summed: Mapping[str, SummedRow],
+    ) -> None:
+        self.trace, self.call, self.model, self.summed = trace, call, model, summed
         arg = activation(trace, call)
         assert arg is not None
         self.out = BlockFlow(call, arg, streams=tuple(key for key in streams if key != arg))
@@ -200,34 +231,39 @@ class _BlockReader:
             mark = RESIDUAL if key == self.out.arg or key in self.out.streams else OTHER_INPUT
             if self.value(number).floating:
                 self.upstream_of[number] = frozenset({mark})
-        attention: Call | None = None
+        unit: Call | None = None
         for op in self.ops:
-            inside = self._attention_of(op)
-            if attention is not None and inside is not attention:
-                self._close(attention)
-            attention = inside
-            if attention is None:
+            inside = self._unit_of(op)
+            if unit is not None and inside is not unit:
+                self._close(unit)
+            unit = inside
+            if unit is None:
                 self._step(op)
-        if attention is not None:
-            self._close(attention)
+        if unit is not None:
+            self._close(unit)
         self._leave()
         self._order()
         return self.out
 
-    def _attention_of(self, op: Op) -> Call | None:
-        """The call of an ``nn.MultiheadAttention`` inside the block that an operation belongs to, if any."""
+    def _unit_of(self, op: Op) -> Call | None:
+        """The call inside the block of an ``nn.MultiheadAttention``, or of a row of several products, that an operation is in."""
         for number in op.stack:
             call = self.trace.calls[number]
-            if call.id > self.call.id and isinstance(call.module, nn.MultiheadAttention):
+            if call.id > self.call.id and (isinstance(call.module, nn.MultiheadAttention) or call.name in self.summed):
                 return call
         return None
 
     def _close(self, call: Call) -> None:
-        """Record an ``nn.MultiheadAttention`` as one linear: it calls its projections through their weights."""
+        """Record such a module as one linear; an ``nn.MultiheadAttention`` calls its projections through their weights."""
         upstream = self._union(call.args.values())
         reads = call.args.get(0, call.args.get("query", -1))
-        self.out.linears[call.name] = Linear(call.name, "", upstream, call.first_op, reads, tuple(call.outputs))
-        if call.name not in self.out.attentions:
+        summed = self.summed.get(call.name)
+        known = self.out.linears.get(call.name)
+        makes = tuple(call.outputs)
+        if summed is not None and known is not None:
+            upstream, makes = upstream | known.upstream, known.makes + makes
+        self.out.linears[call.name] = Linear(call.name, "", upstream, call.first_op, reads, makes, summed=summed)
+        if summed is None and call.name not in self.out.attentions:
             self.out.attentions.append(call.name)
         for number in call.outputs:
             self.upstream_of[number] = frozenset({call.name})

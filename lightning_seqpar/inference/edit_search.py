@@ -75,6 +75,8 @@ def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout]
     parts = [name for name in around if name != block.flow.name] or [block.flow.name]
     within = [name for name in block.modules if name not in around and any(inside(name, part) for part in parts)]
     for name in (*around, *within):
+        if inside(name, group.row):
+            continue
         module = block.modules[name]
         if type(module).__module__.startswith("torch.nn") or name in (group.row, *block.flow.columns[group.row]):
             continue
@@ -94,6 +96,8 @@ def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout]
     products = {block.flow.linears[name].parameter for name in columns}
     for name, module in block.modules.items():
         if not any(inside(name, one) for one in parts) or name in linears or name in group.full_width:
+            continue
+        if inside(name, group.row):
             continue
         for key, value in vars(module).items():  # sizes by name, as einops' layers keep them
             if not key.startswith(_OWN_OF_MODULES):

@@ -16,6 +16,7 @@ from lightning_seqpar.inference.dataflow import (
     made_of_activation,
     read_block,
 )
+from lightning_seqpar.inference.summed_rows import summed_rows
 from lightning_seqpar.inference.trace import Call, ForwardTrace, Value
 from lightning_seqpar.layout.module_names import Argument, inside
 
@@ -42,7 +43,7 @@ def read_blocks(
     """
     calls = list(calls)
     streams = tuple(dict.fromkeys(key for call in calls for key in find_streams(trace, call)))
-    flows = [read_block(trace, call, model, streams) for call in calls]
+    flows = [_read(trace, call, model, streams) for call in calls]
     for flow in flows:
         _end_rows_at_attention(flow, mixes)
     reduced = {number for flow in flows for row in flow.rows for number in flow.linears[row].makes}
@@ -62,6 +63,13 @@ def read_blocks(
                 gathering.merge(row)
         gathering.settle()
     return flows
+
+
+def _read(trace: ForwardTrace, call: Call, model: nn.Module, streams: tuple[Argument, ...]) -> BlockFlow:
+    """The data flow of a block, in which a module that is a sum of products of its input is one row."""
+    flow = read_block(trace, call, model, streams)
+    summed = summed_rows(trace, flow)
+    return read_block(trace, call, model, streams, summed) if summed else flow
 
 
 def _end_rows_at_attention(flow: BlockFlow, mixes: Callable[[BlockFlow, str], bool]) -> None:

@@ -33,6 +33,7 @@ class Reason(Enum):
     SEES_SHARDS = "sees sequence shards"
     GATHER_TO_ROW = "between gather and row"
     COPY_TO_ROW = "between copy and row"
+    IN_SUM = "in a module whose output is summed over tp"
 
     def __str__(self) -> str:
         return self.value

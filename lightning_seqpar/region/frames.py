@@ -74,6 +74,7 @@ class Frame:
             row's reduce-scatter; None for no overlap.
         unreduced: modules with gathered inputs that returned before their row ran, and the graph nodes of those inputs.
         sum_widths: for each running module whose output is reduced where it returns, the widths of its columns on this rank.
+        sum_features: for each of them, the graph nodes of the features that it is given; None if it is given whole activations.
         partial_nodes: graph nodes of the partial sums that rows left for such a module to reduce.
         unwrapped: number of running modules that multiply sharded parameters themselves.
         column_tokens: between a column and its row, the dims of the column's input in front of its features; else None.
@@ -95,6 +96,7 @@ class Frame:
     overlap_seq_nr: int | None = None
     unreduced: list[tuple[str, list[Any]]] = field(default_factory=list)
     sum_widths: list[frozenset[int]] = field(default_factory=list)
+    sum_features: list[list[Any] | None] = field(default_factory=list)
     partial_nodes: list[Any] = field(default_factory=list)
     unwrapped: int = 0
     column_tokens: tuple[int, ...] | None = None
@@ -120,6 +122,7 @@ class Frame:
             self.wholes,
             self.unreduced,
             self.sum_widths,
+            self.sum_features,
             self.partial_nodes,
         ):
             opened.clear()

@@ -255,11 +255,13 @@ def close_gather(
 
 def begin_sum(
     region: SequenceRegion,
+    name: str,
     added: Sequence[tuple[nn.Module, str]],
     rows: Sequence[tuple[nn.Module, str]],
     widths: frozenset[int],
     *,
     unwrapped: bool,
+    of_features: bool,
 ) -> Callable[..., None]:
     """A pre-hook of a module that returns one term of a sum over ranks.
 
@@ -268,10 +270,12 @@ def begin_sum(
 
     Args:
         region: in which the module lies.
+        name: of the module.
         added: parameters that it adds, each as the module that holds it and the attribute.
         rows: parameters that it multiplies as rows itself, likewise.
-        widths: of its columns on this rank.
+        widths: of its columns on this rank; of its rows, if it is given features.
         unwrapped: whether it multiplies sharded parameters itself, without linears.
+        of_features: whether it is given this rank's features, and has rows alone.
     """
 
     def hook(module: nn.Module, args: Any) -> None:
@@ -280,7 +284,7 @@ def begin_sum(
                 parameter = holder._parameters[leaf]
                 if parameter is not None and not parameter.requires_grad:
                     holder.__dict__[leaf] = MarkRow.apply(parameter, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
-        region.begin_sum(widths, unwrapped=unwrapped)
+        region.begin_sum(name, widths, unwrapped=unwrapped, features=args if of_features else None)
         if region.rank:
             for holder, leaf in added:
                 parameter = holder._parameters[leaf]

@@ -97,6 +97,10 @@ class RngScope:
         frame = self._frames.current
         frame.leave_rows()
         frame.column_tokens = tokens
+        self.begin_features(module)
+
+    def begin_features(self, module: str) -> None:
+        """A module of that name runs which makes this rank's features, or is given them: draws for them are its own."""
         if self._sp:
             self.streams.resume(module)
         else:

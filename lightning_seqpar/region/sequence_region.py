@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -194,21 +194,32 @@ class SequenceRegion:
 
     # ---- modules that return a sum over ranks ----------------------------------------------------------------
 
-    def begin_sum(self, widths: frozenset[int], *, unwrapped: bool) -> None:
+    def begin_sum(
+        self, module: str, widths: frozenset[int], *, unwrapped: bool, features: Sequence[Any] | None = None
+    ) -> None:
         """A module begins whose output is reduced where it returns.
 
         Args:
-            widths: of its columns on this rank.
+            module: its name.
+            widths: of its columns on this rank; of its rows, if it is given features.
             unwrapped: whether it multiplies sharded parameters itself: then no column tells where whole activations end.
+            features: its arguments, if they are this rank's features; None if they are whole activations.
         """
         frame = self.frames.current
         frame.sum_widths.append(widths)
+        nodes = None
+        if features is not None:
+            nodes = [x.grad_fn for x in features if isinstance(x, Tensor) and x.grad_fn is not None]
+            self.rng.begin_features(module)
+        frame.sum_features.append(nodes)
         frame.unwrapped += unwrapped
 
     def leave_partial(self, partial: Tensor) -> None:
         """A row linear in it made partial sums, ``[b, s, h]``."""
         self.observers.partial_left(partial)
-        self.rng.leave_partial()
+        of_features = self.frames.current.sum_features[-1:] not in ([], [None])
+        if not of_features:  # else the module may drop out of this rank's features again, for its next row
+            self.rng.leave_partial()
 
     def reduce_sum(self, out: Tensor, module: str, rows: list[Parameter], once: list[Parameter]) -> Tensor:
         """What it returns, reduced over the ranks: ``[b, s, h]`` → ``[b, s/tp, h]``, or all-reduced without sequence parallelism.
@@ -222,7 +233,11 @@ class SequenceRegion:
         Raises:
             PartialSumError: if ``out`` is made of anything but rows.
         """
-        gathers = self.frames.current.sources
+        frame = self.frames.current
+        if (features := frame.sum_features[-1]) is not None:
+            self.observers.sum_returned(out, module, features, rows, once)
+            return self.path.reduce(out, module, max(frame.sum_widths[-1]))
+        gathers = frame.sources
         self.observers.sum_returned(out, module, gathers, rows, once)
         reduced = self.path.reduce(out, module)
         self.observers.sum_reduced(reduced, module, gathers)
@@ -233,6 +248,6 @@ class SequenceRegion:
         frame = self.frames.current
         if unwrapped:
             frame.unwrapped = max(0, frame.unwrapped - 1)
-        del frame.sum_widths[-1:]
+        del frame.sum_widths[-1:], frame.sum_features[-1:]
         if not frame.sum_widths:
             frame.partial_nodes = []

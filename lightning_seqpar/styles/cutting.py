@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_seqpar.layout.linear_kind import LinearKind
-from lightning_seqpar.styles.style import PlannedModel
+from lightning_seqpar.styles.style import IMPLIED, PlannedModel
 
 Segments = int | tuple[int | str, ...]
 """Parts of a fused projection: how many equal ones, their names, or their sizes."""
@@ -41,7 +41,9 @@ def unwrapped_dim(name: str, dim: int, style: str, plan: PlannedModel) -> int:
         raise ValueError(f"{name}: it has shape {shape} and no dim {dim}; name the {style}'s dim")
     if plan.kind_of(module) is not None:
         raise ValueError(f"{name}: it is the parameter of a linear; name the linear itself, {module}")
-    if not plan.is_gathered_for(module):
+    asked = plan.named("reduce").get(module)
+    of_features = asked is not None and asked.source != IMPLIED and plan.sums_features(module)
+    if not plan.is_gathered_for(module) and not of_features:
         raise ValueError(
             f"{name}: {module} multiplies this {style} itself, where nothing was gathered for it; add a rule "
             f"{{pattern: {module}, style: gather}}, with all the arguments that hold tokens"

@@ -21,7 +21,9 @@ def hook_entry(
 ) -> Iterator[RemovableHandle]:
     """In front of the module: arguments are gathered, or copied where they are whole already."""
     plan, region = application.plan, application.region_of(name)
-    rows = sum(inside(n, name) for n, m in plan.named("row").items() if not m.of_tensor)
+    sums = [n for n in plan.named("reduce") if inside(n, name) and plan.sums_features(n)]
+    alone = [n for n, m in plan.named("row").items() if not m.of_tensor and not any(inside(n, one) for one in sums)]
+    rows = len(sums) + sum(inside(n, name) for n in alone)
     hook = gather_arguments(region, name, gathered, copied, local_width=local_width, rows=rows)
     yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -1,4 +1,9 @@
-"""``reduce``: the rows inside a module leave partial sums, which are reduced once, where it returns."""
+"""``reduce``: the rows inside a module leave partial sums, which are reduced once, where it returns.
+
+Two sorts of modules do so. One is entered with whole activations and has columns and rows inside: experts, or products of its own
+parameters. The other is given this rank's features and has rows alone: a linear with an adapter, ``W x + B(A x)``, whose ``W`` and
+``A`` are rows. What else it holds (``B``) is whole, and linear in a partial sum, so its gradient is a term of a sum over ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.region.hooks import begin_sum, end_sum, reduce_output
 from lightning_seqpar.styles.style import Application, Match, PlannedModel, Rule
 
@@ -19,9 +25,10 @@ class ReduceRule(Rule):
     style: Literal["reduce"] = "reduce"
 
     def check(self, name: str, plan: PlannedModel) -> None:
-        """It is entered with whole activations, has rows inside, and no expert in it is left whole."""
+        """It is given whole activations or this rank's features, has rows inside, and no expert in it is left whole."""
         stack = plan.stack_of(name)
-        if stack.sp and not any(inside(name, around) for around in plan.named("gather")):
+        gathered = any(inside(name, around) for around in plan.named("gather"))
+        if stack.sp and not gathered and not plan.sums_features(name):
             raise ValueError(
                 f"{name}: its rows' partial sums are reduced where it returns, so it must be entered with whole activations; "
                 f"add a rule {{pattern: {name}, style: gather}}, with all the arguments that hold tokens"
@@ -32,17 +39,28 @@ class ReduceRule(Rule):
         if name in plan.linears:
             raise ValueError(f"{name}: a {plan.linears[name].rule.style} reduces itself; name the module around it")
 
+    def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
+        """Where rows are given this rank's features, what the module multiplies them with behind that has a term of a gradient."""
+        module, own = parameter.rpartition(".")[0], plan.at(parameter)
+        if not plan.sums_features(name) or own or module in plan.linears:
+            return None  # what has a style of its own has its layout by that
+        return plan.make_layout(parameter, Reason.IN_SUM, partial=True)
+
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """What it adds to the partial sums counts on the first rank alone."""
         plan, parts = application.plan, _Parts(name, application)
-        columns = [n for n, m in plan.named("column").items() if inside(n, name) and not m.of_tensor]
-        widths = frozenset(plan.shards[n].local_length(application.rank) for n in columns)
+        of_features = plan.sums_features(name)
+        styles = plan.named("row") if of_features else plan.named("column")
+        linears = [n for n, m in styles.items() if inside(n, name) and (of_features or not m.of_tensor)]
+        widths = frozenset(plan.shards[n].local_length(application.rank) for n in linears)
         hook = begin_sum(
             application.region_of(name),
+            name,
             parts.holders(parts.once),
             parts.holders(parts.rows),
             widths,
             unwrapped=parts.unwrapped,
+            of_features=of_features,
         )
         yield application.module(name).register_forward_pre_hook(hook)
 
@@ -66,7 +84,7 @@ class _Parts:
         held = [key for key in (*unwrapped, *plan.named("once")) if inside(key, name)]
         self.rows = [key for key in held if key in plan.named("row")]
         self.once = [key for key in held if key in plan.named("once")]
-        self.unwrapped = any(key.rpartition(".")[0] == name for key in unwrapped)
+        self.unwrapped = any(key.rpartition(".")[0] == name for key in unwrapped) and not plan.sums_features(name)
 
     def holders(self, names: Sequence[str]) -> list[tuple[nn.Module, str]]:
         """The module that holds each of these parameters, and the parameter's own name in it."""

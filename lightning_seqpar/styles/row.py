@@ -22,7 +22,7 @@ from lightning_seqpar.styles.cutting import (
     unwrapped_dim,
 )
 from lightning_seqpar.styles.reduce import ReduceRule
-from lightning_seqpar.styles.style import LINEAR, Application, Match, PlannedModel, Rule, Target
+from lightning_seqpar.styles.style import IMPLIED, LINEAR, Application, Match, PlannedModel, Rule, Target
 
 
 class RowRule(Rule):
@@ -48,7 +48,7 @@ class RowRule(Rule):
         """A module that multiplies a row parameter itself returns a partial sum."""
         if name not in plan.modules:
             owner = name.rpartition(".")[0]
-            plan.imply(Match(owner, ReduceRule(pattern=owner), "row"))
+            plan.imply(Match(owner, ReduceRule(pattern=owner), IMPLIED))
 
     def check(self, name: str, plan: PlannedModel) -> None:
         """The features divide into whole units for every rank."""

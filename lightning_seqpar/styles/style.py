@@ -30,6 +30,10 @@ LINEAR = "linear"
 """The slot of the styles that shard a linear: a module is a column, a row or replaced."""
 
 
+IMPLIED = "implied"
+"""The source of a rule that nobody wrote, since it follows from another one."""
+
+
 class Target(Enum):
     """What a pattern may name."""
 
@@ -323,6 +327,12 @@ class PlannedModel:
     def reduced_at(self, name: str) -> str | None:
         """The module at whose end the partial sums of a row are reduced; none if at the row itself."""
         return next((owner for owner in self.named("reduce") if inside(name, owner)), None)
+
+    def sums_features(self, name: str) -> bool:
+        """Whether a module that returns partial sums is given this rank's features: it holds rows, and no column made them."""
+        return any(inside(row, name) for row in self.named("row")) and not any(
+            inside(column, name) for column in self.named("column")
+        )
 
     def is_gathered_for(self, name: str) -> bool:
         """Whether the module, or one around it, is entered with whole activations."""

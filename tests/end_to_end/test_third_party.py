@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
 
+from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.layout.class_source import class_source
 from lightning_seqpar.plan.sharding_plan import Family
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
-from tests.helpers.fit import fit, fit_kinds
-from tests.helpers.third_party import KINDS
+from tests.helpers import third_party, zoo
+from tests.helpers.fit import fit, fit_kinds, quiet_trainer
+from tests.helpers.models import loader
+from tests.helpers.third_party import KINDS, LowRankFeedForward, LowRankProjections
 
 # A batch norm's statistics are those of one replica's batch, as they are with any data parallelism.
 NOT_OVER_REPLICAS = ("conformer",)
@@ -24,8 +29,8 @@ TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True),
 # On four ranks one of each sort; `make parity` runs them all.
 ALWAYS = {
     "tp2": KINDS,
-    "tp4": ["weight_of_qkv", "positioned_memory", "mix_ffn"],
-    "dp2-tp2": ["low_rank_linear", "windows", "described"],
+    "tp4": ["weight_of_qkv", "biased_row", "positioned_memory", "mix_ffn"],
+    "dp2-tp2": ["low_rank_linear", "low_rank_row", "windows", "described"],
     "tp2-no-sp": [],
 }
 SHARDED = {
@@ -36,6 +41,10 @@ SHARDED = {
     "weight_of_qkv": 16,
     "low_rank_linear": 26,
     "matrix_linear": 26,
+    "low_rank_row": 30,
+    "matrix_row": 30,
+    "biased_row": 30,
+    "bent_row": 8,
     "two_counts": 22,
     "mix_ffn": 26,
     "re_attention": 8,
@@ -108,6 +117,50 @@ def test_behind_a_shipped_plan_nothing_is_sharded_without_a_proof(self_check, wi
     for trace, seen in run_distributed(fit_described, 2, self_check):
         compare(reference("described"), trace).raise_if_failed()
         assert seen == {width}
+
+
+# ---- adapters on rows --------------------------------------------------------------------------------------------
+
+
+class DroppingLinear(third_party.MatrixLinear):
+    """Drops out of its input, behind a product of it."""
+
+    def __init__(self, dim: int, out: int) -> None:
+        super().__init__(dim, out)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.dropout(x) @ self.lora_A.T @ self.lora_B.T
+
+
+def dropped(sp: bool) -> dict[str, Tensor]:
+    """What each dropout of an adapter on a row drops in the first step."""
+    make = lambda: zoo.PreNorm(16, LowRankProjections(DroppingLinear, "o"), LowRankFeedForward(DroppingLinear))  # noqa: E731
+    zoo.EXTRA["dropping"] = make
+    model = third_party.ThirdParty(kind="dropping")
+    masks: dict[str, Tensor] = {}
+
+    def note(module: nn.Module, args: Any, out: Tensor, name: str = "") -> None:
+        if module is model.get_submodule(name):  # not the self-check's copies
+            masks.setdefault(name, out.detach() == 0)
+
+    for name, module in model.named_modules():
+        if name.endswith(("o.dropout", "fc2.dropout")):
+            module.register_forward_hook(functools.partial(note, name=name))
+    quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, sp=sp), max_steps=1).fit(
+        model, loader(4, length=8, count=4)
+    )
+    return masks
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_an_adapter_on_a_row_drops_each_ranks_own_features(sp):
+    one, other = run_distributed(dropped, 2, sp)
+    assert len(one) == len(other) == 4
+    for name, mask in one.items():
+        assert mask.shape == (4, 7, 16 if "fc2" in name else 8)  # these are the rank's own features
+        assert 0.3 < float(mask.double().mean()) < 0.7
+        assert not torch.equal(mask, other[name])
 
 
 # ---- modules that are imported lazily ----------------------------------------------------------------------------

@@ -135,15 +135,57 @@ class MatrixLinear(nn.Module):
         return self.linear(x) + (x @ self.lora_A.transpose(0, 1) @ self.lora_B.transpose(0, 1)) * 0.5
 
 
-class LowRankProjections(Projections):
-    """Attention whose queries and values have an adapter."""
+class BentLinear(LowRankLinear):
+    """An adapter with a nonlinearity between its halves: no part of its input makes a part of its output."""
 
-    def __init__(self, linear: Any) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) + 0.5 * self.lora_b(F.gelu(self.lora_a(x)))
+
+
+class BiasedLinear(nn.Module):
+    """A trained linear, an adapter of which both halves have a bias, and scales of its input and of its output."""
+
+    def __init__(self, dim: int, out: int) -> None:
         super().__init__()
-        self.q, self.v = linear(16, 16), linear(16, 16)
+        self.linear, self.down, self.up = nn.Linear(dim, out), nn.Linear(dim, 3), nn.Linear(3, out)
+        self.scale_in, self.scale_out = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.ones(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale_in
+        return (self.linear(x) + self.up(self.down(x))) * self.scale_out
+
+
+class LowRankProjections(Projections):
+    """Attention whose queries and values have an adapter, or other projections."""
+
+    def __init__(self, linear: Any, names: str = "qv") -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, linear(16, 16))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.o(attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v))))
+
+
+class LowRankFeedForward(FeedForward):
+    """An MLP of which both linears have an adapter."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__(16, 32)
+        self.fc1, self.fc2 = linear(16, 32), linear(32, 16)
+
+
+class BareFeedForward(nn.Module):
+    """A block that calls the linears of its MLP itself, so that each column gathers for itself."""
+
+    def __init__(self, linear: Any, dim: int = 16) -> None:
+        super().__init__()
+        self.ln1, self.attn, self.ln2 = nn.LayerNorm(dim), LowRankProjections(linear, "o"), nn.LayerNorm(dim)
+        self.fc1, self.fc2 = nn.Linear(dim, 32), linear(32, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln1(x))
+        return x + self.fc2(F.gelu(self.fc1(self.ln2(x))))
 
 
 class Core(nn.Module):
@@ -523,6 +565,10 @@ zoo.EXTRA |= {
     "weight_of_qkv": lambda: PreNorm(16, WeightOfQKV(), FeedForward(16, 32)),
     "low_rank_linear": lambda: PreNorm(16, LowRankProjections(LowRankLinear), FeedForward(16, 32)),
     "matrix_linear": lambda: PreNorm(16, LowRankProjections(MatrixLinear), FeedForward(16, 32)),
+    "low_rank_row": lambda: PreNorm(16, LowRankProjections(LowRankLinear, "qo"), LowRankFeedForward(LowRankLinear)),
+    "matrix_row": lambda: PreNorm(16, LowRankProjections(MatrixLinear, "qo"), LowRankFeedForward(MatrixLinear)),
+    "biased_row": lambda: BareFeedForward(BiasedLinear),
+    "bent_row": lambda: PreNorm(16, LowRankProjections(BentLinear, "o"), FeedForward(16, 32)),
     "two_counts": lambda: PreNorm(16, TwoCounts(), FeedForward(16, 32)),
     "mix_ffn": lambda: PreNorm(16, Attention(16, 4), MixFFN()),
     "re_attention": lambda: PreNorm(16, ReAttention(), FeedForward(16, 32)),
@@ -557,8 +603,8 @@ class ThirdParty(zoo.Zoo):
 
 
 KINDS = [
-    "in_place", "conformer", "einops_heads", "own_linears", "weight_of_qkv", "low_rank_linear", "matrix_linear", "two_counts",
-    "mix_ffn", "re_attention", "parallel_scaling", "reads_width", "positioned", "positioned_memory", "windows",
-    "channels_first", "described", "shifted_inside", "two_activations", "value_residual",
-    "one_way_out", "twice_out", "shared_queries",
+    "in_place", "conformer", "einops_heads", "own_linears", "weight_of_qkv", "low_rank_linear", "matrix_linear",
+    "low_rank_row", "matrix_row", "biased_row", "bent_row", "two_counts", "mix_ffn", "re_attention", "parallel_scaling",
+    "reads_width", "positioned", "positioned_memory", "windows", "channels_first", "described",
+    "shifted_inside", "two_activations", "value_residual", "one_way_out", "twice_out", "shared_queries",
 ]  # fmt: skip

@@ -39,6 +39,32 @@ SAYS = {
         "{pattern: h.*.attn.v.linear, style: column, units: heads}",
         "{pattern: h.*.attn.v.lora_B, style: local_heads, units: heads}",
     ],
+    "low_rank_row": [
+        "{pattern: h.*.attn.o.weight, style: row, units: heads}",
+        "{pattern: h.*.attn.o.lora_a, style: row, units: heads}",
+        "{pattern: h.*.attn.o.bias, style: once}",
+        "{pattern: h.*.attn.o, style: reduce}",
+        "{pattern: h.*.mlp.fc1.lora_b, style: column}",
+        "{pattern: h.*.mlp.fc2.weight, style: row}",
+        "{pattern: h.*.mlp.fc2.lora_a, style: row}",
+        "{pattern: h.*.mlp.fc2, style: reduce}",
+    ],
+    "matrix_row": [
+        "{pattern: h.*.attn.o.linear, style: row, units: heads}",
+        "{pattern: h.*.attn.o.lora_A, style: row, units: heads}",
+        "{pattern: h.*.attn.o, style: reduce}",
+        "{pattern: h.*.mlp.fc2.linear, style: row}",
+        "{pattern: h.*.mlp.fc2, style: reduce}",
+    ],
+    "biased_row": [
+        "{pattern: h.*.fc1, style: gather}",
+        "{pattern: h.*.fc2.linear, style: row}",
+        "{pattern: h.*.fc2.down, style: row}",
+        "{pattern: h.*.fc2.up.bias, style: once}",
+        "{pattern: h.*.fc2.scale_in, style: local_heads}",
+        "{pattern: h.*.fc2, style: reduce}",
+    ],
+    "bent_row": ["{pattern: h.*.attn, style: whole}", "{pattern: h.*.mlp.fc2, style: row}"],
     "two_counts": [
         "{pattern: h.*.attn, style: set, divide: [heads, all_head_size]}",
         "{pattern: h.*.attn.core, style: set, divide: [n_heads]}",
@@ -97,7 +123,7 @@ def test_the_rules_that_are_found(kind):
     assert not [
         (a, b) for a in points for b in points if b.startswith(f"{a}.")
     ]  # what is whole is not made whole again
-    assert ("style: whole" in text) == (kind == "re_attention")
+    assert ("style: whole" in text) == (kind in ("re_attention", "bent_row"))
 
 
 # ---- linears -----------------------------------------------------------------------------------------------------
@@ -178,6 +204,97 @@ def test_what_computes_a_product_is_a_linear(kind):
     module.register_forward_hook(lambda *args: calls.append(args))
     assert linear_kind(module) == ("in_out" if kind is zoo.Conv1D else "out_in")
     assert calls == []  # hooks are the user's
+
+
+# ---- rows of several products ------------------------------------------------------------------------------------
+
+
+class Saturating(third_party.LowRankLinear):
+    """Nearly linear in small numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) + 300 * torch.tanh(self.lora_b(self.lora_a(x)) / 300)
+
+
+class BentInTraining(third_party.BentLinear):
+    """Linear in evaluation alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else third_party.LowRankLinear.forward(self, x)
+
+
+class Normalised(third_party.LowRankLinear):
+    """DoRA's: divided by a norm over all in-features of the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight / self.weight.norm(dim=1, keepdim=True), self.bias) + self.lora_b(self.lora_a(x))
+
+
+class Unused(third_party.LowRankLinear):
+    """A second adapter that this run does not use."""
+
+    def __init__(self, dim: int, out: int) -> None:
+        super().__init__(dim, out)
+        self.other = nn.Linear(dim, 2)
+
+
+class Watched(third_party.LowRankLinear):
+    """What its first half makes is read by the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.low = self.lora_a(x)
+        return F.linear(x, self.weight, self.bias) + self.lora_b(self.low)
+
+
+class Scaling(third_party.LowRankLinear):
+    """Multiplied by what the block computed before."""
+
+    scale: Any = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Watching(zoo.PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        self.attn.o.scale = x.sigmoid()
+        x = super().forward(x)
+        low = getattr(self.attn.o, "low", None)
+        return x if low is None else x + low.mean(-1, keepdim=True)
+
+
+class Dropping(third_party.MatrixLinear):
+    def __init__(self, dim: int, out: int) -> None:
+        super().__init__(dim, out)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.dropout(x) @ self.lora_A.T @ self.lora_B.T
+
+
+class DroppingOutputs(Dropping):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.dropout(x @ self.lora_A.T @ self.lora_B.T)
+
+
+class DroppingRanks(Dropping):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.dropout(x @ self.lora_A.T) @ self.lora_B.T
+
+
+ROWS = [third_party.LowRankLinear, third_party.MatrixLinear, third_party.BiasedLinear, Dropping]
+NO_ROWS = [
+    third_party.BentLinear, Saturating, BentInTraining, Normalised, Unused, Watched, Scaling, DroppingOutputs, DroppingRanks,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("linear", [*ROWS, *NO_ROWS])
+def test_a_sum_of_products_is_a_row_if_it_is_linear_in_its_input(linear, monkeypatch):
+    attention = lambda: third_party.LowRankProjections(linear, "o")  # noqa: E731
+    monkeypatch.setitem(zoo.EXTRA, "tried", lambda: Watching(16, attention(), zoo.FeedForward(16, 32)))
+    text = infer_plan(build("tried"), IDS, 2).plan.to_yaml()
+    assert ("{pattern: h.*.attn.o, style: reduce}" in text) == (linear in ROWS)
+    assert ("style: whole" in text) == (linear in NO_ROWS)
 
 
 # ---- attributes --------------------------------------------------------------------------------------------------

@@ -1,0 +1,219 @@
+"""Rows that are modules: a linear with an adapter, ``W x + B(A x)``, or any other sum of products of one input.
+
+Of a module that is linear in its input, each rank can make a term of its output from its own features of that input: the products
+that read the input are cut along their in-features, and what comes behind them stays whole. Whether a module is one is
+tried: what it makes of parts of an input must sum up to what it makes of the whole input, in training and not, of small numbers
+and of large ones. So a nonlinearity between ``A`` and ``B`` is found, whatever it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice, product
+
+import torch
+from torch import Tensor
+
+from lightning_seqpar.distributed.rng import Drawn, DrawWatch, kept_streams, seed_streams
+from lightning_seqpar.inference.dataflow import BlockFlow, Linear, SummedRow
+from lightning_seqpar.inference.isolated_block import Block
+from lightning_seqpar.inference.rehearsal import EQUAL
+from lightning_seqpar.inference.trace import Call, ForwardTrace
+from lightning_seqpar.layout.module_names import inside
+
+_SCALES = (1.0, 100.0)
+"""Sizes of the inputs that a module is tried on: what saturates is nearly linear in small ones."""
+_MAX_TRIES = 64
+"""Ways to treat a module's vectors that are tried at most, the likeliest first."""
+
+
+def summed_rows(trace: ForwardTrace, flow: BlockFlow) -> dict[str, SummedRow]:
+    """The modules in a block that are one row each, by name: the innermost around each row that are linear in their input.
+
+    Args:
+        trace: the recorded forward.
+        flow: the block's data flow, in which their products stand one by one.
+    """
+    found: dict[str, SummedRow] = {}
+    tried: set[str] = set()
+    for row in flow.rows:
+        stack = trace.ops[flow.linears[row].op].stack
+        for number in reversed(stack[stack.index(flow.call.id) + 1 :]):
+            call = trace.calls[number]
+            if call.name in tried:
+                if call.name in found:
+                    break
+                continue
+            tried.add(call.name)
+            linears = _products(trace, flow, call)
+            if linears and (summed := _Candidate(call, linears).try_all()):
+                found[call.name] = summed
+                break
+    return {
+        name: one for name, one in found.items() if not any(inside(name, other) for other in found if other != name)
+    }
+
+
+def _products(trace: ForwardTrace, flow: BlockFlow, call: Call) -> list[Linear]:
+    """The products inside a module that may be one row; none if it is a linear, or given anything beside what columns made."""
+    linears = [one for one in flow.linears.values() if call.first_op <= one.op < call.last_op]
+    if len(linears) == 1 and linears[0].is_called:
+        return []
+    first, last = flow.call.first_op, flow.call.last_op
+    if not all(_is_closed(trace, one) for one in trace.calls_of(call.name) if first <= one.first_op < last):
+        return []
+    names = {one.name for one in linears}
+    fed = frozenset().union(*(one.upstream for one in linears)) - names
+    columns = fed & flow.linears.keys()
+    own = {name for name, _ in call.module.named_parameters(prefix=call.name)}
+    if not columns or fed - columns or any(not one.parameter or one.parameter not in own for one in linears):
+        return []
+    return linears if _used_parameters(trace, call) == own else []
+
+
+def _used_parameters(trace: ForwardTrace, call: Call) -> set[str]:
+    """Names of the parameters that a call reads."""
+    used = {trace.values[number].parameter for op in trace.ops_in(call) for number in op.inputs}
+    return {name for name in used if name is not None}
+
+
+def _is_closed(trace: ForwardTrace, call: Call) -> bool:
+    """Whether a call makes one tensor of one, and reads nothing else that was computed outside of it."""
+    x = call.args.get(0)
+    given, named = call.given
+    tensors = [value for value in (*given, *named.values()) if isinstance(value, Tensor)]
+    if x is None or len(tensors) != 1 or len(call.outputs) != 1 or not trace.values[x].floating:
+        return False
+    before = {number for op in trace.ops[: call.first_op] for number in op.outputs}
+    outer = {n for op in trace.ops_in(call) for n in op.inputs if n in before and trace.values[n].parameter is None}
+    return all(trace.values[number].root == trace.values[x].root for number in outer)
+
+
+class _Candidate:
+    """A module that may be one row.
+
+    Args:
+        call: its call in the recorded forward.
+        linears: the products inside it.
+    """
+
+    def __init__(self, call: Call, linears: Sequence[Linear]) -> None:
+        self._module = call.module
+        self._x: Tensor = call.given[0][0]
+        self._features = self._x.shape[-1]
+        names = {one.name for one in linears}
+        self._count = len(linears)
+        self._readers = [one for one in linears if not one.upstream & names]
+        own = dict(self._module.named_parameters(prefix=call.name))
+        self._weights = {one.parameter: (own[one.parameter], 1 - one.out_dim) for one in self._readers}
+        biases = {f"{one.name}.bias" for one in self._readers if one.is_called}
+        self._biases = [tensor for name, tensor in own.items() if name in biases]
+        self._vectors = {name: tensor for name, tensor in own.items() if tensor.ndim == 1 and name not in biases}
+
+    def try_all(self) -> SummedRow | None:
+        """How the module is split, if the terms of all ranks sum up to what it returns."""
+        if any(tensor.ndim != 2 or tensor.shape[dim] != self._features for tensor, dim in self._weights.values()):
+            return None
+        if self._features < 2 or not self._readers or (len(self._readers) == 1 and self._count > 1):
+            return None  # a chain of linears is no sum: one of them can be a row by itself
+        for ways in islice(product(*map(self._ways, self._vectors.values())), _MAX_TRIES):
+            chosen = dict(zip(self._vectors, ways, strict=True))
+            once, local = ([n for n, way in chosen.items() if way == one] for one in ("once", "local"))
+            if self._sums_up(once, local) and self._draws_for_features(once, local):
+                rows = ((one.name, None) if one.is_called else self._at(one) for one in self._readers)
+                return SummedRow(tuple(rows), tuple(once), tuple(local))
+        return None
+
+    def _at(self, linear: Linear) -> tuple[str, int | None]:
+        """The parameter of a product past a linear, and the dim of its in-features."""
+        return linear.parameter, self._weights[linear.parameter][1]
+
+    def _ways(self, vector: Tensor) -> list[str]:
+        """What may be done with a vector: added by one rank, cut with the input's features, or left whole."""
+        return ["once", *(["local"] if len(vector) == self._features else []), "whole"]
+
+    def _parts(self) -> list[Tensor]:
+        """The input's features in two parts."""
+        return list(torch.arange(self._features).tensor_split(2))
+
+    def _inputs(self) -> Iterator[Tensor]:
+        """Inputs to try, of the shape of the recorded one."""
+        for seed, scale in enumerate(_SCALES):
+            generator = torch.Generator().manual_seed(31 + seed)
+            noise = torch.randn(self._x.shape, generator=generator, dtype=torch.float64)
+            yield (noise * scale).to(self._x)
+
+    def _sums_up(self, once: Iterable[str], local: Iterable[str]) -> bool:
+        """Whether what the module makes of two parts of an input sums up to what it makes of the whole input."""
+        for training, x in product((True, False), self._inputs()):
+            with self._mode(training), torch.no_grad():
+                whole = self._run(x)
+                if whole is None:
+                    return False
+                total = torch.zeros_like(whole)
+                for at, mine in enumerate(self._parts()):
+                    with self._cut(mine, once, local, first=at == 0):
+                        part = self._run(x.index_select(-1, mine.to(x.device)))
+                    if part is None or part.shape != whole.shape:
+                        return False
+                    total += part
+            scale = max(float(whole.abs().max()), 1e-30)
+            if not float((total - whole).abs().max()) <= EQUAL.get(whole.dtype, 5e-2) * scale:
+                return False
+        return True
+
+    def _run(self, x: Tensor) -> Tensor | None:
+        """What the module makes of an input, with random draws made constant; None if it does not take it."""
+        try:
+            out = Block.quiet(self._module, (x,), {})
+        except Exception:  # the user's own code, which was made for other sizes
+            return None
+        return out if isinstance(out, Tensor) and out.is_floating_point() else None
+
+    def _draws_for_features(self, once: Iterable[str], local: Iterable[str]) -> bool:
+        """Whether all that the module draws is for the features of its input, of which each rank draws for its own."""
+        drawn: list[Drawn] = []
+        mine = self._parts()[0]
+        for width in (self._features, len(mine)):
+            drawn.clear()
+            x = self._x.index_select(-1, mine.to(self._x.device)) if width == len(mine) else self._x
+            part = self._cut(mine, once, local, first=True) if width == len(mine) else ExitStack()
+            try:
+                with kept_streams(x.device), self._mode(True), part, torch.no_grad(), DrawWatch(drawn.append):
+                    seed_streams()
+                    self._module(x)
+            except Exception:  # the user's own code, whose draws were constant until now
+                return False
+            if any(draw.shape != x.shape for draw in drawn):
+                return False
+        return True
+
+    @contextmanager
+    def _mode(self, training: bool) -> Iterator[None]:
+        """While open, the module and all inside it are in training, or not."""
+        before = {module: module.training for module in self._module.modules()}
+        self._module.train(training)
+        try:
+            yield
+        finally:
+            for module, mode in before.items():
+                module.training = mode
+
+    @contextmanager
+    def _cut(self, mine: Tensor, once: Iterable[str], local: Iterable[str], *, first: bool) -> Iterator[None]:
+        """While open, the module has the parameters of a rank with some of the input's features."""
+        parts = {
+            name: tensor.index_select(dim, mine.to(tensor.device)) for name, (tensor, dim) in self._weights.items()
+        }
+        tensors = {name: tensor for name, (tensor, _) in self._weights.items()} | self._vectors
+        parts |= {name: self._vectors[name].index_select(0, mine.to(self._vectors[name].device)) for name in local}
+        held = [(tensors[name], part.detach()) for name, part in parts.items()]
+        if not first:
+            added = [*self._biases, *(self._vectors[name] for name in once)]
+            held += [(tensor, torch.zeros_like(tensor.detach())) for tensor in added]
+        with ExitStack() as stack:
+            for tensor, data in held:
+                stack.callback(setattr, tensor, "data", tensor.data)
+                tensor.data = data
+            yield
