@@ -731,7 +731,7 @@ MUTANTS = [
     Mutant(
         "head counts never found",
         "find_edits",
-        "            return _needed(block, groups, tp, edits, chosen)\n",
+        "            return [*norms, *_needed(block, groups, tp, edits, chosen)]\n",
         "            return []\n",
         "tests/test_infer.py tests/test_zoo.py",
     ),
@@ -2092,6 +2092,41 @@ MUTANTS = [
         "tests/test_trainer_view.py",
     ),
     # ---- kinds of code that libraries have ----
+    Mutant(
+        "the gradient of a scale of all heads is not summed",
+        "GradientRule.layout",
+        "partial=self.summed",
+        "partial=False",
+        "tests/test_third_party.py -k tp2-shared_scale",
+    ),
+    Mutant(
+        "the gradient of a norm behind the row is summed",
+        "BlockPlanner._write_gradients",
+        "elif inner and flow.behind_rows(parameter):",
+        "elif False:",
+        "tests/test_kinds_of_code.py -k rules",
+    ),
+    Mutant(
+        "batch norms behind columns are not known to be cut with them",
+        "edit_search:_batch_norms",
+        'if block.flow.between(f"{name}.weight", [group.row])',
+        "if False",
+        "tests/test_kinds_of_code.py -k rules",
+    ),
+    Mutant(
+        "a list of modules taken for a module that is called",
+        "part_around",
+        "and not trace.calls_of(around)",
+        "and False",
+        "tests/test_kinds_of_code.py -k rules",
+    ),
+    Mutant(
+        "what one stack's code raises ends inference for the others",
+        "infer:_infer",
+        'if "use_reentrant" in str(caught):',
+        "if not isinstance(caught, CantInferError):",
+        "tests/test_kinds_of_code.py -k error",
+    ),
     Mutant(
         "a scaled linear taken for a linear",
         "_makes",

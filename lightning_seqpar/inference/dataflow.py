@@ -106,6 +106,8 @@ class BlockFlow:
         streams: other arguments that are activations too, to which the block adds what it makes, and which it returns (the
             text's tokens beside the picture's).
         ungathered: rows with a column whose input can't be gathered anywhere, and why.
+        used_with: for each parameter that is computed with activations past a product (a norm's, a scale), the nearest linears
+            that those activations come from.
     """
 
     call: Call
@@ -120,6 +122,7 @@ class BlockFlow:
     residual_in: dict[str, bool] = field(default_factory=dict)
     streams: tuple[Argument, ...] = ()
     ungathered: dict[str, CantInferError] = field(default_factory=dict)
+    used_with: dict[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def activations(self) -> list[int]:
@@ -139,6 +142,22 @@ class BlockFlow:
     def all_columns(self) -> list[str]:
         """The columns of all rows, each once."""
         return list(dict.fromkeys(column for row in self.rows for column in self.columns[row]))
+
+    def behind_rows(self, parameter: str) -> bool:
+        """Whether a parameter that is no linear's is computed with what rows made, and nothing else."""
+        made_by = self.used_with.get(parameter, frozenset())
+        return bool(made_by) and made_by <= set(self.rows)
+
+    def between(self, parameter: str, rows: Iterable[str]) -> bool:
+        """Whether a parameter that is no linear's is computed with what becomes the input of these rows, behind a linear."""
+        made_by = self.used_with.get(parameter, frozenset())
+        leading: set[str] = set()
+        todo = [column for row in rows for column in self.columns[row]]
+        while todo:
+            if (name := todo.pop()) not in leading and name in self.linears and name not in self.rows:
+                leading.add(name)
+                todo += self.linears[name].upstream
+        return bool(made_by) and made_by <= leading
 
 
 def read_block(trace: ForwardTrace, call: Call, model: nn.Module, streams: tuple[Argument, ...] = ()) -> BlockFlow:
@@ -183,6 +202,7 @@ class _BlockReader:
         assert arg is not None
         self.out = BlockFlow(call, arg, streams=tuple(key for key in streams if key != arg))
         self.upstream_of: dict[int, frozenset[str]] = {}
+        self.made_of: dict[int, frozenset[str]] = {}  # the parameters that a value is made of, without any activation
         self.rows: dict[str, None] = {}
         self.ops = trace.ops_in(call)
         self.makers = {n: op for op in self.ops for n in op.outputs if trace.values[n].parameter is not None}
@@ -248,6 +268,7 @@ class _BlockReader:
         result: frozenset[str] = frozenset()
         if not op.is_empty:
             result = self._union(op.inputs)
+            self._note_parameters(op, result)
         if op.name in _SUMS:
             result = self._sum(op, result)
         for number in op.outputs:
@@ -255,6 +276,18 @@ class _BlockReader:
                 self.upstream_of[number] = (
                     self.upstream_of.get(number, frozenset()) | result if op.name == "rewrite" else result
                 )
+
+    def _note_parameters(self, op: Op, upstream: frozenset[str]) -> None:
+        """Note with what activations the parameters are computed that an operation reads, or what it makes of them alone."""
+        parameters: set[str] = set()
+        for number in op.inputs:
+            own = self.value(number).parameter
+            parameters |= self.made_of.get(number, frozenset()) if own is None else {own}
+        if upstream:
+            for parameter in sorted(parameters):
+                self.out.used_with[parameter] = self.out.used_with.get(parameter, frozenset()) | upstream
+        elif parameters:
+            self.made_of.update(dict.fromkeys(op.outputs, frozenset(parameters)))
 
     def _product(self, op: Op, weight: int, others: list[int]) -> None:
         """Record a product of an activation with a parameter."""

@@ -173,7 +173,10 @@ def _infer(
             stack = _plan_kinds(trace, model, calls, tp, user_rules, alone=owners.count(owner) == 1, sums=sums)
         except UserDecidesError:
             raise
-        except CantInferError as error:
+        except Exception as caught:
+            if "use_reentrant" in str(caught):
+                raise
+            error = caught if isinstance(caught, CantInferError) else _told(caught, calls[0].name)
             failed.append(error)
             names = _all_names(model, [call.name for call in calls])
             reasons.append(f"{pattern_of(names)}: every rank has these blocks whole: {error.why}")
@@ -187,6 +190,13 @@ def _infer(
     if not rules:
         raise failed[0]
     return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons, parts, why_whole, no_sp)
+
+
+def _told(error: Exception, block: str) -> CantInferError:
+    """What was raised while a stack was planned, as a reason to leave it whole; the other stacks are planned all the same."""
+    told = CantInferError(f"{block}: planning it was tried, which raised {describe_failure(error)}")
+    told.__cause__ = error
+    return told
 
 
 class _UserRules:

@@ -33,6 +33,7 @@ class Reason(Enum):
     SEES_SHARDS = "sees sequence shards"
     GATHER_TO_ROW = "between gather and row"
     COPY_TO_ROW = "between copy and row"
+    COLUMN_TO_ROW = "between columns and row"
 
     def __str__(self) -> str:
         return self.value

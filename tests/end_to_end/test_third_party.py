@@ -19,7 +19,7 @@ from tests.helpers.fit import fit, fit_kinds
 from tests.helpers.third_party import KINDS
 
 # A batch norm's statistics are those of one replica's batch, as they are with any data parallelism.
-NOT_OVER_REPLICAS = ("conformer",)
+NOT_OVER_REPLICAS = ("conformer", "batch_normed")
 TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True), "tp2-no-sp": (2, 2, False)}
 # On four ranks one of each sort; `make parity` runs them all.
 ALWAYS = {

@@ -63,6 +63,72 @@ class Conformer(PreNorm):
         return (x + self.conv(x)) + self.mlp(self.ln2(x))
 
 
+class LinearNorm(nn.Module):
+    """LeViT: a linear and the batch norm of its features, before and behind what is between columns and rows."""
+
+    def __init__(self, dim: int, out: int) -> None:
+        super().__init__()
+        self.linear, self.bn = nn.Linear(dim, out, bias=False), nn.BatchNorm1d(out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return self.bn(y.flatten(0, 1)).view_as(y)
+
+
+class NormedAttention(nn.Module):
+    """Two numbers and a parameter must follow the heads of its fused projection, and the batch norm behind that."""
+
+    def __init__(self, dim: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.value_dim = heads, dim
+        self.qkv, self.proj = LinearNorm(dim, 3 * dim), LinearNorm(dim, dim)
+        self.bias = nn.Parameter(torch.randn(heads, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).view(b, s, self.heads, -1).transpose(1, 2).chunk(3, dim=-1)
+        near = self.bias[:, (torch.arange(s)[:, None] - torch.arange(s)).abs().clamp(max=2)]
+        attn = (q @ k.transpose(-1, -2) * 0.5 + near).softmax(-1)
+        return self.proj(F.hardswish((attn @ v).transpose(1, 2).reshape(b, s, self.value_dim)))
+
+
+class BatchNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = NormedAttention()
+        self.mlp = nn.Sequential(LinearNorm(16, 32), nn.Hardswish(), LinearNorm(32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
+class SharedScale(Projections):
+    """vit-pytorch's attention for small data sets: the block is the attention, and one temperature is that of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.temperature = nn.LayerNorm(16), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (heads_of(linear(y), self.heads) for linear in (self.q, self.k, self.v))
+        return x + self.o(attend(q * self.temperature.exp(), k, v))
+
+
+class Listed(PreNorm):
+    """diffusers: a list of modules that the module around it calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__(16, Attention(16, 4), nn.ModuleList([nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x = x + self.attn(self.ln1(x))
+        for module in (self.ln2, *self.mlp):
+            y = module(y)
+        return x + y
+
+
 class EinopsHeads(nn.Module):
     """x-transformers: the number of heads is in layers of einops."""
 
@@ -516,6 +582,9 @@ class Described(nn.Module):
 zoo.EXTRA |= {
     "in_place": lambda: PreNorm(16, InPlace(), FeedForward(16, 32)),
     "conformer": Conformer,
+    "batch_normed": BatchNormed,
+    "shared_scale": SharedScale,
+    "listed": Listed,
     "einops_heads": lambda: PreNorm(16, EinopsHeads(), FeedForward(16, 32)),
     "own_linears": lambda: PreNorm(16, OwnLinears(), FeedForward(16, 32)),
     "weight_of_qkv": lambda: PreNorm(16, WeightOfQKV(), FeedForward(16, 32)),
@@ -559,4 +628,5 @@ KINDS = [
     "mix_ffn", "re_attention", "parallel_scaling", "reads_width", "positioned", "positioned_memory", "windows",
     "channels_first", "described", "shifted_inside", "two_activations", "value_residual",
     "one_way_out", "twice_out", "shared_queries",
+    "channels_first", "described", "batch_normed", "shared_scale", "listed",
 ]  # fmt: skip
