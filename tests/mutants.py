@@ -2111,7 +2111,7 @@ MUTANTS = [
         "edit_search:_batch_norms",
         'if block.flow.between(f"{name}.weight", [group.row])',
         "if False",
-        "tests/test_kinds_of_code.py -k rules",
+        "tests/test_kinds_of_code.py -k batch_normed",
     ),
     Mutant(
         "a list of modules taken for a module that is called",

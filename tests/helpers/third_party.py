@@ -80,7 +80,7 @@ class NormedAttention(nn.Module):
 
     def __init__(self, dim: int = 16, heads: int = 4) -> None:
         super().__init__()
-        self.heads, self.value_dim = heads, dim
+        self.heads, self.key_dim, self.key_attn_dim, self.val_dim, self.value_dim = heads, 4, dim, 4, dim
         self.qkv, self.proj = LinearNorm(dim, 3 * dim), LinearNorm(dim, dim)
         self.bias = nn.Parameter(torch.randn(heads, 3))
 
