@@ -80,13 +80,14 @@ class NormedAttention(nn.Module):
 
     def __init__(self, dim: int = 16, heads: int = 4) -> None:
         super().__init__()
-        self.heads, self.key_dim, self.key_attn_dim, self.val_dim, self.value_dim = heads, 4, dim, 4, dim
-        self.qkv, self.proj = LinearNorm(dim, 3 * dim), LinearNorm(dim, dim)
+        self.heads, self.key_dim, self.head_dim, self.value_dim = heads, 4, 8, heads * 8
+        self.qkv, self.proj = LinearNorm(dim, heads * 16), LinearNorm(heads * 8, dim)
         self.bias = nn.Parameter(torch.randn(heads, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q, k, v = self.qkv(x).view(b, s, self.heads, -1).transpose(1, 2).chunk(3, dim=-1)
+        sizes = [self.key_dim, self.key_dim, self.head_dim]
+        q, k, v = self.qkv(x).view(b, s, self.heads, -1).transpose(1, 2).split(sizes, dim=-1)
         near = self.bias[:, (torch.arange(s)[:, None] - torch.arange(s)).abs().clamp(max=2)]
         attn = (q @ k.transpose(-1, -2) * 0.5 + near).softmax(-1)
         return self.proj(F.hardswish((attn @ v).transpose(1, 2).reshape(b, s, self.value_dim)))
