@@ -2114,6 +2114,13 @@ MUTANTS = [
         "tests/test_kinds_of_code.py -k batch_normed",
     ),
     Mutant(
+        "a linear over positions hides the columns in front of it",
+        "group_layout",
+        "if support.mixes(name) and",
+        "if False and",
+        "tests/test_kinds_of_code.py -k rules",
+    ),
+    Mutant(
         "a list of modules taken for a module that is called",
         "part_around",
         "and not trace.calls_of(around)",

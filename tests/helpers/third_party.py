@@ -117,6 +117,29 @@ class SharedScale(Projections):
         return x + self.o(attend(q * self.temperature.exp(), k, v))
 
 
+class SpatialGate(nn.Module):
+    """gMLP: half of the features gate the others, through a norm over them and a linear over positions."""
+
+    def __init__(self, dim: int = 16, longest: int = 12) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(dim, 48), nn.Linear(24, dim)
+        self.norm, self.proj = nn.LayerNorm(24), nn.Linear(longest, longest)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, v = F.gelu(self.fc1(x)).chunk(2, dim=-1)
+        v = F.pad(self.norm(v).transpose(1, 2), (0, self.proj.in_features - v.shape[1]))
+        return self.fc2(u * self.proj(v).transpose(1, 2)[:, : u.shape[1]])
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln, self.mlp = nn.LayerNorm(16), SpatialGate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.ln(x))
+
+
 class Listed(PreNorm):
     """diffusers: a list of modules that the module around it calls one by one."""
 
@@ -586,6 +609,7 @@ zoo.EXTRA |= {
     "batch_normed": BatchNormed,
     "shared_scale": SharedScale,
     "listed": Listed,
+    "spatial_gate": Gated,
     "einops_heads": lambda: PreNorm(16, EinopsHeads(), FeedForward(16, 32)),
     "own_linears": lambda: PreNorm(16, OwnLinears(), FeedForward(16, 32)),
     "weight_of_qkv": lambda: PreNorm(16, WeightOfQKV(), FeedForward(16, 32)),
@@ -629,5 +653,5 @@ KINDS = [
     "mix_ffn", "re_attention", "parallel_scaling", "reads_width", "positioned", "positioned_memory", "windows",
     "channels_first", "described", "shifted_inside", "two_activations", "value_residual",
     "one_way_out", "twice_out", "shared_queries",
-    "channels_first", "described", "batch_normed", "shared_scale", "listed",
+    "batch_normed", "shared_scale", "listed", "spatial_gate",
 ]  # fmt: skip

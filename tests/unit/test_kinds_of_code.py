@@ -31,6 +31,10 @@ SAYS = {
         "{pattern: h.*.mlp.2.bn.bias, style: gradient, summed: false}",
     ],
     "listed": ["{pattern: h.*.mlp.2, style: row}"],
+    "spatial_gate": [
+        "{pattern: h.*.mlp.fc1, style: column, segments: 2}",
+        "{pattern: h.*.mlp.norm, style: full_width}",
+    ],
     "shared_scale": ["{pattern: h.*.temperature, style: gradient, summed: true}"],
     "einops_heads": [f"{{pattern: h.*.attn.split_{x}, style: set, divide: [_axes_lengths.h]}}" for x in "qkv"],
     "own_linears": ["{pattern: h.*.attn.o, style: row, units: heads}"],
