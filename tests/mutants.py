@@ -2114,6 +2114,20 @@ MUTANTS = [
         "tests/test_kinds_of_code.py -k batch_normed",
     ),
     Mutant(
+        "a parametrized weight is not seen as one",
+        "_BlockReader._parametrized",
+        "if not any(",
+        "if any(",
+        "tests/test_kinds_of_code.py -k parametrized",
+    ),
+    Mutant(
+        "a model of convolutions is asked to name its blocks",
+        "only_convolutions",
+        "if not sizes:",
+        "if True:",
+        "tests/test_kinds_of_code.py -k convolutions",
+    ),
+    Mutant(
         "a linear over positions hides the columns in front of it",
         "group_layout",
         "if support.mixes(name) and",

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_seqpar.inference.stacks import activation
 from lightning_seqpar.inference.trace import Call, ForwardTrace, Op, Value
-from lightning_seqpar.layout.linear_kind import linear_kind
+from lightning_seqpar.layout.linear_kind import is_parametrized, linear_kind
 from lightning_seqpar.layout.module_names import Argument
 
 RESIDUAL = "<residual>"
@@ -47,6 +47,10 @@ class UserDecidesError(CantInferError):
 
 class UnknownLinearError(UserDecidesError):
     """A linear of a class that is not known to compute what ``nn.Linear`` does (quantised?)."""
+
+
+class NothingToSplitError(UserDecidesError):
+    """Nothing that rules could shard, so none is worth writing."""
 
 
 class UnevenError(UserDecidesError):
@@ -262,8 +266,11 @@ class _BlockReader:
         own = [n for n in op.inputs if self.value(n).parameter is not None and not self.upstream_of.get(n)]
         weights = [n for n in own if len(self.value(n).shape) >= 2]
         others = [n for n in op.inputs if n not in own]
-        if op.is_product and len(weights) == 1 and others:
+        if op.is_product and len(weights) == 1 and others and not self._makes_a_weight(op):
             self._product(op, weights[0], others)
+            return
+        if op.is_product and not weights and (made := self._parametrized(op)) is not None:
+            self._product(op, made, [n for n in others if n != made])
             return
         result: frozenset[str] = frozenset()
         if not op.is_empty:
@@ -289,11 +296,24 @@ class _BlockReader:
         elif parameters:
             self.made_of.update(dict.fromkeys(op.outputs, frozenset(parameters)))
 
+    def _makes_a_weight(self, op: Op) -> bool:
+        """Whether an operation is a part of how a parametrized weight is made (a spectral norm multiplies it by vectors)."""
+        around = any(is_parametrized(self.trace.calls[number].module) for number in op.stack)
+        return around and not self._union(op.inputs)
+
+    def _parametrized(self, op: Op) -> int | None:
+        """The weight of a product, if a linear around it computes that of other parameters."""
+        if not any(is_parametrized(self.trace.calls[number].module) for number in op.stack[-1:]):
+            return None
+        return next((n for n in op.inputs if n in self.made_of and len(self.value(n).shape) == 2), None)
+
     def _product(self, op: Op, weight: int, others: list[int]) -> None:
         """Record a product of an activation with a parameter."""
         parameter = self.value(weight).parameter
-        assert parameter is not None
-        owner = parameter if self._is_unwrapped(parameter) else parameter.rpartition(".")[0]
+        if parameter is None:
+            parameter, owner = min(self.made_of[weight]), self.trace.calls[op.stack[-1]].name
+        else:
+            owner = parameter if self._is_unwrapped(parameter) else parameter.rpartition(".")[0]
         upstream = self._union(others)
         known = self.out.linears.get(owner)
         if known is not None and known.parameter != parameter:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_seqpar.inference.dataflow import CantInferError, UnevenError, UnknownLinearError
 from lightning_seqpar.inference.isolated_block import Block
-from lightning_seqpar.layout.linear_kind import linear_kind
+from lightning_seqpar.layout.linear_kind import is_parametrized, linear_kind
 from lightning_seqpar.layout.shard import Shard
 
 _MAX_DRAWS = 16
@@ -90,6 +90,11 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
     for name in (row, *columns):
         linear = block.flow.linears[name]
         module = block.modules.get(name)
+        if is_parametrized(module):
+            raise CantInferError(
+                f"{name}: its weight is parametrized, that is computed of other parameters before each product "
+                "(torch.nn.utils.parametrize, weight_norm, spectral_norm), and those are not cut"
+            )
         if isinstance(module, nn.Linear) and linear_kind(module) is None:
             raise UnknownLinearError(
                 f"{name}: a {type(module).__name__}, which is not known to compute what nn.Linear does"

@@ -117,6 +117,17 @@ class SharedScale(Projections):
         return x + self.o(attend(q * self.temperature.exp(), k, v))
 
 
+class Parametrized(Projections):
+    """Weights that are computed of other parameters: of the queries', and of the way out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = (nn.utils.parametrizations.weight_norm(linear) for linear in (self.q, self.o))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v))))
+
+
 class SpatialGate(nn.Module):
     """gMLP: half of the features gate the others, through a norm over them and a linear over positions."""
 
@@ -609,6 +620,7 @@ zoo.EXTRA |= {
     "batch_normed": BatchNormed,
     "shared_scale": SharedScale,
     "listed": Listed,
+    "parametrized": lambda: PreNorm(16, Parametrized(), FeedForward(16, 32)),
     "spatial_gate": Gated,
     "einops_heads": lambda: PreNorm(16, EinopsHeads(), FeedForward(16, 32)),
     "own_linears": lambda: PreNorm(16, OwnLinears(), FeedForward(16, 32)),
@@ -653,5 +665,5 @@ KINDS = [
     "mix_ffn", "re_attention", "parallel_scaling", "reads_width", "positioned", "positioned_memory", "windows",
     "channels_first", "described", "shifted_inside", "two_activations", "value_residual",
     "one_way_out", "twice_out", "shared_queries",
-    "batch_normed", "shared_scale", "listed", "spatial_gate",
+    "batch_normed", "shared_scale", "listed", "spatial_gate", "parametrized",
 ]  # fmt: skip

@@ -31,6 +31,7 @@ SAYS = {
         "{pattern: h.*.mlp.2.bn.bias, style: gradient, summed: false}",
     ],
     "listed": ["{pattern: h.*.mlp.2, style: row}"],
+    "parametrized": ["{pattern: h.*.attn, style: whole}", "{pattern: h.*.mlp.fc2, style: row}"],
     "spatial_gate": [
         "{pattern: h.*.mlp.fc1, style: column, segments: 2}",
         "{pattern: h.*.mlp.norm, style: full_width}",
@@ -111,7 +112,7 @@ def test_the_rules_that_are_found(kind):
     assert not [
         (a, b) for a in points for b in points if b.startswith(f"{a}.")
     ]  # what is whole is not made whole again
-    assert ("style: whole" in text) == (kind == "re_attention")
+    assert ("style: whole" in text) == (kind in ("re_attention", "parametrized"))
 
 
 # ---- linears -----------------------------------------------------------------------------------------------------
@@ -260,6 +261,44 @@ def test_an_error_without_a_message_is_told_with_its_place_and_the_other_blocks_
     assert [rule.pattern for rule in found.plan.rules if rule.style == "blocks"] == ["even.*"]
     said = r"odd.0: planning it was tried, which raised StopIteration: (it has no message) (test_kinds_of_code.py, line"
     assert said in found.reasons[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_model_of_convolutions_is_told_that_nothing_can_be_split(depth):
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Conv2d(16, 32, 1), nn.Conv2d(32, 16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.fc2(F.gelu(self.fc1(x)))
+
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.Sequential(*(Pooled() for _ in range(depth)))
+            self.head = nn.Linear(16, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.stages(x).mean((2, 3)))
+
+    with pytest.raises(CantInferError) as stopped:
+        infer_plan(Images(), torch.randn(2, 16, 4, 4), 2)
+    text = str(stopped.value)
+    assert "its repeated modules (stages.*, of class Pooled) hold convolutions and no linears" in text
+    assert text.endswith("train it with data parallelism alone (tp=1)")
+
+
+def test_a_model_of_parametrized_linears_is_told_so():
+    torch.manual_seed(0)
+    model = zoo.Decoder("parametrized")
+    for block in model.h:
+        for linear in (block.mlp.fc1, block.mlp.fc2):
+            nn.utils.parametrizations.spectral_norm(linear)
+    with pytest.raises(
+        CantInferError, match=r"(?s)h.0.mlp.fc2: its weight is parametrized.*nothing of the block is left"
+    ):
+        infer_plan(model, IDS, 2)
 
 
 def test_what_raises_while_it_is_recorded_is_told_with_the_line():
