@@ -52,8 +52,14 @@ SHARDED = {
     "one_way_out": 20,
     "twice_out": 22,
     "shared_queries": 23,
+    "batch_normed": 20,
+    "shared_scale": 16,
+    "listed": 22,
+    "spatial_gate": 8,
+    "parametrized": 8,
 }
-"""How many tensors of each kind are sharded: in a value residual the first attention is whole, in re-attention each one."""
+"""How many tensors of each kind are sharded: in a value residual the first attention is whole, in re-attention and
+of parametrized weights each one."""
 CASES = [
     pytest.param(name, kind, marks=() if kind in ALWAYS[name] else pytest.mark.matrix, id=f"{name}-{kind}")
     for name in TOPOLOGIES
