@@ -95,7 +95,7 @@ class BlockPlanner:
 
     def _stop(self, error: str | Exception, row: str) -> CantInferError:
         """The error to raise for a row, with the module around it that could be computed whole."""
-        around, text = part_around(self._flow, row), str(error)
+        around, text = part_around(self._trace, self._flow, row), str(error)
         advice = "" if around else f"\n  {_what_to_write(self._block.module)}"
         kind = type(error) if isinstance(error, UserDecidesError) else CantInferError
         return kind(f"{text}{advice}", around, text)
@@ -111,13 +111,15 @@ class BlockPlanner:
                 continue
             with self._telling(row):
                 self._plan_any(row)
-            if around := part_around(self._flow, row):
+            if around := part_around(self._trace, self._flow, row):
                 self._plan.parts.append(self._inner(around))
         for edit in self._edits:
             self._reason(f"{edit.shown}: without it the forward of one rank's part goes wrong")
         self._keep_whole_sequences()
         self._write_gathers()
         self._write_linears()
+        edited = {f"{edit.module}.{edit.key}" for edit in self._edits if edit.kind == "tensor"}
+        self._write_gradients(edited)
         self._plan.rules += _edit_rules(self._model, self._edits, self._tp, len(self._flow.name) + 1)
         self._plan.rules += _idle_experts(self._model, self._flow, self._plan.rules)
         self._check_idle()
@@ -352,6 +354,34 @@ class BlockPlanner:
             "features, and what it returns is summed over the ranks"
         )
 
+    def _write_gradients(self, edited: set[str]) -> None:
+        """Rules for parameters that are whole, where the gather points do not tell whether their gradients come in parts.
+
+        Args:
+            edited: names of the parameters that are cut.
+        """
+        flow = self._flow
+        openers = [
+            f"{flow.name}.{name}" for name, style, _ in self._plan.rules if style in ("gather", "copy", "full_width")
+        ]
+        known = {f"{flow.name}.{name}" for name, _, _ in self._plan.rules}
+        rows = [group.row for group in self._groups]
+        for parameter in flow.used_with:
+            module = parameter.rpartition(".")[0]
+            if parameter in edited | known or module in flow.linears or not inside(module, flow.name):
+                continue
+            if any(inside(parameter, name) for name, one in flow.linears.items() if one.summed is not None):
+                continue  # such a module's own style says it of all that it holds
+            inner = any(inside(module, opener) for opener in openers)
+            if flow.between(parameter, rows) and not inner:
+                self._plan.rules.append((self._inner(parameter), "gradient", {"summed": True}))
+                self._reason(
+                    f"{parameter}: all heads or features share it, so its gradient is the sum of the ranks' parts"
+                )
+            elif inner and flow.behind_rows(parameter):
+                self._plan.rules.append((self._inner(parameter), "gradient", {"summed": False}))
+                self._reason(f"{parameter}: it is used behind the row, where every rank computes the same")
+
 
 def _row_options(model: nn.Module, group: GroupLayout) -> dict[str, Any]:
     """The options of a row's rule: the segments of its input, and the units of each."""
@@ -440,10 +470,12 @@ def pair_mixes_positions(model: nn.Module, flow: BlockFlow, row: str, *, unknown
     return mixes_positions(Block(model, flow), row)
 
 
-def part_around(flow: BlockFlow, row: str) -> str:
+def part_around(trace: ForwardTrace, flow: BlockFlow, row: str) -> str:
     """The module inside the block that would have to be computed whole if a row can't be split; empty if that is the block."""
     names = [name for (name, _), _ in flow.gathers.items() if inside(row, name)]
     around = names[0] if names else row.rpartition(".")[0]
+    while len(around) > len(flow.name) and not trace.calls_of(around):
+        around = around.rpartition(".")[0]  # a list of modules is called by nobody
     return around if len(around) > len(flow.name) else ""
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_seqpar.inference.stacks import activation
 from lightning_seqpar.inference.trace import Call, ForwardTrace, Op, Value
-from lightning_seqpar.layout.linear_kind import linear_kind
+from lightning_seqpar.layout.linear_kind import is_parametrized, linear_kind
 from lightning_seqpar.layout.module_names import Argument
 
 RESIDUAL = "<residual>"
@@ -47,6 +47,10 @@ class UserDecidesError(CantInferError):
 
 class UnknownLinearError(UserDecidesError):
     """A linear of a class that is not known to compute what ``nn.Linear`` does (quantised?)."""
+
+
+class NothingToSplitError(UserDecidesError):
+    """Nothing that rules could shard, so none is worth writing."""
 
 
 class UnevenError(UserDecidesError):
@@ -123,6 +127,8 @@ class BlockFlow:
         streams: other arguments that are activations too, to which the block adds what it makes, and which it returns (the
             text's tokens beside the picture's).
         ungathered: rows with a column whose input can't be gathered anywhere, and why.
+        used_with: for each parameter that is computed with activations past a product (a norm's, a scale), the nearest linears
+            that those activations come from.
     """
 
     call: Call
@@ -137,6 +143,7 @@ class BlockFlow:
     residual_in: dict[str, bool] = field(default_factory=dict)
     streams: tuple[Argument, ...] = ()
     ungathered: dict[str, CantInferError] = field(default_factory=dict)
+    used_with: dict[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def activations(self) -> list[int]:
@@ -156,6 +163,22 @@ class BlockFlow:
     def all_columns(self) -> list[str]:
         """The columns of all rows, each once."""
         return list(dict.fromkeys(column for row in self.rows for column in self.columns[row]))
+
+    def behind_rows(self, parameter: str) -> bool:
+        """Whether a parameter that is no linear's is computed with what rows made, and nothing else."""
+        made_by = self.used_with.get(parameter, frozenset())
+        return bool(made_by) and made_by <= set(self.rows)
+
+    def between(self, parameter: str, rows: Iterable[str]) -> bool:
+        """Whether a parameter that is no linear's is computed with what becomes the input of these rows, behind a linear."""
+        made_by = self.used_with.get(parameter, frozenset())
+        leading: set[str] = set()
+        todo = [column for row in rows for column in self.columns[row]]
+        while todo:
+            if (name := todo.pop()) not in leading and name in self.linears and name not in self.rows:
+                leading.add(name)
+                todo += self.linears[name].upstream
+        return bool(made_by) and made_by <= leading
 
 
 def read_block(
@@ -214,6 +237,7 @@ class _BlockReader:
         assert arg is not None
         self.out = BlockFlow(call, arg, streams=tuple(key for key in streams if key != arg))
         self.upstream_of: dict[int, frozenset[str]] = {}
+        self.made_of: dict[int, frozenset[str]] = {}  # the parameters that a value is made of, without any activation
         self.rows: dict[str, None] = {}
         self.ops = trace.ops_in(call)
         self.makers = {n: op for op in self.ops for n in op.outputs if trace.values[n].parameter is not None}
@@ -278,12 +302,16 @@ class _BlockReader:
         own = [n for n in op.inputs if self.value(n).parameter is not None and not self.upstream_of.get(n)]
         weights = [n for n in own if len(self.value(n).shape) >= 2]
         others = [n for n in op.inputs if n not in own]
-        if op.is_product and len(weights) == 1 and others:
+        if op.is_product and len(weights) == 1 and others and not self._makes_a_weight(op):
             self._product(op, weights[0], others)
+            return
+        if op.is_product and not weights and (made := self._parametrized(op)) is not None:
+            self._product(op, made, [n for n in others if n != made])
             return
         result: frozenset[str] = frozenset()
         if not op.is_empty:
             result = self._union(op.inputs)
+            self._note_parameters(op, result)
         if op.name in _SUMS:
             result = self._sum(op, result)
         for number in op.outputs:
@@ -292,11 +320,36 @@ class _BlockReader:
                     self.upstream_of.get(number, frozenset()) | result if op.name == "rewrite" else result
                 )
 
+    def _note_parameters(self, op: Op, upstream: frozenset[str]) -> None:
+        """Note with what activations the parameters are computed that an operation reads, or what it makes of them alone."""
+        parameters: set[str] = set()
+        for number in op.inputs:
+            own = self.value(number).parameter
+            parameters |= self.made_of.get(number, frozenset()) if own is None else {own}
+        if upstream:
+            for parameter in sorted(parameters):
+                self.out.used_with[parameter] = self.out.used_with.get(parameter, frozenset()) | upstream
+        elif parameters:
+            self.made_of.update(dict.fromkeys(op.outputs, frozenset(parameters)))
+
+    def _makes_a_weight(self, op: Op) -> bool:
+        """Whether an operation is a part of how a parametrized weight is made (a spectral norm multiplies it by vectors)."""
+        around = any(is_parametrized(self.trace.calls[number].module) for number in op.stack)
+        return around and not self._union(op.inputs)
+
+    def _parametrized(self, op: Op) -> int | None:
+        """The weight of a product, if a linear around it computes that of other parameters."""
+        if not any(is_parametrized(self.trace.calls[number].module) for number in op.stack[-1:]):
+            return None
+        return next((n for n in op.inputs if n in self.made_of and len(self.value(n).shape) == 2), None)
+
     def _product(self, op: Op, weight: int, others: list[int]) -> None:
         """Record a product of an activation with a parameter."""
         parameter = self.value(weight).parameter
-        assert parameter is not None
-        owner = parameter if self._is_unwrapped(parameter) else parameter.rpartition(".")[0]
+        if parameter is None:
+            parameter, owner = min(self.made_of[weight]), self.trace.calls[op.stack[-1]].name
+        else:
+            owner = parameter if self._is_unwrapped(parameter) else parameter.rpartition(".")[0]
         upstream = self._union(others)
         known = self.out.linears.get(owner)
         if known is not None and known.parameter != parameter:

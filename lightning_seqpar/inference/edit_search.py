@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, combinations, islice
+from itertools import chain, combinations, islice, takewhile
 from typing import Any
 
 import torch
@@ -66,6 +66,13 @@ def _modules_around(block: Block, group: GroupLayout) -> list[str]:
     return sorted(around, key=len, reverse=True)
 
 
+def _holder(block: Block, group: GroupLayout) -> str:
+    """The name of the smallest module that holds a row and all its columns."""
+    paths = [name.split(".")[:-1] for name in (group.row, *block.flow.columns[group.row])]
+    common = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
+    return ".".join(common)
+
+
 def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout], tp: int) -> list[Edit]:
     """Edits that may be needed, the likeliest first: attributes, then the width of arguments, tensors and arguments."""
     shares = _local_numbers(block, groups, tp)
@@ -107,7 +114,7 @@ def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout]
                     if number in shares
                 ]
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if f"{name}.{key}" in products:
+            if f"{name}.{key}" in products or block.flow.behind_rows(f"{name}.weight"):
                 continue
             dims = [dim for dim, size in enumerate(tensor.shape) if size in heads and size % tp == 0 and size > 1]
             edits += [Edit("tensor", name, key, dim=dim) for dim in dims]
@@ -153,14 +160,20 @@ def find_edits(
     Raises:
         CantInferError: if no set of them will do.
     """
+    norms = [edit for edit in _batch_norms(block, groups[-1], tp) if edit not in edits]
+    edits = [*edits, *norms]
     first = rehearse(block, groups, tp, edits)
     if first is None:
-        return []
-    candidates = [edit for edit in _candidates(trace, block, groups, tp) if edit not in edits]
+        return norms
     together = _depthwise(block, groups[-1], tp)
-    for chosen in islice(_tries(candidates, together), _MAX_TRIES):
+    candidates = [edit for edit in _candidates(trace, block, groups, tp) if edit not in edits]
+    near = [edit for edit in candidates if inside(edit.module, _holder(block, groups[-1]))]
+    tries = chain(
+        islice(_tries(near, together), _MAX_TRIES // 2) if near != candidates else (), _tries(candidates, together)
+    )
+    for chosen in islice(tries, _MAX_TRIES):
         if rehearse(block, groups, tp, [*edits, *chosen]) is None:
-            return _needed(block, groups, tp, edits, chosen)
+            return [*norms, *_needed(block, groups, tp, edits, chosen)]
     row = groups[-1].row
     tried = ", ".join(edit.shown for edit in candidates[:5]) + (", ..." if len(candidates) > 5 else "") or "none"
     raise CantInferError(
@@ -235,3 +248,15 @@ def _depthwise(block: Block, group: GroupLayout, tp: int) -> list[Edit]:
             ]
             edits += [Edit("tensor", name, key) for key, _ in module.named_parameters()]
     return edits
+
+
+def _batch_norms(block: Block, group: GroupLayout, tp: int) -> list[Edit]:
+    """Edits for the batch norms between a row and its columns: each channel stands for itself, so a rank has its channels."""
+    return [
+        Edit("tensor", name, key)
+        for name, module in block.modules.items()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.num_features % tp == 0
+        if block.flow.between(f"{name}.weight", [group.row])
+        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        if tensor.ndim
+    ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_seqpar.inference.dataflow import CantInferError, UnevenError, UnknownLinearError
 from lightning_seqpar.inference.isolated_block import Block
-from lightning_seqpar.layout.linear_kind import linear_kind
+from lightning_seqpar.layout.linear_kind import is_parametrized, linear_kind
 from lightning_seqpar.layout.shard import Shard
 
 _MAX_DRAWS = 16
@@ -90,6 +90,11 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
     for name in (row, *columns):
         linear = block.flow.linears[name]
         module = block.modules.get(name)
+        if is_parametrized(module):
+            raise CantInferError(
+                f"{name}: its weight is parametrized, that is computed of other parameters before each product "
+                "(torch.nn.utils.parametrize, weight_norm, spectral_norm), and those are not cut"
+            )
         if isinstance(module, nn.Linear) and linear_kind(module) is None:
             raise UnknownLinearError(
                 f"{name}: a {type(module).__name__}, which is not known to compute what nn.Linear does"
@@ -98,9 +103,13 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
             raise CantInferError(f"{linear.parameter}: a parameter that is multiplied past any linear module (einsum?)")
     segments = block.flow.row_segments.get(row, ())
     support = _FeatureSupport(block, row, columns, (), tp, segments)
-    if any(support.is_shared(column) for column in columns) and (norms := _wide_norms(block, row, columns)):
+    # A linear over positions, or one over all features, hides from which columns its input comes.
+    if passed := [name for name in columns if support.mixes(name) and block.flow.linears[name].upstream & {*columns}]:
+        columns = [name for name in columns if name not in passed]
+        support = _FeatureSupport(block, row, columns, (), tp, segments)
+    if any(map(support.shared, columns)) and (norms := _wide_norms(block, row, columns, support.features)):
         without = _FeatureSupport(block, row, columns, norms, tp, segments)
-        if sum(map(without.is_shared, columns)) < sum(map(support.is_shared, columns)):
+        if sum(map(without.shared, columns)) < sum(map(support.shared, columns)):
             support = without
     sharded = [column for column in columns if not support.is_shared(column)]
     if not sharded:
@@ -146,10 +155,11 @@ def mixes_positions(block: Block, row: str) -> bool:
     return any(grad is not None and bool(grad.reshape(-1, grad.shape[-1])[:-1].any()) for grad in grads)
 
 
-def _wide_norms(block: Block, row: str, columns: Sequence[str]) -> list[str]:
+def _wide_norms(block: Block, row: str, columns: Sequence[str], features: int) -> list[str]:
     """Names of modules between the columns and the row that may be norms over the whole width.
 
-    They have no submodules, vectors of the columns' width as parameters, and an output of their input's shape.
+    They have no submodules, vectors of the columns' width or of the row's ``features`` as parameters, and an output of their
+    input's shape.
     """
     norms: list[str] = []
     hooks = []
@@ -177,7 +187,7 @@ def _wide_norms(block: Block, row: str, columns: Sequence[str]) -> list[str]:
     finally:
         for hook in hooks:
             hook.remove()
-    widths = {block.width(name) for name in columns}
+    widths = {features, *(block.width(name) for name in columns)}
     for name, fits in shapes.items():
         module = block.modules[name]
         if fits and all(p.shape[0] in widths for p in module.parameters()):
@@ -357,6 +367,15 @@ class _FeatureSupport:
         if column in self._feeding:
             owners = owners[owners > 0]
         return bool((owners == self._tp).all())
+
+    def mixes(self, column: str) -> bool:
+        """Whether what a rank needs of a column at all, every rank needs."""
+        owners = self._owners(column)
+        return bool(((owners == self._tp) | (owners == 0)).all())
+
+    def shared(self, column: str) -> int:
+        """Number of a column's out-features that every rank needs."""
+        return int((self._owners(column) == self._tp).sum())
 
     def _runs(self, column: str) -> tuple[Ranges, ...]:
         """For each rank, the ranges of a column's out-features that it needs."""

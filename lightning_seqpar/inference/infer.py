@@ -20,6 +20,7 @@ from lightning_seqpar.inference.block_planner import BlockPlan, BlockPlanner, al
 from lightning_seqpar.inference.dataflow import (
     BlockFlow,
     CantInferError,
+    NothingToSplitError,
     UnknownLinearError,
     UserDecidesError,
     made_of_activation,
@@ -31,12 +32,12 @@ from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached
 from lightning_seqpar.inference.proposals import with_tried_rules
 from lightning_seqpar.inference.reduction import Reduction, is_large
 from lightning_seqpar.inference.repeats import owner_of
-from lightning_seqpar.inference.stacks import activation, find_exit, find_stacks
+from lightning_seqpar.inference.stacks import activation, find_exit, find_stacks, only_convolutions
 from lightning_seqpar.inference.trace import Call, ForwardTrace
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.layout.adapters import without_adapters
 from lightning_seqpar.layout.class_source import is_installed
-from lightning_seqpar.layout.linear_kind import linear_kind
+from lightning_seqpar.layout.linear_kind import is_parametrized, linear_kind
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.styles.style import LINEAR
@@ -156,6 +157,11 @@ def _infer(
         for calls in find_stacks(trace, model)
         if not any(inside(name, call.name) or inside(call.name, name) for call in calls for name in planned if name)
     ]
+    if not stacks and (convolutions := only_convolutions(model)):
+        raise NothingToSplitError(
+            f"{type(model).__name__}: its repeated modules ({convolutions}) hold convolutions and no linears, so tensor "
+            "parallelism has nothing to split, whatever the rules: train it with data parallelism alone (tp=1)"
+        )
     if not stacks:
         raise CantInferError(
             f"{type(model).__name__}: no repeated blocks found, that is modules of one class that hold linears and map an "
@@ -173,7 +179,10 @@ def _infer(
             stack = _plan_kinds(trace, model, calls, tp, user_rules, alone=owners.count(owner) == 1, sums=sums)
         except UserDecidesError:
             raise
-        except CantInferError as error:
+        except Exception as caught:
+            if "use_reentrant" in str(caught):
+                raise
+            error = caught if isinstance(caught, CantInferError) else _told(caught, calls[0].name)
             failed.append(error)
             names = _all_names(model, [call.name for call in calls])
             reasons.append(f"{pattern_of(names)}: every rank has these blocks whole: {error.why}")
@@ -187,6 +196,13 @@ def _infer(
     if not rules:
         raise failed[0]
     return Inference(ShardingPlan.from_rules(rules, source="inferred"), reasons, parts, why_whole, no_sp)
+
+
+def _told(error: Exception, block: str) -> CantInferError:
+    """What was raised while a stack was planned, as a reason to leave it whole; the other stacks are planned all the same."""
+    told = CantInferError(f"{block}: planning it was tried, which raised {describe_failure(error)}")
+    told.__cause__ = error
+    return told
 
 
 class _UserRules:
@@ -502,6 +518,7 @@ def _refuse_unknown_linears(
     for call in trace.calls:
         module = call.module
         unknown = isinstance(module, nn.Linear) and linear_kind(module) is None and len(call.outputs) == 1
+        unknown = unknown and not is_parametrized(module)  # what it computes is known: its part is left whole
         if unknown and any(inside(call.name, block.name) for block in blocks) and not user_rules.covers(call.name):
             error = UnknownLinearError(
                 f"{call.name}: a {type(module).__name__}, which is not known to compute what nn.Linear does (is it quantised?)"

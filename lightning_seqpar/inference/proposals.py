@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_seqpar.inference.dataflow import CantInferError
+from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 
 _MOST_RULES = 6
@@ -24,6 +24,8 @@ def with_tried_rules(
         attempt: inference with more rules of the user's; raises where it stops.
         tp: number of tensor-parallel ranks, for the sentence.
     """
+    if isinstance(error, NothingToSplitError):
+        return error
     rules: list[dict[str, Any]] = []
     reasons = [error.why]
     stopped = error

@@ -75,6 +75,27 @@ def find_stacks(trace: ForwardTrace, model: nn.Module) -> list[list[Call]]:
     return list(stacks.values())
 
 
+def only_convolutions(model: nn.Module) -> str:
+    """The pattern and class of a model's repeated modules if they hold convolutions and none of the repeated holds a linear.
+
+    Empty if there are no such modules, or linears among them.
+    """
+    listed = {name: module for name, module in model.named_modules() if _is_listed(model, name)}
+    sizes: dict[tuple[str, type], int] = defaultdict(int)
+    for name, module in listed.items():
+        # A single linear in a list is a head: nothing repeats around it.
+        if sum(parameter.ndim == 2 for parameter in module.parameters()) > 1:
+            return ""
+        if any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules()) and any(
+            True for _ in module.children()
+        ):
+            sizes[_parent(name), type(module)] += sum(parameter.numel() for parameter in module.parameters())
+    if not sizes:
+        return ""
+    parent, kind = max(sizes, key=lambda key: sizes[key])
+    return f"{parent}.*, of class {kind.__name__}"
+
+
 def _parent(name: str) -> str:
     """The name of the module that holds a module."""
     return name.rpartition(".")[0]

@@ -96,11 +96,14 @@ def answer_harmlessly(model: LightningModule, logged: list[Tensor], losses: list
 
 def describe_failure(error: BaseException) -> str:
     """What an example raised, in a line: its type, its first line, and where in the user's code."""
-    lines = str(error).splitlines() or [""]
+    lines = str(error).splitlines() or ["(it has no message)"]
     kind = "" if isinstance(error, NoExampleError) else f"{type(error).__name__}: "
     paths = sysconfig.get_paths()
     foreign = (*(paths[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]), "<")
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(foreign)]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(foreign)]
+    if not own and not str(error):
+        own = frames[-1:]  # where it was raised is all there is to tell
     if not own:
         return f"{kind}{lines[0]}"
     line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip()

@@ -51,6 +51,16 @@ def linear_kind(module: nn.Module | None) -> LinearKind | None:
     return _try(module, weight, bias)
 
 
+def is_parametrized(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether a linear computes its weight of other parameters before each product (``parametrize``, weight or spectral norm)."""
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "weight" not in module._parameters
+        and any(True for _ in module.parameters())
+    )
+
+
 def _reads_more(module: nn.Linear) -> bool:
     """Whether the forward of a subclass reads attributes, closures or globals that may change what it computes."""
     forward = type(module).forward

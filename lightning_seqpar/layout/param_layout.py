@@ -34,6 +34,7 @@ class Reason(Enum):
     GATHER_TO_ROW = "between gather and row"
     COPY_TO_ROW = "between copy and row"
     IN_SUM = "in a module whose output is summed over tp"
+    COLUMN_TO_ROW = "between columns and row"
 
     def __str__(self) -> str:
         return self.value

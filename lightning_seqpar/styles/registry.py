@@ -14,6 +14,7 @@ from lightning_seqpar.styles.copy import CopyRule
 from lightning_seqpar.styles.exit import ExitRule
 from lightning_seqpar.styles.full_width import FullWidthRule
 from lightning_seqpar.styles.gather import GatherRule
+from lightning_seqpar.styles.gradient import GradientRule
 from lightning_seqpar.styles.local_heads import LocalHeadsRule
 from lightning_seqpar.styles.once import OnceRule
 from lightning_seqpar.styles.reduce import ReduceRule
@@ -39,6 +40,7 @@ STYLES: dict[str, type[Rule]] = {
     "once": OnceRule,
     "local_heads": LocalHeadsRule,
     "full_width": FullWidthRule,
+    "gradient": GradientRule,
     "set": SetRule,
     "vocab": VocabRule,
 }

@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.phases import Phases
-from lightning_seqpar.inference.dataflow import CantInferError
+from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import Inference, infer_plan
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
@@ -192,18 +192,19 @@ class Prover:
         Raises:
             CantInferError: on every rank, if ``work`` raised there.
         """
-        box: list[Any] = [None, None]  # the result, and the error's text
+        box: list[Any] = [None, None, CantInferError]  # the result; the error's text, and as what it is raised
         if dist.get_rank(self._world) == 0:
             try:
                 with OneRankOnly():
                     box[0] = work()
             except (CantInferError, NoExampleError) as error:
                 box[1] = str(error)
+                box[2] = NothingToSplitError if isinstance(error, NothingToSplitError) else CantInferError
             except Exception as error:  # whatever it is: the other ranks wait for an answer
                 box[1] = f"{type(error).__name__}: {error}"
         dist.broadcast_object_list(box, src=dist.get_process_group_ranks(self._world)[0], group=self._world)
         if box[1] is not None:
-            raise CantInferError(box[1])
+            raise box[2](box[1])
         return box[0]
 
     def _key(self) -> Fingerprint:
@@ -278,6 +279,8 @@ class Prover:
         except CantInferError as error:
             if self._beside:
                 raise
+            if isinstance(error, NothingToSplitError):
+                raise ValueError(f"plan='auto': no shipped plan fits {name}, and none can be made. {error}") from None
             raise ValueError(
                 f"plan='auto': no shipped plan fits {name}, and inference stops at\n  {error}\nRules of yours are kept, and the "
                 "others found as before (plan={'rules': [...]}); a whole plan is plan='my_plan.yaml' or plan={'base': 'none', "

@@ -24,7 +24,7 @@ from tests.helpers.models import loader
 from tests.helpers.third_party import KINDS, LowRankFeedForward, LowRankProjections
 
 # A batch norm's statistics are those of one replica's batch, as they are with any data parallelism.
-NOT_OVER_REPLICAS = ("conformer",)
+NOT_OVER_REPLICAS = ("conformer", "batch_normed")
 TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True), "tp2-no-sp": (2, 2, False)}
 # On four ranks one of each sort; `make parity` runs them all.
 ALWAYS = {
@@ -61,8 +61,14 @@ SHARDED = {
     "one_way_out": 20,
     "twice_out": 22,
     "shared_queries": 23,
+    "batch_normed": 20,
+    "shared_scale": 16,
+    "listed": 22,
+    "spatial_gate": 8,
+    "parametrized": 8,
 }
-"""How many tensors of each kind are sharded: in a value residual the first attention is whole, in re-attention each one."""
+"""How many tensors of each kind are sharded: in a value residual the first attention is whole, in re-attention and
+of parametrized weights each one."""
 CASES = [
     pytest.param(name, kind, marks=() if kind in ALWAYS[name] else pytest.mark.matrix, id=f"{name}-{kind}")
     for name in TOPOLOGIES

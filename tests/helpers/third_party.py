@@ -63,6 +63,107 @@ class Conformer(PreNorm):
         return (x + self.conv(x)) + self.mlp(self.ln2(x))
 
 
+class LinearNorm(nn.Module):
+    """LeViT: a linear and the batch norm of its features, before and behind what is between columns and rows."""
+
+    def __init__(self, dim: int, out: int) -> None:
+        super().__init__()
+        self.linear, self.bn = nn.Linear(dim, out, bias=False), nn.BatchNorm1d(out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return self.bn(y.flatten(0, 1)).view_as(y)
+
+
+class NormedAttention(nn.Module):
+    """Two numbers and a parameter must follow the heads of its fused projection, and the batch norm behind that."""
+
+    def __init__(self, dim: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.key_dim, self.head_dim, self.value_dim = heads, 4, 8, heads * 8
+        self.qkv, self.proj = LinearNorm(dim, heads * 16), LinearNorm(heads * 8, dim)
+        self.bias = nn.Parameter(torch.randn(heads, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        sizes = [self.key_dim, self.key_dim, self.head_dim]
+        q, k, v = self.qkv(x).view(b, s, self.heads, -1).transpose(1, 2).split(sizes, dim=-1)
+        near = self.bias[:, (torch.arange(s)[:, None] - torch.arange(s)).abs().clamp(max=2)]
+        attn = (q @ k.transpose(-1, -2) * 0.5 + near).softmax(-1)
+        return self.proj(F.hardswish((attn @ v).transpose(1, 2).reshape(b, s, self.value_dim)))
+
+
+class BatchNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = NormedAttention()
+        self.mlp = nn.Sequential(LinearNorm(16, 32), nn.Hardswish(), LinearNorm(32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
+class SharedScale(Projections):
+    """vit-pytorch's attention for small data sets: the block is the attention, and one temperature is that of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.temperature = nn.LayerNorm(16), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (heads_of(linear(y), self.heads) for linear in (self.q, self.k, self.v))
+        return x + self.o(attend(q * self.temperature.exp(), k, v))
+
+
+class Parametrized(Projections):
+    """Weights that are computed of other parameters: of the queries', and of the way out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = (nn.utils.parametrizations.weight_norm(linear) for linear in (self.q, self.o))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v))))
+
+
+class SpatialGate(nn.Module):
+    """gMLP: half of the features gate the others, through a norm over them and a linear over positions."""
+
+    def __init__(self, dim: int = 16, longest: int = 12) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(dim, 48), nn.Linear(24, dim)
+        self.norm, self.proj = nn.LayerNorm(24), nn.Linear(longest, longest)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, v = F.gelu(self.fc1(x)).chunk(2, dim=-1)
+        v = F.pad(self.norm(v).transpose(1, 2), (0, self.proj.in_features - v.shape[1]))
+        return self.fc2(u * self.proj(v).transpose(1, 2)[:, : u.shape[1]])
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln, self.mlp = nn.LayerNorm(16), SpatialGate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.ln(x))
+
+
+class Listed(PreNorm):
+    """diffusers: a list of modules that the module around it calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__(16, Attention(16, 4), nn.ModuleList([nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x = x + self.attn(self.ln1(x))
+        for module in (self.ln2, *self.mlp):
+            y = module(y)
+        return x + y
+
+
 class EinopsHeads(nn.Module):
     """x-transformers: the number of heads is in layers of einops."""
 
@@ -560,6 +661,11 @@ class Described(nn.Module):
 zoo.EXTRA |= {
     "in_place": lambda: PreNorm(16, InPlace(), FeedForward(16, 32)),
     "conformer": Conformer,
+    "batch_normed": BatchNormed,
+    "shared_scale": SharedScale,
+    "listed": Listed,
+    "parametrized": lambda: PreNorm(16, Parametrized(), FeedForward(16, 32)),
+    "spatial_gate": Gated,
     "einops_heads": lambda: PreNorm(16, EinopsHeads(), FeedForward(16, 32)),
     "own_linears": lambda: PreNorm(16, OwnLinears(), FeedForward(16, 32)),
     "weight_of_qkv": lambda: PreNorm(16, WeightOfQKV(), FeedForward(16, 32)),
@@ -607,4 +713,5 @@ KINDS = [
     "low_rank_row", "matrix_row", "biased_row", "bent_row", "two_counts", "mix_ffn", "re_attention", "parallel_scaling",
     "reads_width", "positioned", "positioned_memory", "windows", "channels_first", "described",
     "shifted_inside", "two_activations", "value_residual", "one_way_out", "twice_out", "shared_queries",
+    "batch_normed", "shared_scale", "listed", "spatial_gate", "parametrized",
 ]  # fmt: skip

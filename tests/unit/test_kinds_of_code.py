@@ -22,6 +22,21 @@ IDS = torch.arange(40).view(4, 10) % 31
 SAYS = {
     "in_place": ["{pattern: h.*.attn.q, style: column, units: heads}"],
     "conformer": ["{pattern: h.*, style: blocks, sp: false}", "{pattern: h.*.attn.wo, style: row, units: num_heads}"],
+    "batch_normed": [
+        "{pattern: h.*.attn, style: set, divide: [heads, value_dim]}",
+        "{pattern: h.*.attn.qkv.bn.running_var, style: local_heads}",
+        "{pattern: h.*.attn.bias, style: local_heads}",
+        "{pattern: h.*.attn.proj.bn.weight, style: gradient, summed: false}",
+        "{pattern: h.*.mlp.0.bn.running_mean, style: local_heads}",
+        "{pattern: h.*.mlp.2.bn.bias, style: gradient, summed: false}",
+    ],
+    "listed": ["{pattern: h.*.mlp.2, style: row}"],
+    "parametrized": ["{pattern: h.*.attn, style: whole}", "{pattern: h.*.mlp.fc2, style: row}"],
+    "spatial_gate": [
+        "{pattern: h.*.mlp.fc1, style: column, segments: 2}",
+        "{pattern: h.*.mlp.norm, style: full_width}",
+    ],
+    "shared_scale": ["{pattern: h.*.temperature, style: gradient, summed: true}"],
     "einops_heads": [f"{{pattern: h.*.attn.split_{x}, style: set, divide: [_axes_lengths.h]}}" for x in "qkv"],
     "own_linears": ["{pattern: h.*.attn.o, style: row, units: heads}"],
     "weight_of_qkv": [
@@ -123,7 +138,7 @@ def test_the_rules_that_are_found(kind):
     assert not [
         (a, b) for a in points for b in points if b.startswith(f"{a}.")
     ]  # what is whole is not made whole again
-    assert ("style: whole" in text) == (kind in ("re_attention", "bent_row"))
+    assert ("style: whole" in text) == (kind in ("re_attention", "bent_row", "parametrized"))
 
 
 # ---- linears -----------------------------------------------------------------------------------------------------
@@ -335,6 +350,72 @@ def test_an_error_of_the_models_own_code_is_told_as_a_reason(monkeypatch):
     found = infer_plan(build("breaks"), IDS, 2)
     assert "{pattern: h.*.attn, style: whole}" in found.plan.to_yaml()
     assert any("h.0.attn.wo" in reason and "LookupError: no such width" in reason for reason in found.reasons)
+
+
+def test_an_error_without_a_message_is_told_with_its_place_and_the_other_blocks_are_planned():
+    class Silent(zoo.PreNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.requires_grad and x.is_leaf:  # a block run by itself
+                raise StopIteration
+            return super().forward(x)
+
+    class Two(nn.Module):
+        def __init__(self, odd: type) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(31, 16)
+            self.odd, self.even = (
+                nn.ModuleList(kind(16, zoo.Attention(16, 4), zoo.FeedForward(16, 32)) for _ in range(2))
+                for kind in (odd, zoo.PreNorm)
+            )
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for block in (*self.odd, *self.even):
+                x = block(x)
+            return x
+
+    found = infer_plan(Two(Silent), IDS, 2)
+    assert [rule.pattern for rule in found.plan.rules if rule.style == "blocks"] == ["even.*"]
+    said = r"odd.0: planning it was tried, which raised StopIteration: (it has no message) (test_kinds_of_code.py, line"
+    assert said in found.reasons[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_model_of_convolutions_is_told_that_nothing_can_be_split(depth):
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Conv2d(16, 32, 1), nn.Conv2d(32, 16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.fc2(F.gelu(self.fc1(x)))
+
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.Sequential(*(Pooled() for _ in range(depth)))
+            self.head = nn.Linear(16, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.stages(x).mean((2, 3)))
+
+    with pytest.raises(CantInferError) as stopped:
+        infer_plan(Images(), torch.randn(2, 16, 4, 4), 2)
+    text = str(stopped.value)
+    assert "its repeated modules (stages.*, of class Pooled) hold convolutions and no linears" in text
+    assert text.endswith("train it with data parallelism alone (tp=1)")
+
+
+def test_a_model_of_parametrized_linears_is_told_so():
+    torch.manual_seed(0)
+    model = zoo.Decoder("parametrized")
+    for block in model.h:
+        for linear in (block.mlp.fc1, block.mlp.fc2):
+            nn.utils.parametrizations.spectral_norm(linear)
+    with pytest.raises(
+        CantInferError, match=r"(?s)h.0.mlp.fc2: its weight is parametrized.*nothing of the block is left"
+    ):
+        infer_plan(model, IDS, 2)
 
 
 def test_what_raises_while_it_is_recorded_is_told_with_the_line():
