@@ -113,6 +113,8 @@ def _candidates(trace: ForwardTrace, block: Block, groups: Sequence[GroupLayout]
                     for leaf, number in named_numbers(value).items()
                     if number in shares
                 ]
+        if "parametrizations" in name.split(".") or "weight_v" in module._parameters:
+            continue  # torch's kernel of weight_norm does not check sizes: it must never see a part of a parameter
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if f"{name}.{key}" in products or block.flow.behind_rows(f"{name}.weight"):
                 continue

@@ -20,6 +20,7 @@ from lightning_seqpar.inference.dataflow import BlockFlow, Linear, SummedRow
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.inference.rehearsal import EQUAL
 from lightning_seqpar.inference.trace import Call, ForwardTrace
+from lightning_seqpar.layout.linear_kind import is_parametrized
 from lightning_seqpar.layout.module_names import inside
 
 _SCALES = (1.0, 100.0)
@@ -60,6 +61,8 @@ def _products(trace: ForwardTrace, flow: BlockFlow, call: Call) -> list[Linear]:
     linears = [one for one in flow.linears.values() if call.first_op <= one.op < call.last_op]
     if len(linears) == 1 and linears[0].is_called:
         return []
+    if any(map(is_parametrized, call.module.modules())):
+        return []  # torch's kernel of weight_norm does not check sizes: it must never see a part of a parameter
     first, last = flow.call.first_op, flow.call.last_op
     if not all(_is_closed(trace, one) for one in trace.calls_of(call.name) if first <= one.first_op < last):
         return []
