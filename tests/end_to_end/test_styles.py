@@ -38,6 +38,7 @@ rules:
 - {pattern: h.*.attn.slopes, style: local_heads}
 - {pattern: h.*.attn, style: local_heads, dim: 1, args: [bias]}
 - {pattern: h.*.attn.q_norm, style: full_width}
+- {pattern: h.*.attn.temperature, style: gradient, summed: true}
 - {pattern: h.*.attn, style: set, divide: [n_head, config.n_head], values: {n_kv: 1}}
 - {pattern: h.*.mha, style: replace}
 - {pattern: '{wte,head}', style: vocab}
