@@ -1760,7 +1760,7 @@ def _() -> Recipe:
     from whisper.model import ModelDimensions, Whisper
 
     net = Whisper(ModelDimensions(8, 10, 32, 4, 2, 64, 16, 32, 4, 2))
-    return Recipe(net, lambda: {"mel": torch.randn(8, 20), "tokens": torch.randint(2, 64, (8,))})
+    return Recipe(net, lambda: {"mel": torch.randn(8, 20), "tokens": torch.randint(2, 64, (8,))}, float32=True)
 
 
 @recipe("labml-nn", "Encoder, alibi")
