@@ -74,8 +74,8 @@ $(ZOO)/.installed: pyproject.toml
 	$(ZOO)/bin/python -m pip install --quiet --upgrade pip
 	$(ZOO)/bin/python -m pip install --quiet "$(TORCH)"
 	PYTHONWARNINGS=ignore $(ZOO)/bin/python -m pip install --quiet "$(TORCH)" --editable ".[zoo]"
-# These two ask for older releases of libraries than the others do; what the zoo uses of them runs with the newer ones.
-	$(ZOO)/bin/python -m pip install --quiet --no-deps litgpt enformer-pytorch
+# It asks for an older release of a library than the others do; what the zoo uses of it runs with the newer one.
+	$(ZOO)/bin/python -m pip install --quiet --no-deps litgpt
 # Built for CUDA: where torch has none, an import would fail at them. No model of the zoo calls them.
 	rm -f $(ZOO)/lib/python*/site-packages/torchaudio/lib/*.so
 	touch $@

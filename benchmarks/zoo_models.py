@@ -1872,23 +1872,6 @@ def _() -> Recipe:
     )
 
 
-@recipe("enformer-pytorch", "Enformer")
-def _() -> Recipe:
-    from enformer_pytorch import Enformer
-
-    net = Enformer.from_hparams(
-        dim=768,
-        depth=2,
-        heads=4,
-        output_heads={"human": 4},
-        target_length=-1,
-        num_downsamples=7,
-        attn_dim_key=16,
-        dropout_rate=0.0,
-    )
-    return Recipe(net, lambda: {"x": torch.randint(0, 4, (1024,))})
-
-
 @recipe("reformer-pytorch", "ReformerLM")
 def _() -> Recipe:
     from reformer_pytorch import ReformerLM

@@ -321,7 +321,8 @@ class SeqParallelStrategy(SavingStrategy):
         """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""
         group = self.groups[tuple(sorted(self.groups.topology.axes))]
         # One on the meta device is filled later, from a record or files that are the same on all ranks.
-        tensors = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()}.values()
+        whole = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()}.values()
+        tensors = [part for tensor in whole for part in _dense_parts(tensor)]
         total = sum(tensor.nbytes for tensor in tensors)
         with torch.no_grad(), self._phases.phase("sending the first rank's weights to all", total) as sending:
             for tensor in tensors:
@@ -418,3 +419,19 @@ def grad_norm(module: LightningModule, norm_type: float = 2.0) -> Tensor:
         strategy.sync_gradients(optimizer)
     strategy.sync_others()
     return strategy.global_norm(list(module.parameters()), norm_type)
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors that a tensor consists of: itself, or the indices and values of a sparse one.
+
+    Raises:
+        ValueError: for a layout that can't be sent.
+    """
+    if tensor.layout == torch.strided:
+        return [tensor]
+    if tensor.layout == torch.sparse_coo and tensor.is_coalesced():
+        return [tensor.detach().indices(), tensor.detach().values()]
+    raise ValueError(
+        f"a parameter or buffer of shape {list(tensor.shape)} and layout {tensor.layout} can't be sent to the other ranks; "
+        "register it dense, or coalesced as torch.sparse_coo"
+    )
