@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.strategy.refusals import without_inner_frames
+from lightning_seqpar.strategy.strategy import _dense_parts
 from tests.helpers.fit import quiet_trainer
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
@@ -234,3 +235,13 @@ def test_groups_and_plans_that_know_no_such_thing():
         groups.rank("pp")
     with pytest.raises(ValueError, match="plan rule 3: a rule is a mapping with at least 'pattern' and 'style'"):
         ShardingPlan.from_rules([3])
+
+
+def test_a_sparse_buffer_is_sent_by_its_parts_or_refused():
+    sparse = torch.eye(3).to_sparse()
+    for part in _dense_parts(sparse):
+        assert part.layout == torch.strided
+    _dense_parts(sparse)[1].fill_(2.0)
+    assert torch.equal(sparse.to_dense(), 2 * torch.eye(3))
+    with pytest.raises(ValueError, match="layout torch.sparse_csr can't be sent to the other ranks; register it dense"):
+        _dense_parts(torch.eye(3).to_sparse_csr())
