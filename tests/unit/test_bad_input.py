@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
@@ -243,5 +244,7 @@ def test_a_sparse_buffer_is_sent_by_its_parts_or_refused():
         assert part.layout == torch.strided
     _dense_parts(sparse)[1].fill_(2.0)
     assert torch.equal(sparse.to_dense(), 2 * torch.eye(3))
-    with pytest.raises(ValueError, match="layout torch.sparse_csr can't be sent to the other ranks; register it dense"):
+    with pytest.raises(
+        ValueError, match=r"layout torch\.sparse_csr can't be sent to the other ranks; register it dense"
+    ):
         _dense_parts(torch.eye(3).to_sparse_csr())
