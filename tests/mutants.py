@@ -2208,6 +2208,13 @@ MUTANTS = [
                 "test_third_party.py -k tp2-weight_of_qkv",
             ),
             (
+                "ranks that share a head of a parameter do not sum its gradient",
+                "LocalHeadsRule.layout",
+                "partial=shard.has_shared",
+                "partial=False",
+                "test_third_party.py -k tp4-grouped_adapters",
+            ),
+            (
                 "an input made inside a module is gathered nowhere",
                 "GatherPoints._gather_sources",
                 "return True",

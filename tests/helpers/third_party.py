@@ -268,6 +268,27 @@ class LowRankProjections(Projections):
         return self.o(attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v))))
 
 
+class GroupedProjections(nn.Module):
+    """Two heads of keys and values for four of queries, all with adapters: of four ranks, two share a head."""
+
+    def __init__(self, dim: int = 16, heads: int = 4, kv_heads: int = 2) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        kv = dim // heads * kv_heads
+        self.q, self.k, self.v = LowRankLinear(dim, dim), LowRankLinear(dim, kv), MatrixLinear(dim, kv)
+        self.k.weight.requires_grad_(True)
+        self.k.bias = None
+        self.o = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            heads_of(self.q(x), self.heads),
+            heads_of(self.k(x), self.kv_heads),
+            heads_of(self.v(x), self.kv_heads),
+        )
+        return self.o(F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
 class LowRankFeedForward(FeedForward):
     """An MLP of which both linears have an adapter."""
 
@@ -679,6 +700,7 @@ zoo.EXTRA |= {
     "mix_ffn": lambda: PreNorm(16, Attention(16, 4), MixFFN()),
     "re_attention": lambda: PreNorm(16, ReAttention(), FeedForward(16, 32)),
     "parallel_scaling": ParallelScaling,
+    "grouped_adapters": lambda: PreNorm(16, GroupedProjections(), FeedForward(16, 32)),
     "one_way_out": OneWayOut,
     "twice_out": TwiceOut,
 }
@@ -713,5 +735,5 @@ KINDS = [
     "low_rank_row", "matrix_row", "biased_row", "bent_row", "two_counts", "mix_ffn", "re_attention", "parallel_scaling",
     "reads_width", "positioned", "positioned_memory", "windows", "channels_first", "described",
     "shifted_inside", "two_activations", "value_residual", "one_way_out", "twice_out", "shared_queries",
-    "batch_normed", "shared_scale", "listed", "spatial_gate", "parametrized",
+    "batch_normed", "shared_scale", "listed", "spatial_gate", "parametrized", "grouped_adapters",
 ]  # fmt: skip

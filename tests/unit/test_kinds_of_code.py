@@ -117,6 +117,10 @@ SAYS = {
         "{pattern: layers.0.1.fc2, style: row}",
         "{pattern: layers.1.0, style: local_heads, dim: 1, args: [1]}",
     ],
+    "grouped_adapters": [
+        "{pattern: h.*.attn.k.weight, style: local_heads, units: kv_heads}",
+        "{pattern: h.*.attn.v.lora_B, style: local_heads, units: kv_heads}",
+    ],
     "one_way_out": ["{pattern: h.*.out, style: row, segments: [16, 32], units: [4, 32]}"],
     "twice_out": ["{pattern: h.*.attn.wo, style: row, units: num_heads}"],
     "shared_queries": ["{pattern: blocks.*.attn, style: copy, args: [1]}"],
