@@ -1738,9 +1738,9 @@ MUTANTS = [
     ),
     Mutant(
         "a block that reads the length of its shard not seen",
-        "_plan_stack",
-        "    whole = bool(why_no_sp) or any(plan.reads_length for plan in known)\n",
-        "    whole = dim is None\n",
+        "StackPlanner._plan_rest",
+        "        whole = bool(why_no_sp) or any(plan.reads_length for plan in known)\n",
+        "        whole = dim is None\n",
         "tests/test_products.py",
     ),
     Mutant(
@@ -2223,7 +2223,7 @@ MUTANTS = [
             ),
             (
                 "one kind of block that can't be planned ends the search",
-                "_plan_kinds",
+                "StackPlanner.plan",
                 "if not failing or not rest:",
                 "if True:",
                 "test_kinds_of_code.py -k rules",
