@@ -2229,6 +2229,13 @@ MUTANTS = [
                 "test_kinds_of_code.py -k rules",
             ),
             (
+                "a pattern of some blocks of a list matches all of them",
+                "block_planner:pattern_of",
+                " and {*leaves} == {*model.get_submodule(parent)._modules}",
+                "",
+                "test_kinds_of_code.py -k rules",
+            ),
+            (
                 "a product with a weight reads the stand-in",
                 "stand_in:_PRODUCTS",
                 "(F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)",

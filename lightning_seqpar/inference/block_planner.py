@@ -548,13 +548,13 @@ def alike(one: nn.Module, other: nn.Module) -> bool:
     return bool(kind_of(one) == kind_of(other))
 
 
-def pattern_of(names: Sequence[str]) -> str:
-    """A pattern that matches all blocks of a stack: ``layers.*``, or ``{first,second}`` if their names are no numbers."""
+def pattern_of(model: nn.Module, names: Sequence[str]) -> str:
+    """A pattern that matches these blocks and nothing beside them: ``layers.*`` for all of a list, else ``{first,second}``."""
     if len(names) == 1:
         return names[0]
     parent = names[0].rpartition(".")[0]
     leaves = [name.rpartition(".")[2] for name in names]
     prefix = f"{parent}." if parent else ""
-    if all(re.fullmatch(r"\d+", leaf) for leaf in leaves):
+    if all(re.fullmatch(r"\d+", leaf) for leaf in leaves) and {*leaves} == {*model.get_submodule(parent)._modules}:
         return f"{prefix}*"
     return f"{prefix}{{{','.join(leaves)}}}"

@@ -180,8 +180,8 @@ def _infer(
             error = caught if isinstance(caught, CantInferError) else _told(caught, calls[0].name)
             failed.append(error)
             names = all_names(model, [call.name for call in calls])
-            reasons.append(f"{pattern_of(names)}: every rank has these blocks whole: {error.why}")
-            why_whole[pattern_of(names)] = error.why
+            reasons.append(f"{pattern_of(model, names)}: every rank has these blocks whole: {error.why}")
+            why_whole[pattern_of(model, names)] = error.why
             continue
         rules += stack.rules
         reasons += stack.reasons

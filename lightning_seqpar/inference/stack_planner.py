@@ -102,7 +102,7 @@ class StackPlanner:
                 rest = [call for call in rest if call not in failing]
                 if not failing or not rest:
                     raise first from None
-                left[pattern_of(all_names(self._model, [call.name for call in failing]))] = error.why
+                left[pattern_of(self._model, all_names(self._model, [call.name for call in failing]))] = error.why
                 continue
             reasons = [f"{name}: every rank has these blocks whole: {why}" for name, why in left.items()]
             return plan._replace(reasons=[*plan.reasons, *reasons], whole={**plan.whole, **left})
@@ -129,7 +129,7 @@ class StackPlanner:
         known, plans, wholes = planned.kinds, planned.of_block, planned.wholes
         dims = {flow.name: Block(model, flow).sequence_dim() for flow in planned.examples}
         _refuse_idle_stack(flows[0].name, known, wholes.values())
-        blocks = pattern_of(names)
+        blocks = pattern_of(model, names)
         dim = next(iter(dims.values())) if len(set(dims.values())) == 1 else None
         streams = dict.fromkeys(key for flow in flows for key in flow.streams)
         why_no_sp = self._why_whole_sequences(flows, known, dims, left)
@@ -139,9 +139,9 @@ class StackPlanner:
         args = {name: flow.arg for flow in flows if flow.arg != 0 for name in all_names(model, [flow.name])}
         for arg in dict.fromkeys(args.values()):
             out.append(
-                {"pattern": pattern_of([n for n in names if args.get(n) == arg]), "style": "scatter", "arg": arg}
+                {"pattern": pattern_of(model, [n for n in names if args.get(n) == arg]), "style": "scatter", "arg": arg}
             )
-        out += _compress(names, plans)
+        out += _compress(model, names, plans)
         out += _whole_rules(trace, flows, blocks, wholes)
         out += _exit_rules(trace, model, names, blocks, alone=alone)
         kinds = "" if len(known) == 1 else f" of {len(known)} kinds"
@@ -203,7 +203,7 @@ class StackPlanner:
                     except CantInferError as error:
                         part = error.whole[len(flow.name) + 1 :]
                         if part:
-                            error.rules = _whole_rules(trace, flows, pattern_of(names), [part])
+                            error.rules = _whole_rules(trace, flows, pattern_of(model, names), [part])
                         if not part or part in wholes or isinstance(error, UserDecidesError):
                             error.block = flow.name
                             raise
@@ -233,7 +233,7 @@ class StackPlanner:
                 block = next(block.name for block in calls if inside(call.name, block.name))
                 around = call.name.rpartition(".")[0]
                 part = (around if around != block else call.name)[len(block) + 1 :]
-                stack = pattern_of(all_names(self._model, [one.name for one in calls]))
+                stack = pattern_of(self._model, all_names(self._model, [one.name for one in calls]))
                 error.rules = [{"pattern": f"{stack}.{part}", "style": "whole"}]
                 raise error
 
@@ -328,7 +328,7 @@ def _likeness(flow: BlockFlow, model: nn.Module) -> Any:
     )
 
 
-def _compress(names: Sequence[str], plans: Mapping[str, BlockPlan]) -> list[dict[str, Any]]:
+def _compress(model: nn.Module, names: Sequence[str], plans: Mapping[str, BlockPlan]) -> list[dict[str, Any]]:
     """Rules over patterns: each rule once for all blocks that have it, in the order in which they first appear."""
     holders: dict[str, list[str]] = defaultdict(list)
     rules: dict[str, tuple[str, str, dict[str, Any]]] = {}
@@ -339,12 +339,6 @@ def _compress(names: Sequence[str], plans: Mapping[str, BlockPlan]) -> list[dict
             holders[key].append(name)
     out = []
     for key, (inner, style, options) in rules.items():
-        named = holders[key]
-        if len(named) == len(names):
-            block = pattern_of(names)
-        else:
-            parent = named[0].rpartition(".")[0]
-            leaves = ",".join(name.rpartition(".")[2] for name in named)
-            block = (f"{parent}." if parent else "") + (f"{{{leaves}}}" if len(named) > 1 else leaves)
+        block = pattern_of(model, holders[key])
         out.append({"pattern": f"{block}.{inner}" if inner else block, "style": style, **options})
     return out

@@ -658,6 +658,35 @@ class ValueResidual(nn.Module):
         return self.out(self.norm(x))
 
 
+class NumbersInForward(nn.Module):
+    """A block that attends by itself, with its number of heads written into the forward."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.o = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (heads_of(t, 4) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        return x + self.o(attend(q, k, v) * q.shape[1] / 4)
+
+
+class FirstDiffers(nn.Module):
+    """Blocks in one list, of which the first is of a kind that can't be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 16)
+        rest = (PreNorm(16, Attention(16, 4), FeedForward(16, 32)) for _ in range(2))
+        self.blocks = nn.ModuleList([NumbersInForward(), *rest])
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.norm(x))
+
+
 # ---- a shipped plan for a part -----------------------------------------------------------------------------------
 
 
@@ -714,6 +743,7 @@ MODELS: dict[str, Any] = {
     "shifted_inside": lambda: Image(lambda at: PreNorm(16, ShiftedInside(at % 2), FeedForward(16, 32))),
     "two_activations": Joint,
     "value_residual": ValueResidual,
+    "first_differs": FirstDiffers,
     "shared_queries": lambda: WithInputs(SharedQueries, "pos"),
 }
 
@@ -736,4 +766,5 @@ KINDS = [
     "reads_width", "positioned", "positioned_memory", "windows", "channels_first", "described",
     "shifted_inside", "two_activations", "value_residual", "one_way_out", "twice_out", "shared_queries",
     "batch_normed", "shared_scale", "listed", "spatial_gate", "parametrized", "grouped_adapters",
+    "first_differs",
 ]  # fmt: skip

@@ -117,6 +117,10 @@ SAYS = {
         "{pattern: layers.0.1.fc2, style: row}",
         "{pattern: layers.1.0, style: local_heads, dim: 1, args: [1]}",
     ],
+    "first_differs": [
+        "{pattern: 'blocks.{1,2}', style: blocks, sp: false}",
+        "{pattern: 'blocks.{1,2}.attn.wo', style: row, units: num_heads}",
+    ],
     "grouped_adapters": [
         "{pattern: h.*.attn.k.weight, style: local_heads, units: kv_heads}",
         "{pattern: h.*.attn.v.lora_B, style: local_heads, units: kv_heads}",
