@@ -67,7 +67,7 @@ SHARDED = {
     "spatial_gate": 8,
     "parametrized": 8,
     "grouped_adapters": 26,
-    "first_differs": 19,
+    "first_differs": 23,
 }
 """How many tensors of each kind are sharded: in a value residual the first attention is whole, in re-attention and
 of parametrized weights each one."""
