@@ -254,7 +254,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     if refused:
         lines += ["", "## Refusals, with their sentence", ""]
         for name, result in refused.items():
-            sentence = " ".join(result.get("sentence", "").split())
+            sentence, _, rules = " ".join(result.get("sentence", "").split()).partition(" The rules were:")
+            sentence += " (the rules follow)" if rules else ""
             lines.append(f"- **{name}** ({result.get('type', result['outcome'])}): {sentence}")
     lines += ["", "Versions: " + ", ".join(packages(list(found))) + ".", ""]
     return "\n".join(lines)
