@@ -56,6 +56,10 @@ class DataPath:
         rng: which random stream draws come from.
         columns: what is gathered for columns.
         observers: what is told of each event.
+
+    Attributes:
+        overlaps_blocks: whether a weight-gradient product may wait for a collective of the block before. Not where each block's
+            gradients are reduced over the replicas as soon as its own backward ends: what came later would be lost.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class DataPath:
         self.sp, self.size = policy.sp, policy.size
         self._frames, self._rng, self._columns = frames, rng, columns
         self._observers, self._placement = observers, observers.placement
+        self.overlaps_blocks = True
 
     # ---- in and out ------------------------------------------------------------------------------------------
 
@@ -88,6 +93,8 @@ class DataPath:
         if frames.active:
             self._placement.check_block_input(x, block)
             frames.remember(key, is_shard=True)
+            if not self.overlaps_blocks:
+                frames.current.overlap_seq_nr = None
             return x
         frames.begin(x, key)
         self._observers.region_begins()

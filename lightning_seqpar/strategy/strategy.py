@@ -31,11 +31,13 @@ from lightning_seqpar.distributed.rank_consistency import check_agreement, descr
 from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
-from lightning_seqpar.parallel.apply import parallelize, unshard
+from lightning_seqpar.parallel.apply import parallelize, unshard, whole_model
+from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully_shard_options
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
 from lightning_seqpar.strategy.saving import SavingStrategy
@@ -160,6 +162,7 @@ class SeqParallelStrategy(SavingStrategy):
         merged = _merge_config(config, keywords)
         refuse_unsupported(merged)
         check_ddp_options(merged.ddp)
+        fully_shard_options(merged.fsdp)
         check_plan(merged.plan)  # here, so that wrong rules raise before any process starts
         super().__init__(
             merged,
@@ -209,6 +212,7 @@ class SeqParallelStrategy(SavingStrategy):
                     "the model's weights can't be read",
                 )
         self.model_to_device()
+        self._split = self._split_over_replicas(module, record)
         if record is not None:
             record.reset_calls()
             record.strategy = weakref.ref(self)
@@ -222,7 +226,7 @@ class SeqParallelStrategy(SavingStrategy):
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)
             with self._phases.phase("making optimizers"):
-                if self.dp_size > 1:
+                if self.dp_size > 1 and self._split is None:
                     self._wrap_ddp(module)
                 self.setup_optimizers(trainer)
             self._watch_all_steps()
@@ -243,7 +247,10 @@ class SeqParallelStrategy(SavingStrategy):
         tp = self.groups.size("tp")
         earlier = record_of(module)
         config = self.config
-        made_by = (self.groups.topology, config.sp, config.plan, config.regather, config.vocab, config.loss_chunk)
+        made_by = (
+            *(self.groups.topology, config.sp, config.plan, config.regather, config.vocab, config.loss_chunk),
+            *(config.data_parallel, config.fsdp),
+        )
         if earlier is not None:
             if earlier.made_by == made_by:
                 return earlier
@@ -253,7 +260,11 @@ class SeqParallelStrategy(SavingStrategy):
         self._make_replicas_equal(module)
         if tp == 1:
             self._log_summary(["none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"])
-            return None
+            if not self._splits:
+                return None
+            record = whole_model(module, self.groups)
+            record.made_by = made_by
+            return record
         phases = self._phases
         proved = Prover(module, self._trainer, self.config, self.groups, self.root_device, phases).prove()
         plans = proved.plans
@@ -276,6 +287,26 @@ class SeqParallelStrategy(SavingStrategy):
                 "they will see this rank's part of the activations"
             )
         return record
+
+    @property
+    def _splits(self) -> bool:
+        """Whether the replicas share out what one of them would hold."""
+        return self.config.data_parallel == "fsdp" and self.dp_size > 1
+
+    def _split_over_replicas(self, module: LightningModule, record: ShardedModel | None) -> FullySharded | None:
+        """Let each replica hold some rows of every parameter, where that is asked for; an earlier run may have done so."""
+        if not self._splits:
+            return None
+        assert record is not None
+        split = record.replicas
+        if split is None:
+            blocks = [*(name for region in record.regions for name in region.blocks), *block_lists(module)]
+            split = FullySharded(record, blocks, fully_shard_options(self.config.fsdp), self.root_device)
+        assert isinstance(split, FullySharded)
+        for region in record.regions:
+            region.path.overlaps_blocks = False
+        self.model = RootCall(module)
+        return split
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -353,8 +384,9 @@ class SeqParallelStrategy(SavingStrategy):
 
     def teardown(self) -> None:
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
-        if self._ddp_model is not None:
-            self.model, self._ddp_model = self.lightning_module, None
+        if self._split is not None:
+            self._split.settle()
+        self.model, self._ddp_model, self._split = self.lightning_module, None, None
         if self._sync is not None:
             self._sync.remove()
             self._sync = None
