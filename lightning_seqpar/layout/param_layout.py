@@ -131,6 +131,10 @@ class ModelLayout(Mapping[str, ParamLayout]):
                 self._computing[name] = now
                 self._names[id(now)] = name
 
+    def left_computing(self) -> list[str]:
+        """Names of parameters whose stand-in of the forward holds a gradient, which nobody has taken over to the parameter."""
+        return [name for name, stand_in in self._computing.items() if stand_in.grad is not None]
+
     def of(self, tensor: Tensor) -> ParamLayout | None:
         """The layout of a parameter of the model, or of what stands in for it in a forward; None for any other tensor."""
         name = self._names.get(id(tensor))

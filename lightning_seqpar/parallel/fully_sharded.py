@@ -115,6 +115,10 @@ class FullySharded:
             self._model.get_submodule(name).register_forward_pre_hook(functools.partial(self._note, name))
             for name in [*self.units, ""]
         ]
+        self._trains = {name: p.requires_grad for name, p in self._own.items()}
+        self._handles = [
+            module.register_forward_pre_hook(self._gather_outside, prepend=True) for module in self._outside_modules()
+        ]
 
     @property
     def root(self) -> FSDPModule:
@@ -153,7 +157,59 @@ class FullySharded:
         self._record.layout.note_computing(self._model, f"{unit}." if unit else "")
         self._notes[at].remove()
 
+    def _outside_modules(self) -> list[nn.Module]:
+        """Modules outside of the blocks that hold parameters themselves; not the model, whose call gathers them."""
+        return [
+            module
+            for name, module in self._model.named_modules()
+            if name and not any(inside(name, unit) for unit in self.units) and next(module.parameters(False), None) is not None
+        ]
+
+    def _gather_outside(self, module: nn.Module, args: Any) -> None:
+        """Before a module outside of the blocks: gather what is in no block, if no call of the model has.
+
+        That is so behind a backward in the middle of a step (manual optimization), and outside of steps.
+        """
+        held = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if any(is_split(parameter) for parameter in held):
+            self.root.unshard()
+            self._record.layout.note_computing(self._model, "")
+        for parameter in module._parameters.values():
+            layout = None if parameter is None else self._record.layout.of(parameter)
+            if parameter is None or layout is None or layout.name in self.whole:
+                continue
+            # Which parameters train may be set on either object, and was the same on both.
+            own = self._record.layout.parameter(layout.name)
+            if own.requires_grad != parameter.requires_grad:
+                trains = own.requires_grad if own.requires_grad != self._trains[layout.name] else parameter.requires_grad
+                own.requires_grad_(trains)
+                parameter.requires_grad_(trains)
+            self._trains[layout.name] = own.requires_grad
+
     # ---- steps -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Fix which module is the root, once all parameters have their values: the first that is called would be it."""
+        self._state._lazy_init()
+
+    @property
+    def _state(self) -> Any:
+        """What torch keeps for the root. It has no public way to say that a backward begins in the middle of a forward."""
+        return self.root._get_fsdp_state()
+
+    def expect_backward(self, loss: Tensor) -> None:
+        """Before a backward: let the root's gradients be reduced at its end, also in the middle of a step."""
+        if loss.requires_grad:
+            loss.register_hook(self._state._pre_backward)
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError if a gradient was left behind by the reduction over the replicas."""
+        if left := self._record.layout.left_computing():
+            raise RuntimeError(
+                f"{left[0]}: its gradient was not reduced over the replicas (data_parallel='fsdp'): it came behind the backward of "
+                "its block, or from a backward that the strategy does not see. Call self.manual_backward(loss) instead of "
+                "loss.backward(), and read the parameters of a block in its own forward only"
+            )
 
     def settle(self) -> None:
         """Let the model hold rows alone, as between steps: an evaluation leaves what is in no block gathered."""
@@ -200,8 +256,8 @@ class FullySharded:
                 trains = sharded[name].requires_grad
                 set_data(parameter, gather_rows(sharded[name], group).clone())
                 parameter.requires_grad_(trains)
-        for note in self._notes:
-            note.remove()
+        for handle in (*self._notes, *self._handles):
+            handle.remove()
         for module, known in self._hooks:
             for key, hooks in known.items():
                 present = getattr(module, key)

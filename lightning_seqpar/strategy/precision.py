@@ -12,6 +12,8 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_seqpar.layout.replica_rows import local_rows
+
 
 class GradientOwner(Protocol):
     """The methods of the strategy that clipping calls."""

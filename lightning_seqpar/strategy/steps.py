@@ -219,6 +219,8 @@ class SteppingStrategy(TopologyStrategy):
             assert self._sync is not None
             self._sync.attach()  # once more, since a parameter may have thawed in the step
             self._sync.begin_backward()
+            if self._split is not None:
+                self._split.expect_backward(closure_loss)
             self._sync.losses.note(closure_loss)
             if self._schedule.is_due("training"):
                 check_loss(closure_loss, self.groups)
@@ -368,6 +370,7 @@ class SteppingStrategy(TopologyStrategy):
             return  # in automatic optimization no gradient is added between the backward and the update
         step = self._steps.get(id(optimizer), 0) + 1
         if self._split is not None:
+            self._split.check_reduced()
             self._split.average(_parameters(optimizer))
         self._sync.flush(_parameters(optimizer), check=self._schedule.is_due_at(step))
         # Elsewhere (a raw step, grad_norm in some hook) the backward may still be to come.

@@ -303,6 +303,7 @@ class SeqParallelStrategy(SavingStrategy):
             blocks = [*(name for region in record.regions for name in region.blocks), *block_lists(module)]
             split = FullySharded(record, blocks, fully_shard_options(self.config.fsdp), self.root_device)
         assert isinstance(split, FullySharded)
+        split.begin()
         for region in record.regions:
             region.path.overlaps_blocks = False
         self.model = RootCall(module)
