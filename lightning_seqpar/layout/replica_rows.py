@@ -7,6 +7,7 @@ else tensors stay plain: this module is where the two forms meet.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
@@ -60,6 +61,14 @@ def with_rows(rows: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
         rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def empty_like_rows(like: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros on the CPU for a tensor that a replica would hold as ``shape``: a ``DTensor`` of this rank's rows if ``like`` is one."""
+    if like is None or not is_split(like):
+        return torch.zeros(shape, dtype=dtype)
+    start, stop = rows_held(like) or (0, 0)
+    return with_rows(torch.zeros(stop - start, *shape[1:], dtype=dtype), like)
 
 
 def gather_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
