@@ -46,7 +46,8 @@ def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
         blocks: names of repeated blocks; of one in another the outer one counts.
 
     Returns:
-        Names, in order. A block that shares a parameter with anything outside of it is left out: that belongs to two units.
+        Names, in order; of a block that is a list of modules, those. One that shares a parameter with anything outside of it is
+        left out: the parameter would belong to two.
     """
     named = dict(model.named_modules())
     modules = {id(named[name]): name for name in reversed(list(blocks)) if name in named}
@@ -54,11 +55,15 @@ def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
         name for name in modules.values() if not any(other != name and inside(name, other) for other in modules.values())
     ]
     everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    found = []
-    for name in outer:
+    found = set()
+    while outer:
+        name = outer.pop()
+        if isinstance(named[name], nn.ModuleList | nn.ModuleDict):  # nobody calls it, so nothing could be gathered before
+            outer += [f"{name}.{key}" for key, _ in named[name].named_children()]
+            continue
         held = Counter(id(p) for _, p in named[name].named_parameters(remove_duplicate=False))
         if held and all(everywhere[key] == count for key, count in held.items()):
-            found.append(name)
+            found.add(name)
     return [name for name in named if name in found]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -58,8 +60,9 @@ class DataPath:
         observers: what is told of each event.
 
     Attributes:
-        overlaps_blocks: whether a weight-gradient product may wait for a collective of the block before. Not where each block's
-            gradients are reduced over the replicas as soon as its own backward ends: what came later would be lost.
+        row_window: under which collectives a row's weight-gradient product may run: of ``any`` row before it, of one in its own
+            ``block``, or ``none``. Where the gradients of a block are reduced over the replicas as soon as its backward ends,
+            what came later would be lost.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class DataPath:
         self.sp, self.size = policy.sp, policy.size
         self._frames, self._rng, self._columns = frames, rng, columns
         self._observers, self._placement = observers, observers.placement
-        self.overlaps_blocks = True
+        self.row_window: Literal["any", "block", "none"] = "any"
 
     # ---- in and out ------------------------------------------------------------------------------------------
 
@@ -93,7 +96,7 @@ class DataPath:
         if frames.active:
             self._placement.check_block_input(x, block)
             frames.remember(key, is_shard=True)
-            if not self.overlaps_blocks:
+            if self.row_window != "any":
                 frames.current.overlap_seq_nr = None
             return x
         frames.begin(x, key)
@@ -210,7 +213,8 @@ class DataPath:
         Returns:
             The weight to multiply with, and where the product is left; None if it does not wait.
         """
-        return defer_wgrad(weight, self._frames.current.overlap_seq_nr if self.policy.overlaps(count) else None)
+        waits = self.row_window != "none" and self.policy.overlaps(count)
+        return defer_wgrad(weight, self._frames.current.overlap_seq_nr if waits else None)
 
     # ---- other dims ------------------------------------------------------------------------------------------
 

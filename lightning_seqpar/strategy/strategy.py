@@ -305,7 +305,7 @@ class SeqParallelStrategy(SavingStrategy):
         assert isinstance(split, FullySharded)
         split.begin()
         for region in record.regions:
-            region.path.overlaps_blocks = False
+            region.path.row_window = "block" if set(region.blocks) <= {*split.units} else "none"
         self.model = RootCall(module)
         return split
 
