@@ -71,6 +71,13 @@ def empty_like_rows(like: Tensor | None, shape: Sequence[int], dtype: torch.dtyp
     return with_rows(torch.zeros(stop - start, *shape[1:], dtype=dtype), like)
 
 
+def empty_on_cpu(like: Tensor) -> Tensor:
+    """Memory on the CPU for what a rank holds of a tensor on the meta device, split as that is."""
+    if not is_split(like):
+        return torch.empty_like(like, device="cpu")
+    return with_rows(torch.empty_like(local_rows(like), device="cpu"), like)
+
+
 def gather_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """A tensor with the rows of all replicas; any that is not split is returned as it is. Collective over ``group``.
 

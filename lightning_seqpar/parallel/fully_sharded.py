@@ -258,8 +258,11 @@ class FullySharded:
         sharded = {name: self._model.get_parameter(name) for name in self._own}
         with torch.no_grad():
             for name, parameter in self._own.items():
-                trains = sharded[name].requires_grad
-                set_data(parameter, gather_rows(sharded[name], group).clone())
+                trains, whole = sharded[name].requires_grad, gather_rows(sharded[name], group).clone()
+                if parameter.is_meta:
+                    torch.utils.swap_tensors(parameter, nn.Parameter(whole))
+                else:
+                    set_data(parameter, whole)
                 parameter.requires_grad_(trains)
         for handle in (*self._notes, *self._handles):
             handle.remove()

@@ -204,6 +204,8 @@ class SeqParallelStrategy(SavingStrategy):
         self.precision_plugin.convert_module(module)
         share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)
         record = self._parallelize(module)
+        if meta_weights is not None and self._splits:
+            self._split = self._split_over_replicas(module, record)  # before it has weights: of each a rank keeps its rows
         if meta_weights is not None:
             with self._phases.phase("filling the weights", meta_weights.count) as filling:
                 on_every_rank(
@@ -212,7 +214,10 @@ class SeqParallelStrategy(SavingStrategy):
                     "the model's weights can't be read",
                 )
         self.model_to_device()
-        self._split = self._split_over_replicas(module, record)
+        if meta_weights is None:
+            self._split = self._split_over_replicas(module, record)
+        if self._split is not None:
+            self._split.begin()
         if record is not None:
             record.reset_calls()
             record.strategy = weakref.ref(self)
@@ -300,10 +305,12 @@ class SeqParallelStrategy(SavingStrategy):
         assert record is not None
         split = record.replicas
         if split is None:
+            for tensor in (*module.parameters(), *module.buffers()):
+                if not tensor.is_meta:
+                    tensor.data = tensor.data.to(self.root_device)
             blocks = [*(name for region in record.regions for name in region.blocks), *block_lists(module)]
             split = FullySharded(record, blocks, fully_shard_options(self.config.fsdp), self.root_device)
         assert isinstance(split, FullySharded)
-        split.begin()
         for region in record.regions:
             region.path.row_window = "block" if set(region.blocks) <= {*split.units} else "none"
         self.model = RootCall(module)
