@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.distributed.autograd import tensor_hooks
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.layout.replica_rows import gather_rows, is_split, local_rows
+from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.sharded_model import ShardedModel
@@ -72,7 +73,7 @@ class FullySharded:
 
     Args:
         record: the record of the model, whose layouts are bound to the new parameter objects.
-        blocks: names of the model's repeated blocks.
+        blocks: names of the modules that are to be gathered and reduced each on its own.
         options: keywords of ``fully_shard``: ``reshard_after_forward``, ``mp_policy``, ``offload_policy``.
         device: where the model computes.
 
@@ -122,7 +123,8 @@ class FullySharded:
         ]
         self._trains = {name: p.requires_grad for name, p in self._own.items()}
         self._handles = [
-            module.register_forward_pre_hook(self._gather_outside, prepend=True) for module in self._outside_modules()
+            *(module.register_forward_pre_hook(self._gather_outside, prepend=True) for module in self._outside_modules()),
+            *(self._model.get_submodule(unit).register_forward_hook(_refuse_graph(unit)) for unit in self.units),
         ]
 
     @property
@@ -284,12 +286,38 @@ class FullySharded:
         self._record.layout.rebind(self._model)
 
 
-def split_moments(optimizers: Sequence[Any]) -> int:
-    """How many elements of optimizer state this rank holds, of all optimizers."""
-    return sum(
-        local_rows(value).numel()
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-        if is_split(value)
-    )
+def _refuse_graph(unit: str) -> Callable[..., None]:
+    """Make a hook of a block: a backward through it that is to be differentiated itself is refused."""
+
+    def refuse(grad: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{unit}: a backward through it is to be differentiated again (create_graph=True, a gradient penalty), and "
+                "data_parallel='fsdp' frees the block's parameters behind the first. Set fsdp={'units': []}, which keeps them for "
+                "the whole step, or use data_parallel='ddp'"
+            )
+
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        for tensor in tree_leaves(out) if torch.is_grad_enabled() else ():
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(refuse)
+
+    return hook
+
+
+def refuse_rows(out: Any) -> None:
+    """Refuse what a step returned if a parameter's rows are in it, which the step took for the parameter.
+
+    Raises:
+        RuntimeError: saying where parameters may be read.
+    """
+    if any(is_split(tensor) for tensor in tree_leaves(out)):
+        raise RuntimeError(READ_ROWS)
+
+
+READ_ROWS = (
+    "the step reads a parameter of a block outside of that block's forward (a norm of weights in the loss?), where "
+    "data_parallel='fsdp' holds this rank's rows of it alone. Read it in the block, set fsdp={'units': []}, which gathers all "
+    "parameters for the whole step, or use data_parallel='ddp'"
+)
+"""What is said where rows meet whole tensors."""

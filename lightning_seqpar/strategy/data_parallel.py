@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,18 +10,21 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from lightning_seqpar.config import nearest
+from lightning_seqpar.layout.module_names import match_pattern
 
 _TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 _MP_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy")
-"""What the field ``fsdp`` may hold, by the names of ``fully_shard``."""
+OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy", "units")
+"""What the field ``fsdp`` may hold: by the names of ``fully_shard``, and ``units``."""
 
 
 def fully_shard_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of ``fully_shard`` for the field ``fsdp``.
 
     Args:
-        given: ``reshard_after_forward``: whether blocks are gathered once more in the backward (ZeRO-3, the default) or stay
+        given: ``units``: patterns of the modules that are each gathered and reduced on their own, in place of the blocks; an
+            empty list gathers everything for the whole of a step. It is checked here and read by :func:`units_among`.
+            ``reshard_after_forward``: whether blocks are gathered once more in the backward (ZeRO-3, the default) or stay
             gathered (ZeRO-2). ``mp_policy``: a mapping of ``param_dtype``, ``reduce_dtype``, ``output_dtype`` (names such as
             ``bfloat16``) and ``cast_forward_inputs``. ``offload_policy``: true to keep parameters, gradients and moments on the
             CPU.
@@ -35,6 +38,9 @@ def fully_shard_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"fsdp={{{name!r}: ...}}: there is no such option; did you mean {nearest(name, list(OPTIONS))}? "
                 f"({', '.join(OPTIONS)})"
             )
+    units = given.get("units")
+    if units is not None and (isinstance(units, str) or not all(isinstance(each, str) for each in units)):
+        raise ValueError(f"fsdp={{'units': {units!r}}}: give a list of patterns, such as ['model.layers.*'], or an empty list")
     out: dict[str, Any] = {}
     if (reshard := given.get("reshard_after_forward")) is not None:
         if not isinstance(reshard, bool):
@@ -92,6 +98,28 @@ def block_lists(model: nn.Module) -> Iterator[str]:
             for path, part in parts.items():
                 if kinds.count(type(part)) > 1 and any(True for _ in part.children()):
                     yield path
+
+
+def units_among(given: Mapping[str, Any], model: nn.Module, blocks: Iterable[str]) -> list[str]:
+    """Names of the modules that are each gathered and reduced on their own.
+
+    Args:
+        given: the field ``fsdp``.
+        model: the model.
+        blocks: names of its repeated blocks, which are taken if the field has no ``units``.
+
+    Raises:
+        ValueError: for a pattern that no module has.
+    """
+    if (patterns := given.get("units")) is None:
+        return list(blocks)
+    names = [name for name, _ in model.named_modules() if name]
+    found: list[str] = []
+    for pattern in patterns:
+        if not (matched := [name for name in names if match_pattern(pattern, name)]):
+            raise ValueError(f"fsdp={{'units': [{pattern!r}]}}: no module has that name; did you mean {nearest(pattern, names)}?")
+        found += matched
+    return found
 
 
 class RootCall(nn.Module):

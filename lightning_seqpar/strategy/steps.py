@@ -28,7 +28,7 @@ from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_optimizer
 from lightning_seqpar.distributed.rng import DrawWatch
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
-from lightning_seqpar.parallel.fully_sharded import FullySharded
+from lightning_seqpar.parallel.fully_sharded import READ_ROWS, FullySharded, refuse_rows
 from lightning_seqpar.parallel.grad_checks import check_reduced, check_replicated
 from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.grad_sync import GradSync
@@ -122,11 +122,15 @@ class SteppingStrategy(TopologyStrategy):
         except Exception as error:
             if self._split is not None:
                 self._split.reset()
+            if self._split is not None and "DTensor" in str(error):
+                raise RuntimeError(READ_ROWS) from error
             if not isinstance(error, RuntimeError):
                 raise
             refuse_added(record.added_inside(), record)  # if modules were added, that is the likelier cause
             raise
         record.check_closed(out)
+        if self._split is not None:
+            refuse_rows(out)
         if self._split is not None and loop != "training":
             self._split.settle()
         if loop == "training":

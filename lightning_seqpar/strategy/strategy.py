@@ -31,13 +31,14 @@ from lightning_seqpar.distributed.rank_consistency import check_agreement, descr
 from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
+from lightning_seqpar.layout.replica_rows import is_split
 from lightning_seqpar.parallel.apply import parallelize, unshard, whole_model
 from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
-from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully_shard_options
+from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully_shard_options, units_among
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
 from lightning_seqpar.strategy.saving import SavingStrategy
@@ -174,6 +175,7 @@ class SeqParallelStrategy(SavingStrategy):
         )
         self._summarized = False
         self._recorder: DeferredInit | None = None
+        self._failed = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -196,6 +198,7 @@ class SeqParallelStrategy(SavingStrategy):
         """Shard the model (once), fill it if it is on the meta device, wrap it into DDP, and then make the optimizers."""
         assert self.accelerator is not None
         self._schedule.begin_run()
+        self._failed = False
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
@@ -309,7 +312,8 @@ class SeqParallelStrategy(SavingStrategy):
                 if not tensor.is_meta:
                     tensor.data = tensor.data.to(self.root_device)
             blocks = [*(name for region in record.regions for name in region.blocks), *block_lists(module)]
-            split = FullySharded(record, blocks, fully_shard_options(self.config.fsdp), self.root_device)
+            units = units_among(self.config.fsdp, module, blocks)
+            split = FullySharded(record, units, fully_shard_options(self.config.fsdp), self.root_device)
         assert isinstance(split, FullySharded)
         for region in record.regions:
             region.path.row_window = "block" if set(region.blocks) <= {*split.units} else "none"
@@ -384,6 +388,7 @@ class SeqParallelStrategy(SavingStrategy):
 
         One that every rank raises before it trains is told by rank 0 alone.
         """
+        self._failed = True
         self._unmute_writers()
         without_inner_frames(exception)
         if isinstance(self.launcher, SeqParallelLauncher):
@@ -402,8 +407,10 @@ class SeqParallelStrategy(SavingStrategy):
         if isinstance(self.launcher, SeqParallelLauncher):
             self.launcher.give_signals_back()
         module = self.lightning_module
-        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
-            # It never got its weights: Lightning would fail to move it to the CPU, and hide the error that ended the run.
+        unmovable = is_split if self._failed or self.root_device.type == "cpu" else lambda parameter: False
+        if module is not None and any(parameter.is_meta or unmovable(parameter) for parameter in module.parameters()):
+            # It never got its weights, or a graph that the error kept alive holds its rows: Lightning would fail to move it to
+            # the CPU, and hide the error that ended the run.
             self._lightning_module = None
         super().teardown()
         self._lightning_module = module
