@@ -243,7 +243,15 @@ class SeqParallelStrategy(SavingStrategy):
         tp = self.groups.size("tp")
         earlier = record_of(module)
         config = self.config
-        made_by = (self.groups.topology, config.sp, config.plan, config.regather, config.vocab, config.loss_chunk)
+        made_by = (
+            self.groups.topology,
+            config.sp,
+            config.plan,
+            config.regather,
+            config.vocab,
+            config.loss_chunk,
+            config.recompute,
+        )
         if earlier is not None:
             if earlier.made_by == made_by:
                 return earlier
@@ -262,7 +270,13 @@ class SeqParallelStrategy(SavingStrategy):
         hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
         with phases.phase("cutting the model"):
             record = parallelize(
-                module, plans, self.groups, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk
+                module,
+                plans,
+                self.groups,
+                sp=config.sp,
+                regather=config.regather,
+                loss_chunk=config.loss_chunk,
+                recompute=config.recompute,
             )
         record.made_by = made_by
         coverage = cover(record, plans, proved.known, sp=config.sp)
