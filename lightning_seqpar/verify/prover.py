@@ -473,6 +473,7 @@ class Prover:
             # With a small example "auto" would keep what a real batch gathers again.
             regather=True if self._config.regather == "auto" else self._config.regather,
             loss_chunk=self._config.loss_chunk,
+            recompute=self._config.recompute,
             device=device,
             dtype=dtype,
             prepare=lambda copied: attach_view(copied, self._trainer),
