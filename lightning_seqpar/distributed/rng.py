@@ -56,9 +56,9 @@ class HostDraws:
     def end(self) -> None:
         """The part ended: if it drew nothing there is nothing to draw again."""
         assert self._began is not None
-        python, arrays = self._began
-        # Of numpy's state the numbers change only when the position in them has come round.
-        same = (now := np.random.get_state())[2] == arrays[2] and bool((now[1] == arrays[1]).all())
+        python, (kind, numbers, *places) = self._began
+        now_kind, now_numbers, *now_places = np.random.get_state()
+        same = (now_kind, now_places) == (kind, places) and np.array_equal(now_numbers, numbers)
         if same and random.getstate() == python:
             self._began = None
 

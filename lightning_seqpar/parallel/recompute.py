@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_seqpar.layout.module_names import in_all_layers, inside
+from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes
@@ -15,7 +15,6 @@ from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.styles.column import ColumnRule
 from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.styles.replace import ReplaceRule
-from lightning_seqpar.styles.row import RowRule
 from lightning_seqpar.styles.style import PlannedModel
 
 Recompute = Literal["none", "selective", "full"]
@@ -31,7 +30,7 @@ def attentions(plan: PlannedModel) -> dict[str, str]:
     Returns:
         Nothing of a block that holds the projections of its attention itself: there no module is the attention.
     """
-    rows = [name for name in plan.named("row")]
+    rows = list(plan.named("row"))
     blocks = [block for stack in plan.stacks for block in stack.blocks]
     found: dict[str, str] = {}
     for match in plan.decided:
@@ -74,7 +73,7 @@ def recomputed(plan: PlannedModel, recompute: Recompute) -> list[str]:
         return [block for stack in plan.stacks for block in stack.blocks]
     found = attentions(plan)
     if not found:
-        blocks = ", ".join(in_all_layers(stack.blocks[0]) for stack in plan.stacks)
+        blocks = ", ".join(f"{stack.blocks[0].rpartition('.')[0]}.*" for stack in plan.stacks)
         raise NoAttentionError(
             f"recompute='selective': in the blocks ({blocks}) no module is the attention, that is one which holds columns "
             "dealt out by heads (units) and the row behind them; use recompute='full', or 'none'"

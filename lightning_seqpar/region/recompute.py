@@ -1,17 +1,18 @@
 """A module whose forward runs again in the backward: its inputs are kept, and nothing of what it computes.
 
 torch's own activation checkpoint (``torch.utils.checkpoint``) does it. It stands around the module's ``forward``, inside of its
-hooks: what the region does where the module is entered and left happens once, and collectives, gathers and draws inside of it run
-again as they ran. What the checkpoint can't know is given to it here: the length of the sequence that the call had, what was gathered for
-the module (the shard is kept, and gathered again), and the draws of other generators than torch's.
+hooks: what the region does where the module is entered and left happens once, and collectives, gathers and draws inside of it
+run again as they ran. What the checkpoint can't know is given to it here: the length of the sequence that the call had, what was
+gathered for the module (the shard is kept, and gathered again), and the draws of other generators than torch's.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,8 +51,8 @@ class RecomputeNotes:
 class RecomputedForward:
     """Takes the place of a module's ``forward``; what it returns and the gradients are the same to the last bit.
 
-    It keeps the arguments: of a block its activation's shard, ``[b, s/tp, h]``. Without gradients, inside an activation checkpoint of
-    somebody else (which runs it again anyway) and in a recompute it runs the module as it is.
+    It keeps the arguments: of a block its activation's shard, ``[b, s/tp, h]``. Without gradients, inside an activation
+    checkpoint of somebody else (which runs it again anyway) and in a recompute it runs the module as it is.
 
     Args:
         module: the module.
@@ -102,9 +103,7 @@ class RecomputedForward:
 
     @property
     def _way_out(self) -> str:
-        return (
-            "use recompute='none', and torch.utils.checkpoint in the model around parts that change nothing but what they return"
-        )
+        return "use recompute='none', and torch.utils.checkpoint in the model around parts that change nothing but what they return"
 
     def _without_cache(self, value: Any) -> Any:
         """An argument; in the place of an empty cache of keys and values (Hugging Face's), which training fills for nobody, None.
@@ -162,7 +161,9 @@ class _Kept:
         self._width = region.size if region is not None and isinstance(value, StandIn) else None
         self.tensor: Tensor | None = resolve(value)
         self._requires_grad = self.tensor.requires_grad
-        self._handle: RegatheredInput | None = region.columns.find_regathered(self.tensor) if region is not None else None
+        self._handle: RegatheredInput | None = (
+            region.columns.find_regathered(self.tensor) if region is not None else None
+        )
         if self._handle is not None:
             self._handle.add_user()
             self.tensor = self._handle.kept
@@ -191,16 +192,19 @@ class _Call:
     ) -> None:
         self._forward, self._region = forward, region
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._kept: dict[int, _Kept] = {}  # by the id of the argument: one that is passed twice is the same again
-        self._args = tuple(self._note(value) for value in args)
-        self._kwargs = {key: self._note(value) for key, value in kwargs.items()}
-        self._lengths = region.frames.lengths() if region is not None else None
+        found: dict[int, _Kept] = {}  # by the id of the argument: one that is passed twice is the same again
+        self._args = tuple(self._note(value, found) for value in args)
+        self._kwargs = {key: self._note(value, found) for key, value in kwargs.items()}
+        self._kept = list(found.values())
+        self._repeating: Callable[[], AbstractContextManager[None]] = nullcontext
+        if region is not None:
+            self._repeating = functools.partial(region.frames.repeating, region.frames.lengths())
         self._draws = HostDraws()
 
     def take_kept(self) -> list[Tensor]:
         """The tensors that a recompute is made of, handed over to the checkpoint."""
         tensors = []
-        for kept in self._kept.values():
+        for kept in self._kept:
             assert kept.tensor is not None
             tensors.append(kept.tensor)
             kept.tensor = None
@@ -210,25 +214,23 @@ class _Call:
         """Run the module, at first with its arguments, which are let go of then, and later with what was kept of them."""
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
-            self._kept = {at: item for at, item in enumerate(self._kept.values())}
             out = self._forward(*args, **kwargs)
             self._draws.end()
             return out
-        frame = nullcontext() if self._region is None else self._region.frames.repeating(self._lengths)
-        with frame, self._draws.again():
-            tensors = [item.restore(tensor) for item, tensor in zip(self._kept.values(), kept, strict=True)]
+        with self._repeating(), self._draws.again():
+            tensors = [item.restore(tensor) for item, tensor in zip(self._kept, kept, strict=True)]
             args = tuple(_given(value, tensors) for value in self._args)
             return self._forward(*args, **{key: _given(value, tensors) for key, value in self._kwargs.items()})
 
-    def _note(self, value: Any) -> Any:
+    def _note(self, value: Any, found: dict[int, _Kept]) -> Any:
         """An argument with its :class:`_Kept` in place of each tensor; lists, dicts and other objects are passed as they are."""
         if type(value) is tuple:
-            return tuple(self._note(item) for item in value)
+            return tuple(self._note(item, found) for item in value)
         if not isinstance(value, Tensor):
             return value
-        if id(value) not in self._kept:
-            self._kept[id(value)] = _Kept(len(self._kept), value, self._region)
-        return self._kept[id(value)]
+        if id(value) not in found:
+            found[id(value)] = _Kept(len(found), value, self._region)
+        return found[id(value)]
 
 
 def _given(value: Any, tensors: Sequence[Tensor]) -> Any:

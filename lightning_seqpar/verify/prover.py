@@ -123,10 +123,9 @@ class Prover:
         Raises:
             ValueError: if no plan is found; the message says what to write.
         """
-        asked = f"recompute={self._config.recompute!r} with tp=1"
         spec = self._config.plan
         own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) else None
-        if own is not None and any(isinstance(rule, BlocksRule) for rule in own.rules):
+        if own is not None and self._config.recompute == "full" and any(isinstance(r, BlocksRule) for r in own.rules):
             own.match(self._module)
             return [own]
 
@@ -151,10 +150,10 @@ class Prover:
             try:
                 return resolve_plans(spec, self._module, infer)
             except ValueError as error:
-                rule = "{pattern: 'model.layers.*', style: blocks}"
                 raise ValueError(
-                    f"{asked}: the blocks are found as for a larger tp, and {error}. Name them by a rule, plan={{'rules': [{rule}]}}, "
-                    "or use recompute='none' (activation checkpointing inside the model works)"
+                    f"recompute={self._config.recompute!r} with tp=1: the blocks are found as for a larger tp, and {error}. Name "
+                    "them by a rule, plan={'rules': [{pattern: 'model.layers.*', style: blocks}]}, or use recompute='none' "
+                    "(activation checkpointing inside the model works)"
                 ) from None
 
     def _proved(self) -> Proved:
