@@ -35,16 +35,16 @@ class RecomputeNotes:
 
     Attributes:
         asked: the field of the configuration, for messages.
-        told: the sentences that were told already.
+        told: what was told already.
     """
 
     asked: str
     told: set[str] = field(default_factory=set)
 
-    def tell(self, sentence: str) -> None:
-        """Warn once."""
-        if sentence not in self.told:
-            self.told.add(sentence)
+    def tell(self, what: str, sentence: str) -> None:
+        """Warn, of each thing once, however many modules it concerns."""
+        if what not in self.told:
+            self.told.add(what)
             rank_zero_warn(f"lightning_seqpar: recompute={self.asked!r}: {sentence}")
 
 
@@ -80,12 +80,13 @@ class RecomputedForward:
         Raises:
             ValueError: if the module changes a buffer or an argument of its own, which a recompute would change once more.
         """
-        if not torch.is_grad_enabled() or in_backward() or not saved_tensor_hooks_allowed():
+        if not torch.is_grad_enabled() or not saved_tensor_hooks_allowed():
             return self._forward(*args, **kwargs)
-        if is_of_checkpoint(hooks_in_force()):
+        if in_backward() or is_of_checkpoint(hooks_in_force()):  # a reentrant checkpoint shows in the backward alone
             self.notes.tell(
+                "a checkpoint",
                 f"{self.name} runs inside an activation checkpoint of the model's own (gradient_checkpointing_enable?), which "
-                "recomputes it already; there the strategy's own recompute steps aside"
+                "recomputes it already; there the strategy's own recompute steps aside",
             )
             return self._forward(*args, **kwargs)
         args = tuple(self._without_cache(value) for value in args)
@@ -121,8 +122,9 @@ class RecomputedForward:
                 "recompute='none'"
             )
         self.notes.tell(
+            "a cache",
             f"{self.name} is given a cache of keys and values while it trains (use_cache=True), which a recompute would fill "
-            "twice; blocks get none, and what the model returns of it is empty"
+            "twice; blocks get none, and what the model returns of it is empty",
         )
         return None
 
