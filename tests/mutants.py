@@ -2725,13 +2725,6 @@ MUTANTS = [
         "",
         "tests/test_recomputed_forward.py::test_under_a_checkpoint_auto_makes_nothing_a_second_time",
     ),
-    Mutant(
-        "recompute: the self-check takes a recompute for a second call",
-        "_noting_outputs",
-        "                if in_backward():\n                    return",
-        "                if False:\n                    return",
-        "tests/test_recompute.py::test_a_recomputed_run_is_the_run",
-    ),
 ]
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.distributed.rng import Drawn, drawn_by, seed_streams
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import Quiet
@@ -118,8 +117,6 @@ def _noting_outputs(model: nn.Module, names: Sequence[str], outputs: list[tuple[
         for name in names:
 
             def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
-                if in_backward():
-                    return  # computed again: the forward's output was noted
                 first = out[0] if isinstance(out, list | tuple) and out else out
                 if isinstance(first, ShardedLogits):
                     first = first.whole()  # a collective: every rank is in this hook now, but may not be later
