@@ -2630,7 +2630,7 @@ MUTANTS = [
         "RecomputedForward.__call__",
         "use_reentrant=False)",
         "use_reentrant=False, preserve_rng_state=False)",
-        "tests/test_recompute.py::test_what_was_dropped_is_dropped_again",
+        "tests/test_random.py::test_what_was_dropped_is_dropped_again",
     ),
     Mutant(
         "recompute: a context that saves collectives",
@@ -2646,7 +2646,7 @@ MUTANTS = [
         "HostDraws.again",
         "        self._set(self._began)\n",
         "",
-        "tests/test_recompute.py::test_what_was_dropped_is_dropped_again",
+        "tests/test_random.py::test_what_was_dropped_is_dropped_again",
     ),
     Mutant(
         "recompute: the length of another call",
@@ -2724,6 +2724,13 @@ MUTANTS = [
         " and not is_of_checkpoint(hooks_in_force())",
         "",
         "tests/test_recomputed_forward.py::test_under_a_checkpoint_auto_makes_nothing_a_second_time",
+    ),
+    Mutant(
+        "recompute: what a selective checkpoint caches is not counted",
+        "SavedBytes.keep_caches",
+        "            self.keep(tensor)\n",
+        "            pass\n",
+        "tests/test_step_meter.py::test_what_a_selective_checkpoint_caches_counts",
     ),
 ]
 

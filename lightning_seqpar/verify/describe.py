@@ -416,6 +416,7 @@ def _trace(
         with traffic:
             with saved:
                 loss = step.run(model)
+            saved.keep_caches()
             loss.backward()
     except Exception as error:  # the user's code may raise anything; the notes say what
         first = str(error).splitlines()[0] if str(error) else ""

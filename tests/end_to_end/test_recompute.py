@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import copy
 import pickle
-import random
 import warnings
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.region.recompute import RecomputedForward
 from lightning_seqpar.testing import run_distributed
-from lightning_seqpar.verify.parity import Trace, compare, gather_weights
-from tests.end_to_end.test_random import Dropping
+from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
 
@@ -132,61 +128,6 @@ def test_a_recomputed_run_is_the_run(world, options, names):
                 torch.equal(trace.weights[n], kept.weights[n]) for n in kept.weights
             )
             assert same, (name, recompute)
-
-
-# ---- random numbers ------------------------------------------------------------------------------------------------
-
-
-class Drawing(Dropping):
-    """Draws masks from torch in every place, and sizes from Python's generator and numpy's in the blocks' own forward."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind=kind)
-        self.calls = 0
-        for block in self.blocks:
-            block.register_forward_pre_hook(self._count)
-            block.attn.forward = Scaled(block.attn)
-
-    def _count(self, module: nn.Module, args: Any) -> None:
-        self.calls += 1
-
-
-class Scaled:
-    """A forward that somebody put on an instance, as wrappers of libraries do."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return type(self.module).forward(self.module, x) * (random.random() + float(np.random.rand()))
-
-
-def draw(recompute: str, sp: bool, kind: str) -> dict[str, Any]:
-    module = Drawing(kind)
-    L.seed_everything(5, verbose=False)
-    data = DataLoader(TensorDataset(torch.randint(31, (24, 11))), batch_size=8)
-    strategy = SeqParallelStrategy(tp=2, sp=sp, self_check=False, regather=True, recompute=recompute)
-    quiet_trainer(devices=2, strategy=strategy, max_steps=3).fit(module, data)
-    return {
-        "losses": module.losses,
-        "weights": gather_weights(module),
-        "next": (random.random(), torch.rand(2).tolist()),
-    }
-
-
-def draw_all(cases: list[tuple[bool, str]]) -> list[dict[str, dict[str, Any]]]:
-    return [{recompute: draw(recompute, sp, kind) for recompute in HOW} for sp, kind in cases]
-
-
-def test_what_was_dropped_is_dropped_again():
-    cases = [(True, ""), (True, "late"), (False, "calling"), (False, "late")]
-    for case, runs in zip(cases, run_distributed(draw_all, 2, cases)[0], strict=True):
-        kept = runs["none"]
-        for recompute in ("selective", "full"):
-            again = runs[recompute]
-            assert again["losses"] == kept["losses"], (case, recompute)
-            assert all(torch.equal(again["weights"][n], kept["weights"][n]) for n in kept["weights"]), (case, recompute)
-            assert again["next"] == kept["next"], (case, recompute)
 
 
 # ---- what became of the model --------------------------------------------------------------------------------------
