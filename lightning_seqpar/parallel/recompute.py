@@ -14,44 +14,46 @@ from lightning_seqpar.region.recompute import RecomputedForward, RecomputeNotes
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.styles.column import ColumnRule
 from lightning_seqpar.styles.registry import STYLES
-from lightning_seqpar.styles.replace import ReplaceRule
 from lightning_seqpar.styles.style import PlannedModel
 
 Recompute = Literal["none", "selective", "full"]
 """The field of the configuration."""
 
 
-def attentions(plan: PlannedModel) -> dict[str, str]:
-    """The attention modules inside the blocks, each with the name of its block.
+def attentions(plan: PlannedModel) -> list[str]:
+    """The attention modules inside the blocks.
 
-    An attention is what holds columns that are dealt out by heads (``units``: queries, keys, values) and the row that
-    their result goes to: the nearest module around both. ``nn.MultiheadAttention`` is one by itself.
+    An attention holds columns that are dealt out by heads (``units``: queries, keys, values) and the row that their result
+    goes to: the nearest module around both. Where only the block is around both, it is the nearest module around all such
+    columns. ``nn.MultiheadAttention`` is one by itself.
 
     Returns:
         Nothing of a block that holds the projections of its attention itself: there no module is the attention.
     """
+    found = [
+        name for name in plan.named("replace") if isinstance(plan.modules[name], nn.MultiheadAttention)
+    ]  # an encoder is replaced too
     rows = list(plan.named("row"))
-    blocks = [block for stack in plan.stacks for block in stack.blocks]
-    found: dict[str, str] = {}
-    for match in plan.decided:
-        rule, name = match.rule, match.name
-        block = next((one for one in blocks if inside(name, one)), None)
-        if block is None:
-            continue
-        if isinstance(rule, ReplaceRule) and isinstance(plan.modules[name], nn.MultiheadAttention):
-            found[name] = block
-        elif isinstance(rule, ColumnRule) and rule.units is not None:
-            around = _around_a_row(name, rows, block)
-            if around is not None:
-                found[around] = block
-    return {name: block for name, block in found.items() if not any(inside(name, one) for one in found if one != name)}
+    for block in (block for stack in plan.stacks for block in stack.blocks):
+        heads = [
+            name
+            for name, match in plan.named("column").items()
+            if isinstance(match.rule, ColumnRule) and match.rule.units is not None and inside(name, block)
+        ]
+        around = {name: _nearest_around([name], block, rows) for name in heads}
+        found += [name for name in around.values() if name is not None]
+        if alone := [name for name, found_around in around.items() if found_around is None]:
+            found += [name for name in (_nearest_around(alone, block),) if name is not None]
+    found = list(dict.fromkeys(found))
+    return [name for name in found if not any(inside(name, one) for one in found if one != name)]
 
 
-def _around_a_row(column: str, rows: list[str], block: str) -> str | None:
-    """The nearest module around a column that holds a row too; None if only the block does."""
-    around = column.rpartition(".")[0]
+def _nearest_around(names: Sequence[str], block: str, rows: Sequence[str] | None = None) -> str | None:
+    """The nearest module inside a block that is around all of ``names``, and around one of ``rows``; None if there is none."""
+    around = names[0].rpartition(".")[0]
     while around != block and inside(around, block):
-        if any(inside(row, around) for row in rows):
+        holds_row = rows is None or any(inside(row, around) for row in rows)
+        if holds_row and all(inside(name, around) for name in names):
             return around
         around = around.rpartition(".")[0]
     return None
@@ -75,10 +77,10 @@ def recomputed(plan: PlannedModel, recompute: Recompute) -> list[str]:
     if not found:
         blocks = ", ".join(f"{stack.blocks[0].rpartition('.')[0]}.*" for stack in plan.stacks)
         raise NoAttentionError(
-            f"recompute='selective': in the blocks ({blocks}) no module is the attention, that is one which holds columns "
-            "dealt out by heads (units) and the row behind them; use recompute='full', or 'none'"
+            f"recompute='selective': in the blocks ({blocks}) no module is the attention, that is one which holds the columns "
+            "dealt out by heads (units); use recompute='full', or 'none'"
         )
-    return list(found)
+    return found
 
 
 def make_recomputed(

@@ -40,6 +40,17 @@ def test_one_process():
     )
 
 
+def test_what_is_recomputed_is_said_with_and_without_tensor_parallelism():
+    assert "  memory  recompute full: each block runs again in the backward, and only its input is kept" in summary(
+        1, 1, recompute="full"
+    )
+    told = summary(2, 2, tp=2, regather=True, recompute="selective", loss_chunk=64)
+    assert (
+        "made again in the backward; recompute selective: the attention of each block runs again in the backward; loss_chunk:"
+        in told
+    )
+
+
 def test_tp_outermost_and_across_nodes():
     told = summary(4, 2, tp=2, order="tp-dp-cp-pp", sp=False, broadcast_batch=True)
     assert "          tp 1     2     3   node 1" in told
