@@ -33,6 +33,8 @@ from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
 from lightning_seqpar.parallel.apply import parallelize, unshard
 from lightning_seqpar.parallel.grad_sync import GradSync
+from lightning_seqpar.parallel.module_changes import ModuleChange
+from lightning_seqpar.parallel.recompute import recompute_unsharded
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -88,7 +90,8 @@ class SeqParallelStrategy(SavingStrategy):
         data_parallel: What synchronises the data-parallel replicas. ``fsdp`` is not run yet.
         ddp: Options passed on to ``DistributedDataParallel``.
         fsdp: Options passed on to ``fully_shard``. Not run yet.
-        recompute: Activation recompute by the strategy. Not run yet; checkpointing inside your model works.
+        recompute: What runs again in the backward instead of being kept: ``full``, each block, of which only the input is
+            kept; ``selective``, the attention in each block; ``none``. Gradients are the same to the last bit.
         regather: Gather a column linear's input again in the backward, and make norms and activations again, instead of
             keeping them. ``auto``: where the whole activation has more than 2 MiB; smaller ones are kept.
         vocab: Shard embeddings and heads over a vocabulary, and the loss on their logits, over the tensor-parallel ranks, wherever
@@ -171,6 +174,7 @@ class SeqParallelStrategy(SavingStrategy):
         )
         self._summarized = False
         self._recorder: DeferredInit | None = None
+        self._unsharded_changes: list[ModuleChange] = []  # of a model that is recomputed and not sharded
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -243,7 +247,15 @@ class SeqParallelStrategy(SavingStrategy):
         tp = self.groups.size("tp")
         earlier = record_of(module)
         config = self.config
-        made_by = (self.groups.topology, config.sp, config.plan, config.regather, config.vocab, config.loss_chunk)
+        made_by = (
+            self.groups.topology,
+            config.sp,
+            config.plan,
+            config.regather,
+            config.vocab,
+            config.loss_chunk,
+            config.recompute,
+        )
         if earlier is not None:
             if earlier.made_by == made_by:
                 return earlier
@@ -252,6 +264,7 @@ class SeqParallelStrategy(SavingStrategy):
             check_agreement(describe_model(module), self._world, self.root_device)
         self._make_replicas_equal(module)
         if tp == 1:
+            self._recompute_unsharded(module)
             self._log_summary(["none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"])
             return None
         phases = self._phases
@@ -262,7 +275,13 @@ class SeqParallelStrategy(SavingStrategy):
         hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
         with phases.phase("cutting the model"):
             record = parallelize(
-                module, plans, self.groups, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk
+                module,
+                plans,
+                self.groups,
+                sp=config.sp,
+                regather=config.regather,
+                loss_chunk=config.loss_chunk,
+                recompute=config.recompute,
             )
         record.made_by = made_by
         coverage = cover(record, plans, proved.known, sp=config.sp)
@@ -276,6 +295,14 @@ class SeqParallelStrategy(SavingStrategy):
                 "they will see this rank's part of the activations"
             )
         return record
+
+    def _recompute_unsharded(self, module: LightningModule) -> None:
+        """Let the blocks of a model that is not sharded be recomputed while it is fitted, if the configuration says so."""
+        config = self.config
+        if config.recompute == "none" or self._trainer.state.fn != TrainerFn.FITTING:
+            return
+        plans = Prover(module, self._trainer, config, self.groups, self.root_device, self._phases).find_unsharded()
+        _, self._unsharded_changes = recompute_unsharded(module, plans, config.recompute)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -359,6 +386,9 @@ class SeqParallelStrategy(SavingStrategy):
             self._sync.remove()
             self._sync = None
         self._stop_watching()
+        for change in self._unsharded_changes:
+            change.undo()
+        self._unsharded_changes = []
         if isinstance(self.launcher, SeqParallelLauncher):
             self.launcher.give_signals_back()
         module = self.lightning_module

@@ -18,7 +18,6 @@ LATER = {
     "pp_split_rank": "pipelines of encoder-decoder models",
     "data_parallel": "sharding over the replicas",
     "fsdp": "sharding over the replicas",
-    "recompute": "activation recompute by the strategy (checkpointing in your model works)",
     "compile": "compilation by the strategy",
     "fp8_groups": "fp8 training",
 }
