@@ -244,7 +244,8 @@ class ParallelConfig(FrozenModel):
     fsdp: dict[str, Any] = Field(default_factory=dict)
     """Options passed on to ``fully_shard``. Not run yet."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recompute by the strategy. Not run yet; checkpointing inside your model works."""
+    """What runs again in the backward instead of being kept: ``full``, each block, of which only the input is kept;
+    ``selective``, the attention in each block; ``none``. Gradients are the same to the last bit."""
     regather: Literal["auto"] | bool = "auto"
     """Gather a column linear's input again in the backward, and make norms and activations again, instead of keeping them.
     ``auto``: where the whole activation has more than 2 MiB; smaller ones are kept."""

@@ -2625,6 +2625,113 @@ MUTANTS = [
             ("a file that was changed", "read_proof", "proof if seal == _seal(key, proof) else None", "proof"),
         )
     ),
+    Mutant(
+        "recompute: random streams not restored",
+        "RecomputedForward.__call__",
+        "use_reentrant=False)",
+        "use_reentrant=False, preserve_rng_state=False)",
+        "tests/test_random.py::test_what_was_dropped_is_dropped_again",
+    ),
+    Mutant(
+        "recompute: a context that saves collectives",
+        "RecomputedForward.__call__",
+        "use_reentrant=False)",
+        "use_reentrant=False, context_fn=lambda: torch.utils.checkpoint.create_selective_checkpoint_contexts(lambda ctx, op, *a, **k: "
+        'torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE if op.namespace == "c10d" else '
+        "torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE, allow_cache_entry_mutation=True))",
+        "tests/test_recompute.py::test_a_recomputed_run_is_the_run",
+    ),
+    Mutant(
+        "recompute: draws of Python and numpy made anew",
+        "HostDraws.again",
+        "        self._set(self._began)\n",
+        "",
+        "tests/test_random.py::test_what_was_dropped_is_dropped_again",
+    ),
+    Mutant(
+        "recompute: the length of another call",
+        "_Call.__init__",
+        "            self._repeating = functools.partial(region.frames.repeating, region.frames.lengths())\n",
+        "            pass\n",
+        "tests/test_recompute.py::test_a_recomputed_run_is_the_run",
+    ),
+    Mutant(
+        "recompute: what was gathered is kept whole",
+        "_Kept.__init__",
+        "region.columns.find_regathered(self.tensor) if region is not None else None",
+        "None",
+        "tests/test_formula.py::test_the_papers_layer",
+    ),
+    Mutant(
+        "recompute: what was gathered has no gradient",
+        "_Kept.restore",
+        "kept = kept.detach().requires_grad_(self._requires_grad)",
+        "kept = kept.detach()",
+        "tests/test_recompute.py::test_a_recomputed_run_is_the_run",
+    ),
+    Mutant(
+        "recompute: inside another checkpoint too",
+        "RecomputedForward.__call__",
+        "if in_backward() or is_of_checkpoint(hooks_in_force()):",
+        "if False:",
+        "tests/test_recompute.py::test_beside_the_models_own_checkpointing_it_steps_aside",
+    ),
+    Mutant(
+        "recompute: without gradients too",
+        "RecomputedForward.__call__",
+        "if not torch.is_grad_enabled() or not saved_tensor_hooks_allowed():",
+        "if False:",
+        "tests/test_recomputed_forward.py::test_a_cache_is_not_filled_twice",
+    ),
+    Mutant(
+        "recompute: nothing runs again",
+        "recomputed",
+        '    if recompute == "none":\n',
+        "    if True:\n",
+        "tests/test_recompute.py::test_modules_run_twice_while_they_train_and_are_given_back",
+    ),
+    Mutant(
+        "recompute: without tp the modules are not given back",
+        "SeqParallelStrategy.teardown",
+        "            change.undo()\n",
+        "            pass\n",
+        "tests/test_recompute.py::test_modules_run_twice_while_they_train_and_are_given_back",
+    ),
+    Mutant(
+        "recompute: a buffer is changed twice",
+        "RecomputedForward._check_buffers",
+        "if buffer._version != version:",
+        "if False:",
+        "tests/test_recomputed_forward.py::test_a_buffer_that_the_forward_changes_is_refused",
+    ),
+    Mutant(
+        "recompute: a list is added to twice",
+        "recompute:_sizes",
+        "[len(value) for value in values if type(value) in (list, set, dict)]",
+        "[]",
+        "tests/test_recomputed_forward.py::test_a_list_that_the_forward_adds_to_is_refused",
+    ),
+    Mutant(
+        "recompute: a cache is filled twice",
+        "RecomputedForward._without_cache",
+        'if length is None or not hasattr(value, "update")',
+        'if True or not hasattr(value, "update")',
+        "tests/test_recomputed_forward.py::test_a_cache_is_not_filled_twice",
+    ),
+    Mutant(
+        "recompute: a checkpoint's gathers are made twice",
+        "SavePolicy.remakes",
+        " and not is_of_checkpoint(hooks_in_force())",
+        "",
+        "tests/test_recomputed_forward.py::test_under_a_checkpoint_auto_makes_nothing_a_second_time",
+    ),
+    Mutant(
+        "recompute: what a selective checkpoint caches is not counted",
+        "SavedBytes.keep_caches",
+        "            self.keep(tensor)\n",
+        "            pass\n",
+        "tests/test_step_meter.py::test_what_a_selective_checkpoint_caches_counts",
+    ),
 ]
 
 

@@ -17,7 +17,8 @@ class SavePolicy:
 
     With ``regather`` true or false, all are or none is. With ``"auto"`` it depends on the bytes of the whole activation. Small
     ones are kept: their step time is spent on starting operations and on the latency of collectives, so that recomputing
-    or gathering costs more than the memory is worth.
+    or gathering costs more than the memory is worth. In an activation checkpoint all are: it makes them again itself, shortly
+    before they are needed, and making them twice would cost a second gather.
 
     Attributes:
         regather: the field of the configuration.
@@ -36,7 +37,9 @@ class SavePolicy:
 
     def remakes(self, shard_bytes: int) -> bool:
         """Whether an activation of which each rank has ``shard_bytes`` is recomputed (or gathered again) rather than kept."""
-        return shard_bytes * self.size > self.keep_up_to if self.regather == "auto" else self.regather
+        if self.regather != "auto":
+            return self.regather
+        return shard_bytes * self.size > self.keep_up_to and not is_of_checkpoint(hooks_in_force())
 
     def remakes_between_blocks(self, held_bytes: int) -> bool:
         """The same for an activation between the blocks, of which a rank holds ``held_bytes``: without sequence parallelism all."""

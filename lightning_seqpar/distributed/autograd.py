@@ -5,6 +5,7 @@ No other module of this package calls them, so that a change in a new version of
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 NO_BACKWARD = -1
 """What :func:`current_backward` answers when no backward runs."""
@@ -222,6 +225,19 @@ def unseen() -> AbstractContextManager[Any]:
 def without_subclasses() -> AbstractContextManager[Any]:
     """A context manager in which functions of tensor subclasses run as those of plain tensors."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def selective_checkpoint_caches() -> list[Tensor]:
+    """What torch's selective activation checkpoints hold now for a backward, in caches that no saved-tensor hook sees.
+
+    The graph alone refers to these caches, so they are looked for among all objects of the process, which takes a while.
+    """
+    found: list[Tensor] = []
+    for one in gc.get_objects():
+        if issubclass(type(one), _CachedTorchDispatchMode):
+            entries = tree_leaves([list(cached.values()) for cached in one.storage.values()])
+            found += [entry.val for entry in entries if isinstance(getattr(entry, "val", None), Tensor)]
+    return found
 
 
 # ---- identities ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_seqpar.distributed.autograd import dispatch_modes, storage_id
+from lightning_seqpar.distributed.autograd import dispatch_modes, selective_checkpoint_caches, storage_id
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
@@ -62,6 +62,11 @@ class SavedBytes:
             # The storage is kept alive, so that no other one can get the same id.
             self._storages[storage_id(storage)] = storage
         return tensor
+
+    def keep_caches(self) -> None:
+        """Count what torch's selective activation checkpoints cache, too. Call it behind the forward, before the backward."""
+        for tensor in selective_checkpoint_caches():
+            self.keep(tensor)
 
     @property
     def total(self) -> int:
@@ -326,6 +331,7 @@ class StepMeter(Callback):
         """Stop counting kept bytes, if they are being counted."""
         if self._saved is not None:
             self._saved.__exit__(None, None, None)
+            self._saved.keep_caches()
             self._saved_bytes, self._saved = self._saved.total, None
 
     def _stop(self) -> Traffic | None:

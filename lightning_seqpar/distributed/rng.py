@@ -44,6 +44,43 @@ def set_streams(state: list[Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state[3], device)
 
 
+class HostDraws:
+    """Lets a part of a forward draw again from Python's and numpy's generators what it drew.
+
+    torch restores its own generators for a recompute, and no others. Make this where the part begins.
+    """
+
+    def __init__(self) -> None:
+        self._began: tuple[Any, Any] | None = (random.getstate(), np.random.get_state())
+
+    def end(self) -> None:
+        """The part ended: if it drew nothing there is nothing to draw again."""
+        assert self._began is not None
+        python, (kind, numbers, *places) = self._began
+        now_kind, now_numbers, *now_places = np.random.get_state()
+        same = (now_kind, now_places) == (kind, places) and np.array_equal(now_numbers, numbers)
+        if same and random.getstate() == python:
+            self._began = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A context in which the part is run again; behind it the generators are where they were."""
+        if self._began is None:
+            yield
+            return
+        now = random.getstate(), np.random.get_state()
+        self._set(self._began)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    @staticmethod
+    def _set(states: tuple[Any, Any]) -> None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
 def pack_streams(device: torch.device) -> dict[str, Any]:
     """The states of :func:`get_streams` as plain numbers and tensors.
 

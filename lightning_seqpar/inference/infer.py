@@ -7,7 +7,8 @@ refused, and what is decided is still proved by the self-check.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,17 +84,7 @@ def infer_plan(
     Raises:
         CantInferError: naming the module and why, with the rules that were tried and work, or the sentence that none was found.
     """
-    if not isinstance(example, Example):
-        kwargs = dict(example) if isinstance(example, Mapping) else {}
-        args = () if kwargs else example if isinstance(example, tuple) else (example,)
-        example = Example("the example", "forward", args, kwargs, reduction=Reduction(skips_repeats=is_large(model)))
-    cpu = torch.device("cpu")
-    if dtype is torch.float64 and is_large(model):
-        dtype = torch.float32
-    with kept_streams(cpu), default_dtype(dtype):
-        copied = without_checkpoints(without_adapters(detached_copy(model, cpu, dtype, example.reduction)))
-        prepare(copied)
-        on_cpu = example.to(cpu, dtype)
+    with _copy_for(model, example, dtype, prepare) as (copied, on_cpu):
 
         def attempt(more: Sequence[dict[str, Any]]) -> Inference:
             rules = ShardingPlan.from_rules(more).rules
@@ -109,6 +100,60 @@ def infer_plan(
             return attempt([])
         except CantInferError as error:
             raise with_tried_rules(error, attempt, tp) from None
+
+
+@contextmanager
+def _copy_for(
+    model: nn.Module, example: Any, dtype: torch.dtype | None, prepare: Callable[[nn.Module], None]
+) -> Iterator[tuple[nn.Module, Example]]:
+    """A context with a copy of a model on the CPU and an example for it; the arguments are :func:`infer_plan`'s."""
+    if not isinstance(example, Example):
+        kwargs = dict(example) if isinstance(example, Mapping) else {}
+        args = () if kwargs else example if isinstance(example, tuple) else (example,)
+        example = Example("the example", "forward", args, kwargs, reduction=Reduction(skips_repeats=is_large(model)))
+    cpu = torch.device("cpu")
+    if dtype is torch.float64 and is_large(model):
+        dtype = torch.float32
+    with kept_streams(cpu), default_dtype(dtype):
+        copied = without_checkpoints(without_adapters(detached_copy(model, cpu, dtype, example.reduction)))
+        prepare(copied)
+        yield copied, example.to(cpu, dtype)
+
+
+def infer_blocks(
+    model: nn.Module,
+    example: Any,
+    *,
+    dtype: torch.dtype | None = torch.float64,
+    prepare: Callable[[nn.Module], None] = lambda copied: None,
+) -> ShardingPlan:
+    """The repeated blocks of ``model``, found as :func:`infer_plan` finds them, as rules that say nothing else.
+
+    The arguments are those of :func:`infer_plan`.
+
+    Raises:
+        CantInferError: if there are none, or the copy does not run.
+    """
+    with _copy_for(model, example, dtype, prepare) as (copied, on_cpu):
+        trace = ForwardTrace(copied)
+        try:
+            with on_cpu.repeats(copied), trace.watch(), Quiet(draws=on_cpu.draws):
+                seed_streams()
+                on_cpu.run(copied)
+        except Exception as error:
+            raise CantInferError(_of_the_run(model, error)) from error
+        stacks = [[call.name for call in calls] for calls in find_stacks(trace, copied)]
+        if not stacks:
+            raise CantInferError(_no_blocks(model))
+        patterns = [pattern_of(copied, all_names(copied, names)) for names in stacks]
+    return ShardingPlan.from_rules([{"pattern": one, "style": "blocks"} for one in patterns], source="inferred")
+
+
+def _no_blocks(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__}: no repeated blocks found, that is modules of one class that hold linears and map an "
+        "activation [b, s, h] to one of the same shape; name them by {pattern: ..., style: blocks}"
+    )
 
 
 def _of_the_run(model: nn.Module, error: Exception) -> str:
@@ -157,10 +202,7 @@ def _infer(
             "parallelism has nothing to split, whatever the rules: train it with data parallelism alone (tp=1)"
         )
     if not stacks:
-        raise CantInferError(
-            f"{type(model).__name__}: no repeated blocks found, that is modules of one class that hold linears and map an "
-            "activation [b, s, h] to one of the same shape; name them by {pattern: ..., style: blocks}"
-        )
+        raise CantInferError(_no_blocks(model))
     rules: list[dict[str, Any]] = []
     reasons: list[str] = []
     parts: list[dict[str, Any]] = []

@@ -19,6 +19,7 @@ from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reaso
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
+from lightning_seqpar.parallel.recompute import Recompute, make_recomputed, recomputed
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import PART_KEY, RECORD_KEY, ShardedModel, record_of, refuse_copies
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -40,8 +41,10 @@ class _Swap:
         sp: bool,
         regather: bool | Literal["auto"],
         loss_chunk: int | None,
+        recompute: Recompute,
     ) -> None:
         self.plan = ResolvedPlan(model, plans, groups.size("tp"), sp, loss_chunk)
+        self._recompute, self._recomputed = recompute, recomputed(self.plan, recompute)
         self._model, self._groups = model, groups
         regions = {stack.blocks[0]: self._region(stack, regather) for stack in self.plan.stacks}
         self._application = Application(self.plan, groups["tp"], groups.rank("tp"), regions)
@@ -63,6 +66,7 @@ class _Swap:
             match.rule.apply(match.name, application)
         for name, region in recomputing.items():
             make_recomputing(plan.modules[name], region.policy.remakes_between_blocks)
+        make_recomputed(plan, self._recomputed, self._recompute, application.region_of)
         record = ShardedModel(
             self._model,
             ModelLayout(self._model, layouts),
@@ -72,6 +76,7 @@ class _Swap:
             doubtful=frozenset(name for name, (_, doubt) in facts.items() if doubt),
             matches=plan.matches,
             buffers=application.buffers,
+            recomputed=tuple(self._recomputed),
             on_shards=frozenset(
                 name for name, item in layouts.items() if item.is_partial and plan.sp_at(name.rpartition(".")[0])
             ),
@@ -218,6 +223,7 @@ def parallelize(
     sp: bool = True,
     regather: bool | Literal["auto"] = "auto",
     loss_chunk: int | None = None,
+    recompute: Recompute = "none",
 ) -> ShardedModel:
     """Shard ``model`` in place by ``plans`` over the axis ``tp``.
 
@@ -228,7 +234,7 @@ def parallelize(
     """
     if record_of(model) is not None:
         raise ValueError("the model is parallelised already; call unshard(model) first")
-    swap = _Swap(model, plans, groups, sp, regather, loss_chunk)
+    swap = _Swap(model, plans, groups, sp, regather, loss_chunk, recompute)
     refuse_compiled(model, [match.name for match in swap.plan.matches])
     return swap.apply()
 

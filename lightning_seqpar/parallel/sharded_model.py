@@ -47,6 +47,7 @@ class ShardedModel:
         restore: gives properties of modules their values back: what they store elsewhere no comparison of the module shows.
         matches: the plan's rules with the modules and tensors that they hold for, in order.
         buffers: layouts of the buffers that are cut.
+        recomputed: names of the modules that run again in the backward: the blocks, or their attention.
         on_shards: parameters whose gradient is partial because they are read inside a sequence region.
         is_copy: the model is a copy that no trainer trains.
         replicas: what splits the parts over the data-parallel replicas too; None if every replica holds all of them.
@@ -66,6 +67,7 @@ class ShardedModel:
     made_by: object = None
     is_copy: bool = False
     on_shards: frozenset[str] = frozenset()
+    recomputed: tuple[str, ...] = ()
     versions: dict[str, int] = field(default_factory=dict)
     changes: list[ModuleChange] = field(default_factory=list)
     restore: list[Callable[[], None]] = field(default_factory=list)

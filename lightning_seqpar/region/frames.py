@@ -7,6 +7,8 @@ frame and closes it, whether it returns or raises, so that repeated, nested and 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -64,6 +66,7 @@ class Frame:
         first: the block at which the call entered the region, and the shape of its whole input.
         task: the backward in which the call began, or ``NO_BACKWARD``.
         resumed_by: the module that opened this frame because a backward computes it again; None for a call of the owner.
+        repeats: whether a backward computes a part of a call again in this frame, with the lengths that the call had.
         gather_scopes: for each module with gathered inputs that is running, the outermost first, the graph nodes of what was
             gathered for it.
         rows_left: for each of them, the number of row linears in it that have not run yet.
@@ -88,6 +91,7 @@ class Frame:
     first: InputKey | None = None
     task: int = NO_BACKWARD
     resumed_by: str | None = None
+    repeats: bool = False
     gather_scopes: list[list[Any]] = field(default_factory=list)
     rows_left: list[int] = field(default_factory=list)
     gathered: list[GatheredActivation] = field(default_factory=list)
@@ -200,6 +204,26 @@ class FrameStack:
         if self.current.resumed_by == module:
             self.current = self._outer.pop()
 
+    @contextmanager
+    def repeating(self, known: InputRecord) -> Iterator[None]:
+        """A context in which a backward computes a part of a call again; ``known`` is what :meth:`lengths` returned in it.
+
+        Unlike :meth:`open_recompute` it needs no shape to find the call by, so calls of several lengths are told apart.
+        """
+        outer, count = self.current, len(self._outer)
+        length = known.length if known.is_shard else None
+        self._push(Frame(length, known.ndim, known.batch, task=current_backward(), repeats=True))
+        try:
+            yield
+        finally:  # torch ends a recompute with an exception, as soon as all is there that the backward needs
+            del self._outer[count:]
+            self.current = outer
+
+    def lengths(self) -> InputRecord:
+        """The lengths of the current call, for :meth:`repeating`."""
+        frame = self.current
+        return InputRecord(frame.length is not None, frame.length or 0, frame.batch, frame.ndim)
+
     def _push(self, frame: Frame) -> None:
         self._outer.append(self.current)
         self.current = frame
@@ -216,7 +240,7 @@ class FrameStack:
     def recomputes(self) -> bool:
         """Whether a backward computes again a part of a call that the forward made."""
         task = current_backward()
-        return task != NO_BACKWARD and self.current.task != task
+        return task != NO_BACKWARD and (self.current.repeats or self.current.task != task)
 
     # ---- lengths ---------------------------------------------------------------------------------------------
 

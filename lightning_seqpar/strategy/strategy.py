@@ -35,6 +35,8 @@ from lightning_seqpar.layout.replica_rows import is_split
 from lightning_seqpar.parallel.apply import parallelize, unshard, whole_model
 from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.parallel.grad_sync import GradSync
+from lightning_seqpar.parallel.module_changes import ModuleChange
+from lightning_seqpar.parallel.recompute import recompute_unsharded
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -91,7 +93,8 @@ class SeqParallelStrategy(SavingStrategy):
         data_parallel: What synchronises the data-parallel replicas. ``fsdp`` is not run yet.
         ddp: Options passed on to ``DistributedDataParallel``.
         fsdp: Options passed on to ``fully_shard``. Not run yet.
-        recompute: Activation recompute by the strategy. Not run yet; checkpointing inside your model works.
+        recompute: What runs again in the backward instead of being kept: ``full``, each block, of which only the input is
+            kept; ``selective``, the attention in each block; ``none``. Gradients are the same to the last bit.
         regather: Gather a column linear's input again in the backward, and make norms and activations again, instead of
             keeping them. ``auto``: where the whole activation has more than 2 MiB; smaller ones are kept.
         vocab: Shard embeddings and heads over a vocabulary, and the loss on their logits, over the tensor-parallel ranks, wherever
@@ -176,6 +179,7 @@ class SeqParallelStrategy(SavingStrategy):
         self._summarized = False
         self._recorder: DeferredInit | None = None
         self._failed = False
+        self._unsharded_changes: list[ModuleChange] = []  # of a model that is recomputed and not sharded
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -257,7 +261,8 @@ class SeqParallelStrategy(SavingStrategy):
         config = self.config
         made_by = (
             *(self.groups.topology, config.sp, config.plan, config.regather, config.vocab, config.loss_chunk),
-            *(config.data_parallel, config.fsdp),
+            *(config.recompute, config.data_parallel, config.fsdp),
+            tp > 1 or config.recompute == "none" or self._trainer.state.fn == TrainerFn.FITTING,
         )
         if earlier is not None:
             if earlier.made_by == made_by:
@@ -267,11 +272,13 @@ class SeqParallelStrategy(SavingStrategy):
             check_agreement(describe_model(module), self._world, self.root_device)
         self._make_replicas_equal(module)
         if tp == 1:
+            recomputed = self._recompute_unsharded(module)
             self._log_summary(["none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"])
             if not self._splits:
+                self._unsharded_changes = recomputed
                 return None
             record = whole_model(module, self.groups)
-            record.made_by = made_by
+            record.made_by, record.changes = made_by, recomputed
             return record
         phases = self._phases
         proved = Prover(module, self._trainer, self.config, self.groups, self.root_device, phases).prove()
@@ -281,7 +288,13 @@ class SeqParallelStrategy(SavingStrategy):
         hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
         with phases.phase("cutting the model"):
             record = parallelize(
-                module, plans, self.groups, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk
+                module,
+                plans,
+                self.groups,
+                sp=config.sp,
+                regather=config.regather,
+                loss_chunk=config.loss_chunk,
+                recompute=config.recompute,
             )
         record.made_by = made_by
         coverage = cover(record, plans, proved.known, sp=config.sp)
@@ -319,6 +332,19 @@ class SeqParallelStrategy(SavingStrategy):
             region.path.row_window = "block" if set(region.blocks) <= {*split.units} else "none"
         self.model = RootCall(module)
         return split
+
+    def _recompute_unsharded(self, module: LightningModule) -> list[ModuleChange]:
+        """Let the blocks of a model that tp does not shard be recomputed while it is fitted, if the configuration says so.
+
+        Returns:
+            What that changed of the model.
+        """
+        config = self.config
+        if config.recompute == "none" or self._trainer.state.fn != TrainerFn.FITTING:
+            return []
+        plans = Prover(module, self._trainer, config, self.groups, self.root_device, self._phases).find_unsharded()
+        _, changes = recompute_unsharded(module, plans, config.recompute)
+        return changes
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -404,6 +430,9 @@ class SeqParallelStrategy(SavingStrategy):
             self._sync.remove()
             self._sync = None
         self._stop_watching()
+        for change in self._unsharded_changes:
+            change.undo()
+        self._unsharded_changes = []
         if isinstance(self.launcher, SeqParallelLauncher):
             self.launcher.give_signals_back()
         module = self.lightning_module

@@ -100,15 +100,21 @@ def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None
     return [f"{name} ({what})" for name, what, on in entries if on], off
 
 
-def _memory(config: ParallelConfig) -> str:
+def _memory(config: ParallelConfig, tp: int) -> str:
     """A line on what is kept for the backward, and what is made again."""
     kept = {
         "auto": "over 2 MiB, what norms, activations and gathers make is made again in the backward",
         True: "what norms, activations and gathers make is made again in the backward",
         False: "what norms, activations and gathers make is kept for the backward",
     }[config.regather]
-    chunk = "" if config.loss_chunk is None else f"; loss_chunk: logits of {config.loss_chunk} tokens at once"
-    return f"regather {str(config.regather).lower()}: {kept}{chunk}"
+    recompute = {
+        "none": "",
+        "selective": "recompute selective: the attention of each block runs again in the backward",
+        "full": "recompute full: each block runs again in the backward, and only its input is kept",
+    }[config.recompute]
+    chunk = "" if config.loss_chunk is None else f"loss_chunk: logits of {config.loss_chunk} tokens at once"
+    regather = f"regather {str(config.regather).lower()}: {kept}" if tp > 1 else ""
+    return "; ".join(part for part in (regather, recompute, chunk if tp > 1 else "") if part)
 
 
 def summarize(
@@ -138,10 +144,10 @@ def summarize(
         ("grid", draw(topology, ranks_per_node)),
         ("groups", groups_of(topology)),
         ("plan", list(plan)),
-        *([("memory", [_memory(config)])] if topology.get_dim("tp") > 1 else []),
+        *([("memory", [_memory(config, tp)])] if tp > 1 or config.recompute != "none" else []),
         ("on", [", ".join(on) or "nothing"]),
         ("off", [", ".join(off) or "nothing"]),
-        ("later", ["cp, pp, recompute, compile (not run yet)"]),
+        ("later", ["cp, pp, compile (not run yet)"]),
     ]
     lines = [f"lightning_seqpar {version}: {world} rank{'s' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}{sizes}"]
     for name, body in rows:

@@ -29,6 +29,7 @@ from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kin
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import parallelize, refuse_compiled
 from lightning_seqpar.parallel.grad_sync import step_traffic
+from lightning_seqpar.parallel.recompute import NoAttentionError, recompute_unsharded
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -195,7 +196,13 @@ def describe(
             refuse_compiled(model, (match.name for plan in plans for match in plan.match(planned)))
             silent = ParallelGroups.silent(topology)
             record = parallelize(
-                planned, plans, silent, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk
+                planned,
+                plans,
+                silent,
+                sp=config.sp,
+                regather=config.regather,
+                loss_chunk=config.loss_chunk,
+                recompute=config.recompute,
             )
             for region in record.regions:
                 region.rng.streams = OneStream(0)
@@ -206,6 +213,8 @@ def describe(
         if any(plan.source == "inferred" for plan in plans):
             out.notes.append("the plan was inferred and is not proved here; the strategy proves it before it trains")
         out.notes += [f"vocabulary: {line}" for line in whole]
+        if config.recompute != "none":
+            out.notes.append(_recompute(planned, record, config))
         _trace(out, planned, record, step, topology)
         if record is not None and step.sizes:
             out.activation_bytes_by_formula = _formula(record, planned, *step.sizes)
@@ -223,6 +232,21 @@ def without_numbers(model: nn.Module) -> nn.Module:
         empty: Tensor = torch.empty_like(tensor, device="cpu")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(model, memo)
+
+
+def _recompute(model: nn.Module, record: ShardedModel | None, config: ParallelConfig) -> str:
+    """Let a model of which nothing is sharded be recomputed too, where its plan is known; a note on what is recomputed."""
+    if record is not None:
+        names: Sequence[str] = record.recomputed
+    else:
+        try:
+            names, _ = recompute_unsharded(model, resolve_plans(config.plan, model), config.recompute)
+        except NoAttentionError:
+            raise
+        except ValueError:
+            return f"recompute {config.recompute}: the blocks are found before training, and not recomputed in the step here"
+    patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)
+    return f"recompute {config.recompute}: {', '.join(patterns)} ({len(names)} modules) run again in the backward"
 
 
 def _configured(model: nn.Module) -> nn.Module:
@@ -392,6 +416,7 @@ def _trace(
         with traffic:
             with saved:
                 loss = step.run(model)
+            saved.keep_caches()
             loss.backward()
     except Exception as error:  # the user's code may raise anything; the notes say what
         first = str(error).splitlines()[0] if str(error) else ""
@@ -419,8 +444,17 @@ def _formula(record: ShardedModel, model: nn.Module, batch: int, length: int) ->
     shards = batch * math.ceil(length / tp)
     styles = {name: style for name, style, _ in record.choices if style in ("column", "row")}
     blocks = [name for region in record.regions for name in region.blocks]
+    read: set[str] = set()  # the blocks of which a norm was counted
     total = 0
     for name, module in model.named_modules():
+        again = next((one for one in record.recomputed if inside(name, one)), None)
+        if (
+            again is not None
+        ):  # of a block its input is kept, which as a rule its first norm reads; of an attention nothing
+            norm = isinstance(getattr(module, "weight", None), Tensor) and module.weight.ndim == 1
+            if again not in blocks or again in read or not norm:
+                continue
+            read.add(again)
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor):
             continue

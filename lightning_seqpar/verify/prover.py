@@ -17,7 +17,7 @@ from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.phases import Phases
 from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError
 from lightning_seqpar.inference.examples import Example
-from lightning_seqpar.inference.infer import Inference, infer_plan
+from lightning_seqpar.inference.infer import Inference, infer_blocks, infer_plan
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.plan.choice import resolve_plans
@@ -114,6 +114,47 @@ class Prover:
             if limits := known_limits(self._module):
                 raise type(error)(f"{error}\nPEFT with tp={self._tp}: {'; '.join(limits)}") from None
             raise
+
+    def find_unsharded(self) -> list[ShardingPlan]:
+        """Plans that name the blocks of a model of which nothing is sharded (tp 1), so that they can be recomputed.
+
+        Nothing else is read of them, and so nothing is proved. Collective over the world.
+
+        Raises:
+            ValueError: if no plan is found; the message says what to write.
+        """
+        spec = self._config.plan
+        own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) else None
+        if own is not None and self._config.recompute == "full" and any(isinstance(r, BlocksRule) for r in own.rules):
+            own.match(self._module)
+            return [own]
+
+        def infer() -> ShardingPlan:
+            example, dtype, failures = self._example()
+            if example is None:
+                raise CantInferError(f"to find them an example input is needed: {'; '.join(dict.fromkeys(failures))}")
+
+            def work() -> ShardingPlan:
+                options: dict[str, Any] = {
+                    "dtype": dtype,
+                    "prepare": lambda copied: attach_view(copied, self._trainer),
+                }
+                if self._config.recompute == "full":
+                    return infer_blocks(self._module, example, **options)
+                return infer_plan(self._module, example, 2, own, **options).plan  # the plan that two ranks would have
+
+            found: ShardingPlan = self._from_first_rank(work)
+            return found
+
+        with self._phases.phase("finding the blocks"):
+            try:
+                return resolve_plans(spec, self._module, infer)
+            except ValueError as error:
+                raise ValueError(
+                    f"recompute={self._config.recompute!r} with tp=1: the blocks are found as for a larger tp, and {error}. Name "
+                    "them by a rule, plan={'rules': [{pattern: 'model.layers.*', style: blocks}]}, or use recompute='none' "
+                    "(activation checkpointing inside the model works)"
+                ) from None
 
     def _proved(self) -> Proved:
         """:meth:`prove` without the hint on adapters."""
@@ -473,6 +514,7 @@ class Prover:
             # With a small example "auto" would keep what a real batch gathers again.
             regather=True if self._config.regather == "auto" else self._config.regather,
             loss_chunk=self._config.loss_chunk,
+            recompute=self._config.recompute,
             device=device,
             dtype=dtype,
             prepare=lambda copied: attach_view(copied, self._trainer),

@@ -16,6 +16,8 @@ from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, 
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.grad_checks import check_replicated
+from lightning_seqpar.parallel.recompute import NoAttentionError, Recompute
+from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.observed_run import observe_run
@@ -46,6 +48,7 @@ def self_check(
     sp: bool,
     regather: bool | Literal["auto"],
     loss_chunk: int | None = None,
+    recompute: Recompute = "none",
     device: torch.device,
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda model: None,
@@ -62,6 +65,7 @@ def self_check(
         sp: whether activations between the blocks are sharded along the sequence.
         regather: the field of the configuration.
         loss_chunk: the field of the configuration.
+        recompute: the field of the configuration: the sharded copy's blocks, or their attention, run again in the backward.
         device: this rank's.
         dtype: of the copies; None keeps the model's own types.
         prepare: is called with each copy before it runs.
@@ -76,6 +80,13 @@ def self_check(
     example = example.to(device, dtype)
     rules = _rules_by_name(model, plans)
 
+    def shard(copied: nn.Module) -> ShardedModel:
+        options: dict[str, Any] = {"sp": sp, "regather": regather, "loss_chunk": loss_chunk}
+        try:
+            return parallelize(copied, plans, groups, **options, recompute=recompute)
+        except NoAttentionError:  # which training is refused for; no fault of the plan's
+            return parallelize(copied, plans, groups, **options)
+
     def compare_copies() -> Verdict:  # a function of its own, so that the copies are freed when it returns
         whole = detached_copy(model, device, dtype, example.reduction, rules)
         prepare(whole)
@@ -85,7 +96,7 @@ def self_check(
         copied = detached_copy(model, device, dtype, example.reduction, rules)
         prepare(copied)
         try:
-            record = parallelize(copied, plans, groups, sp=sp, regather=regather, loss_chunk=loss_chunk)
+            record = shard(copied)
         except ValueError as error:
             raise PlanError from error
         record.is_copy = True

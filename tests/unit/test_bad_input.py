@@ -85,7 +85,6 @@ STRATEGIES: list[tuple[dict[str, Any], str]] = [
     ({"pp": 2}, "pp=2 does not run yet; use pp=1 (pipeline parallelism; config, topology and groups know it"),
     ({"fp8_groups": True}, "fp8_groups=True does not run yet; use fp8_groups=False (fp8 training)"),
     ({"data_parallel": "fsdp"}, "data_parallel='fsdp' does not run yet; use data_parallel='ddp' (sharding over the replicas)"),
-    ({"recompute": "full"}, "recompute='full' does not run yet; use recompute='none' (activation recompute by the strategy"),
     ({"compile": True}, "compile=True does not run yet; use compile=False (compilation by the strategy)"),
     ({"ddp": {"find_unused": True}}, "ddp={'find_unused': ...}: DistributedDataParallel has no such option; did you mean 'find_unused_parameters'"),
     ({"ddp": {"process_group": 1}}, "ddp={'process_group': ...}: the strategy sets process_group itself; leave it out"),

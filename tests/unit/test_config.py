@@ -97,7 +97,6 @@ def test_keywords_and_config():
         ("cp", 2),
         ("pp", 2),
         ("data_parallel", "fsdp"),
-        ("recompute", "full"),
         ("compile", True),
         ("fp8_groups", True),
         ("fsdp", {"reshard_after_forward": True}),

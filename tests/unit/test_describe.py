@@ -16,6 +16,7 @@ from lightning_seqpar.cli.main import main
 from lightning_seqpar.cli.report import human, render
 from tests.helpers.families import HuggingFace, build
 from tests.helpers.models import GPT, loader
+from tests.helpers.zoo import Zoo
 
 LENGTH = 10
 LLAMA_70B = {
@@ -184,3 +185,31 @@ def test_whole_models_at_tp_1():
     assert {row.style for row in said.rows} == {"whole"}
     assert said.parameters == said.global_parameters
     assert isinstance(build("llama"), transformers.PreTrainedModel)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_recomputed_is_said_and_not_counted(tp):
+    said = {
+        how: describe(build("llama"), ParallelConfig(tp=tp, recompute=how), length=32)
+        for how in ("none", "selective", "full")
+    }
+    kept = [said[how].activation_bytes for how in ("none", "selective", "full")]
+    assert kept == sorted(kept, reverse=True)
+    assert len({*kept}) == 3
+    names = {"selective": "model.layers.*.self_attn", "full": "model.layers.*"}
+    for how, name in names.items():
+        note = f"recompute {how}: {name} (2 modules) run again in the backward"
+        assert note in said[how].notes
+        assert note in " ".join(render(said[how], 400).split())
+    if tp > 1:
+        formulas = [said[how].activation_bytes_by_formula for how in ("none", "selective", "full")]
+        assert formulas == sorted(formulas, reverse=True)
+        assert all(at_least <= traced for at_least, traced in zip(formulas, kept, strict=True))
+
+
+def test_an_attention_whose_row_stands_beside_it_is_found():
+    example = torch.zeros(2, 8, dtype=torch.long)
+    said = describe(Zoo("bert").net, ParallelConfig(tp=2, recompute="selective"), example=example)
+    assert "recompute selective: layer.*.attention (2 modules) run again in the backward" in said.notes
+    with pytest.raises(ValueError, match=r"in the blocks \(h\.\*\) no module is the attention"):
+        describe(Zoo("all_inline").net, ParallelConfig(tp=2, recompute="selective"), example=example)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_seqpar.distributed.autograd import dispatch_modes, saved_tensor_hooks
 from lightning_seqpar.measure import StepMeter
@@ -75,6 +77,20 @@ def test_the_figures_of_a_batch_that_came():
     # The linear keeps its input, the square its own, in float32.
     assert meter.saved_bytes == 4 * (ROWS * FEATURES + ROWS)
     assert (meter.calls, meter.bytes, meter.backend_calls, meter.backend_bytes) == ({}, {}, {}, {})
+
+
+class Selective(Small):
+    """Its product is cached by a selective checkpoint, and the rest recomputed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        saves = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        return checkpoint(lambda x: self.layer(x).square(), batch, use_reentrant=False, context_fn=saves).mean()
+
+
+def test_what_a_selective_checkpoint_caches_counts():
+    meter = StepMeter(batch=1)
+    fit(meter, Selective(), batches=2)
+    assert meter.saved_bytes == 4 * (ROWS * FEATURES + ROWS)  # its input, and what is cached
 
 
 @pytest.mark.parametrize("what", ["raise", "skip", "no loss"])

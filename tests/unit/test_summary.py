@@ -26,7 +26,7 @@ def test_two_replicas_on_two_nodes():
         "  memory  regather auto: over 2 MiB, what norms, activations and gathers make is made again in the backward\n"
         "  on      tp (linears split), sp (sequence parallelism), ddp (over the replicas)\n"
         "  off     broadcast_batch, gloo_twins\n"
-        "  later   cp, pp, recompute, compile (not run yet)"
+        "  later   cp, pp, compile (not run yet)"
     )
 
 
@@ -36,7 +36,18 @@ def test_one_process():
         "  plan    the plan\n"
         "  on      nothing\n"
         "  off     tp, sp, ddp (one replica), broadcast_batch, gloo_twins\n"
-        "  later   cp, pp, recompute, compile (not run yet)"
+        "  later   cp, pp, compile (not run yet)"
+    )
+
+
+def test_what_is_recomputed_is_said_with_and_without_tensor_parallelism():
+    assert "  memory  recompute full: each block runs again in the backward, and only its input is kept" in summary(
+        1, 1, recompute="full"
+    )
+    told = summary(2, 2, tp=2, regather=True, recompute="selective", loss_chunk=64)
+    assert (
+        "made again in the backward; recompute selective: the attention of each block runs again in the backward; loss_chunk:"
+        in told
     )
 
 

@@ -16,7 +16,6 @@ LATER = {
     "pp": "pipeline parallelism; config, topology and groups know it, the layers do not",
     "virtual_pp": "interleaved stages",
     "pp_split_rank": "pipelines of encoder-decoder models",
-    "recompute": "activation recompute by the strategy (checkpointing in your model works)",
     "compile": "compilation by the strategy",
     "fp8_groups": "fp8 training",
 }

@@ -1,0 +1,242 @@
+"""A module whose forward runs again in the backward: its inputs are kept, and nothing of what it computes.
+
+torch's own activation checkpoint (``torch.utils.checkpoint``) does it. It stands around the module's ``forward``, inside of its
+hooks: what the region does where the module is entered and left happens once, and collectives, gathers and draws inside of it
+run again as they ran. What the checkpoint can't know is given to it here: the length of the sequence that the call had, what was
+gathered for the module (the shard is kept, and gathered again), and the draws of other generators than torch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_seqpar.activations.policy import hooks_in_force
+from lightning_seqpar.activations.regather import RegatheredInput
+from lightning_seqpar.distributed.autograd import in_backward, is_of_checkpoint, saved_tensor_hooks_allowed
+from lightning_seqpar.distributed.rng import HostDraws
+from lightning_seqpar.layout.stand_in import StandIn, resolve, stand_in
+from lightning_seqpar.region.sequence_region import SequenceRegion
+
+
+@dataclass
+class RecomputeNotes:
+    """What the recomputed modules of one model share.
+
+    Attributes:
+        asked: the field of the configuration, for messages.
+        told: what was told already.
+    """
+
+    asked: str
+    told: set[str] = field(default_factory=set)
+
+    def tell(self, what: str, sentence: str) -> None:
+        """Warn, of each thing once, however many modules it concerns."""
+        if what not in self.told:
+            self.told.add(what)
+            rank_zero_warn(f"lightning_seqpar: recompute={self.asked!r}: {sentence}")
+
+
+class RecomputedForward:
+    """Takes the place of a module's ``forward``; what it returns and the gradients are the same to the last bit.
+
+    It keeps the arguments: of a block its activation's shard, ``[b, s/tp, h]``. Without gradients, inside an activation
+    checkpoint of somebody else (which runs it again anyway) and in a recompute it runs the module as it is.
+
+    Args:
+        module: the module.
+        name: its name in the model.
+        notes: shared by the modules of the model.
+        region: the sequence region in which it lies; None where nothing is sharded.
+    """
+
+    def __init__(self, module: nn.Module, name: str, notes: RecomputeNotes, region: SequenceRegion | None) -> None:
+        self.module, self.name, self.notes, self.region = module, name, notes, region
+        self.own = vars(module).get("forward")  # what somebody put on the instance in its class's place
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._forward)
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        """The module's own forward."""
+        return self.own if self.own is not None else types.MethodType(type(self.module).forward, self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; a call in which it will be recomputed is checked for what a second run would do twice.
+
+        Raises:
+            ValueError: if the module changes a buffer or an argument of its own, which a recompute would change once more.
+        """
+        if not torch.is_grad_enabled() or not saved_tensor_hooks_allowed():
+            return self._forward(*args, **kwargs)
+        if in_backward() or is_of_checkpoint(hooks_in_force()):  # a reentrant checkpoint shows in the backward alone
+            self.notes.tell(
+                "a checkpoint",
+                f"{self.name} runs inside an activation checkpoint of the model's own (gradient_checkpointing_enable?), which "
+                "recomputes it already; there the strategy's own recompute steps aside",
+            )
+            return self._forward(*args, **kwargs)
+        args = tuple(self._without_cache(value) for value in args)
+        kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
+        before, sizes = self._buffers(), _sizes((*args, *kwargs.values()))
+        call = _Call(self._forward, args, kwargs, self.region)
+        out = checkpoint(call, *call.take_kept(), use_reentrant=False)
+        self._check_buffers(before)
+        if _sizes((*args, *kwargs.values())) != sizes:
+            raise ValueError(
+                f"recompute={self.notes.asked!r}: {self.name} adds to a list, set or dict that it is given, and a recompute would "
+                f"add to it twice; {self._way_out}"
+            )
+        return out
+
+    @property
+    def _way_out(self) -> str:
+        return "use recompute='none', and torch.utils.checkpoint in the model around parts that change nothing but what they return"
+
+    def _without_cache(self, value: Any) -> Any:
+        """An argument; in the place of an empty cache of keys and values (Hugging Face's), which training fills for nobody, None.
+
+        Raises:
+            ValueError: for one that holds something: the forward adds to it, and so would the recompute.
+        """
+        length = getattr(value, "get_seq_length", None)
+        if length is None or not hasattr(value, "update") or isinstance(value, nn.Module):
+            return value
+        if (held := int(length())) > 0:
+            raise ValueError(
+                f"recompute={self.notes.asked!r}: {self.name} is given a cache with keys and values of {held} tokens, and a "
+                "recompute would add to it twice; train without past_key_values (a prefix of PEFT's among them), or use "
+                "recompute='none'"
+            )
+        self.notes.tell(
+            "a cache",
+            f"{self.name} is given a cache of keys and values while it trains (use_cache=True), which a recompute would fill "
+            "twice; blocks get none, and what the model returns of it is empty",
+        )
+        return None
+
+    def _buffers(self) -> dict[str, tuple[Tensor, int]]:
+        """The buffers of the module, each with its version."""
+        return {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
+
+    def _check_buffers(self, before: Mapping[str, tuple[Tensor, int]]) -> None:
+        """Refuse a forward that changed a buffer in place; one that is made anew (a table that grows) is no state."""
+        for name, (buffer, version) in before.items():
+            if buffer._version != version:
+                raise ValueError(
+                    f"recompute={self.notes.asked!r}: {self.name}.{name}: the forward changes this buffer (statistics of a batch "
+                    f"norm, a counter), and a recompute would change it twice; {self._way_out}"
+                )
+
+
+def _sizes(values: tuple[Any, ...]) -> list[int]:
+    """The sizes of the lists, sets and dicts among some values."""
+    return [len(value) for value in values if type(value) in (list, set, dict)]
+
+
+class _Kept:
+    """What stands for one tensor among a call's arguments, and how it is given to the module again.
+
+    An activation that was gathered for the module is kept as columns keep it: its shard, or the input of the norm that made it.
+
+    Args:
+        at: its place among what the checkpoint keeps.
+        value: the argument.
+        region: the sequence region; None where nothing is sharded.
+    """
+
+    def __init__(self, at: int, value: Tensor, region: SequenceRegion | None) -> None:
+        self.at = at
+        self._width = region.size if region is not None and isinstance(value, StandIn) else None
+        self.tensor: Tensor | None = resolve(value)
+        self._requires_grad = self.tensor.requires_grad
+        self._handle: RegatheredInput | None = (
+            region.columns.find_regathered(self.tensor) if region is not None else None
+        )
+        if self._handle is not None:
+            self._handle.add_user()
+            self.tensor = self._handle.kept
+
+    def restore(self, kept: Tensor) -> Tensor:
+        """The argument, made of what was kept of it."""
+        if self._handle is not None:
+            with torch.no_grad():  # this saves nothing: what is saved must be the same as in the forward
+                kept = self._handle.take(kept)
+            kept = kept.detach().requires_grad_(self._requires_grad)
+        return kept if self._width is None else stand_in(kept, self._width)
+
+
+class _Call:
+    """One call of a recomputed module: called for the first time it is the forward, and after that a recompute.
+
+    Args:
+        forward: the module's own.
+        args: the arguments of the call.
+        kwargs: its named arguments.
+        region: the sequence region; None where nothing is sharded.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], region: SequenceRegion | None
+    ) -> None:
+        self._forward, self._region = forward, region
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        found: dict[int, _Kept] = {}  # by the id of the argument: one that is passed twice is the same again
+        self._args = tuple(self._note(value, found) for value in args)
+        self._kwargs = {key: self._note(value, found) for key, value in kwargs.items()}
+        self._kept = list(found.values())
+        self._repeating: Callable[[], AbstractContextManager[None]] = nullcontext
+        if region is not None:
+            self._repeating = functools.partial(region.frames.repeating, region.frames.lengths())
+        self._draws = HostDraws()
+
+    def take_kept(self) -> list[Tensor]:
+        """The tensors that a recompute is made of, handed over to the checkpoint."""
+        tensors = []
+        for kept in self._kept:
+            assert kept.tensor is not None
+            tensors.append(kept.tensor)
+            kept.tensor = None
+        return tensors
+
+    def __call__(self, *kept: Tensor) -> Any:
+        """Run the module, at first with its arguments, which are let go of then, and later with what was kept of them."""
+        if self._first is not None:
+            (args, kwargs), self._first = self._first, None
+            out = self._forward(*args, **kwargs)
+            self._draws.end()
+            return out
+        with self._repeating(), self._draws.again():
+            tensors = [item.restore(tensor) for item, tensor in zip(self._kept, kept, strict=True)]
+            args = tuple(_given(value, tensors) for value in self._args)
+            return self._forward(*args, **{key: _given(value, tensors) for key, value in self._kwargs.items()})
+
+    def _note(self, value: Any, found: dict[int, _Kept]) -> Any:
+        """An argument with its :class:`_Kept` in place of each tensor; lists, dicts and other objects are passed as they are."""
+        if type(value) is tuple:
+            return tuple(self._note(item, found) for item in value)
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in found:
+            found[id(value)] = _Kept(len(found), value, self._region)
+        return found[id(value)]
+
+
+def _given(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """An argument as :meth:`_Call._note` noted it, with the tensors in their places."""
+    if type(value) is tuple:
+        return tuple(_given(item, tensors) for item in value)
+    return tensors[value.at] if isinstance(value, _Kept) else value
