@@ -151,10 +151,12 @@ class _WriterChoice:
         """
         dp, tp = self._groups.rank("dp"), self._groups.rank("tp")
         if is_split(value):  # every replica writes its rows: of what the ranks of tp hold alike, one of them
-            writer = int(self._loads.sum(0).argmin())
+            own_writer = int(self._loads.sum(0).argmin())
             sharded = layout is not None and layout.shard is not None
-            self._loads[:, slice(None) if sharded else writer] += value.numel() * value.element_size() / self._loads.shape[0]
-            return Part(value, layout, tp, writes=sharded or writer == tp)
+            self._loads[:, slice(None) if sharded else own_writer] += (
+                value.numel() * value.element_size() / self._loads.shape[0]
+            )
+            return Part(value, layout, tp, writes=sharded or own_writer == tp)
         if layout is None or layout.shard is None:  # all ranks of a replica hold the whole tensor
             writer = divmod(int(self._loads.argmin()), self._loads.shape[1]) if alike else (0, 0)
             self._loads[writer] += value.numel() * value.element_size()

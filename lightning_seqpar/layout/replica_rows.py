@@ -64,7 +64,7 @@ def with_rows(rows: Tensor, like: DTensor) -> DTensor:
 
 
 def empty_like_rows(like: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU for a tensor that a replica would hold as ``shape``: a ``DTensor`` of this rank's rows if ``like`` is one."""
+    """Zeros on the CPU for a tensor which a replica holds as ``shape``; a ``DTensor`` of this rank's rows if ``like`` is one."""
     if like is None or not is_split(like):
         return torch.zeros(shape, dtype=dtype)
     start, stop = rows_held(like) or (0, 0)

@@ -53,13 +53,17 @@ def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
     named = dict(model.named_modules())
     modules = {id(named[name]): name for name in reversed(list(blocks)) if name in named}
     outer = [
-        name for name in modules.values() if not any(other != name and inside(name, other) for other in modules.values())
+        name
+        for name in modules.values()
+        if not any(other != name and inside(name, other) for other in modules.values())
     ]
     everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     found = set()
     while outer:
         name = outer.pop()
-        if isinstance(named[name], nn.ModuleList | nn.ModuleDict):  # nobody calls it, so nothing could be gathered before
+        if isinstance(
+            named[name], nn.ModuleList | nn.ModuleDict
+        ):  # nobody calls it, so nothing could be gathered before
             outer += [f"{name}.{key}" for key, _ in named[name].named_children()]
             continue
         held = Counter(id(p) for _, p in named[name].named_parameters(remove_duplicate=False))
@@ -123,7 +127,10 @@ class FullySharded:
         ]
         self._trains = {name: p.requires_grad for name, p in self._own.items()}
         self._handles = [
-            *(module.register_forward_pre_hook(self._gather_outside, prepend=True) for module in self._outside_modules()),
+            *(
+                module.register_forward_pre_hook(self._gather_outside, prepend=True)
+                for module in self._outside_modules()
+            ),
             *(self._model.get_submodule(unit).register_forward_hook(_refuse_graph(unit)) for unit in self.units),
         ]
 
@@ -169,7 +176,9 @@ class FullySharded:
         return [
             module
             for name, module in self._model.named_modules()
-            if name and not any(inside(name, unit) for unit in self.units) and next(module.parameters(False), None) is not None
+            if name
+            and not any(inside(name, unit) for unit in self.units)
+            and next(module.parameters(False), None) is not None
         ]
 
     def _gather_outside(self, module: nn.Module, args: Any) -> None:
@@ -188,7 +197,9 @@ class FullySharded:
             # Which parameters train may be set on either object, and was the same on both.
             own = self._record.layout.parameter(layout.name)
             if own.requires_grad != parameter.requires_grad:
-                trains = own.requires_grad if own.requires_grad != self._trains[layout.name] else parameter.requires_grad
+                trains = (
+                    own.requires_grad if own.requires_grad != self._trains[layout.name] else parameter.requires_grad
+                )
                 own.requires_grad_(trains)
                 parameter.requires_grad_(trains)
             self._trains[layout.name] = own.requires_grad

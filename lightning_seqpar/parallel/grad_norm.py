@@ -26,7 +26,8 @@ def global_grad_norm(
         norm_type: 2, another positive number, or infinity.
 
     Returns:
-        The norm as a 0-dim tensor, equal on all ranks. The gradients must be synced before; collective over tp, and dp if replicas split them.
+        The norm as a 0-dim tensor, equal on all ranks. The gradients must be synced before. Collective over tp,
+        and over dp if the replicas split them.
     """
     parameters = list(parameters)
     # Gradients by the axes over whose ranks they are divided.
@@ -38,7 +39,9 @@ def global_grad_norm(
             continue
         found, grad = layout.of(parameter), local_rows(parameter.grad)
         over_tp = found is not None and found.shard is not None
-        if found is not None and found.shard is not None and found.shard.has_shared:  # what several ranks hold counts once
+        if (
+            found is not None and found.shard is not None and found.shard.has_shared
+        ):  # what several ranks hold counts once
             is_first = found.shard.is_first_holder(groups.rank("tp"))
             if found.shard.dim == 0 and (rows := rows_held(parameter.grad)) is not None:
                 is_first = is_first[slice(*rows)]

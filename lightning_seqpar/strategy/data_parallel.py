@@ -12,7 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from lightning_seqpar.config import nearest
 from lightning_seqpar.layout.module_names import match_pattern
 
-_TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+_TYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+}
 _MP_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 OPTIONS = ("reshard_after_forward", "mp_policy", "offload_policy", "units")
 """What the field ``fsdp`` may hold: by the names of ``fully_shard``, and ``units``."""
@@ -40,7 +42,9 @@ def fully_shard_options(given: Mapping[str, Any]) -> dict[str, Any]:
             )
     units = given.get("units")
     if units is not None and (isinstance(units, str) or not all(isinstance(each, str) for each in units)):
-        raise ValueError(f"fsdp={{'units': {units!r}}}: give a list of patterns, such as ['model.layers.*'], or an empty list")
+        raise ValueError(
+            f"fsdp={{'units': {units!r}}}: give a list of patterns, such as ['model.layers.*'], or an empty list"
+        )
     out: dict[str, Any] = {}
     if (reshard := given.get("reshard_after_forward")) is not None:
         if not isinstance(reshard, bool):
@@ -117,7 +121,9 @@ def units_among(given: Mapping[str, Any], model: nn.Module, blocks: Iterable[str
     found: list[str] = []
     for pattern in patterns:
         if not (matched := [name for name in names if match_pattern(pattern, name)]):
-            raise ValueError(f"fsdp={{'units': [{pattern!r}]}}: no module has that name; did you mean {nearest(pattern, names)}?")
+            raise ValueError(
+                f"fsdp={{'units': [{pattern!r}]}}: no module has that name; did you mean {nearest(pattern, names)}?"
+            )
         found += matched
     return found
 

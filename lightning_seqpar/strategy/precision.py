@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer

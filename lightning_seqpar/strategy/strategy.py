@@ -90,9 +90,11 @@ class SeqParallelStrategy(SavingStrategy):
         pp_split_rank: First pipeline rank of the decoder in an encoder-decoder model. Not run yet.
         order: The axes, outermost first; ranks along the last one are adjacent.
         plan: ``auto``, a family's name, the path of a YAML file, or ``{base: ..., rules: [...]}``.
-        data_parallel: What synchronises the data-parallel replicas. ``fsdp`` is not run yet.
+        data_parallel: What synchronises the data-parallel replicas: ``ddp``, or ``fsdp`` (torch's ``fully_shard`` for each block),
+            where each replica holds its rows of parameters, gradients and moments alone.
         ddp: Options passed on to ``DistributedDataParallel``.
-        fsdp: Options passed on to ``fully_shard``. Not run yet.
+        fsdp: Options of ``fsdp``: ``reshard_after_forward``, ``mp_policy`` and ``offload_policy`` of ``fully_shard``, and
+            ``units``, patterns of the modules that are gathered each on its own, in place of the blocks.
         recompute: What runs again in the backward instead of being kept: ``full``, each block, of which only the input is
             kept; ``selective``, the attention in each block; ``none``. Gradients are the same to the last bit.
         regather: Gather a column linear's input again in the backward, and make norms and activations again, instead of
@@ -166,6 +168,11 @@ class SeqParallelStrategy(SavingStrategy):
         merged = _merge_config(config, keywords)
         refuse_unsupported(merged)
         check_ddp_options(merged.ddp)
+        if merged.fsdp and merged.data_parallel != "fsdp":
+            raise ValueError(
+                f"fsdp={merged.fsdp!r} beside data_parallel={merged.data_parallel!r}: nothing reads it; set data_parallel='fsdp', "
+                "or leave it out"
+            )
         fully_shard_options(merged.fsdp)
         check_plan(merged.plan)  # here, so that wrong rules raise before any process starts
         super().__init__(
@@ -212,7 +219,9 @@ class SeqParallelStrategy(SavingStrategy):
         share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)
         record = self._parallelize(module)
         if meta_weights is not None and self._splits:
-            self._split = self._split_over_replicas(module, record)  # before it has weights: of each a rank keeps its rows
+            self._split = self._split_over_replicas(
+                module, record
+            )  # before it has weights: of each a rank keeps its rows
         if meta_weights is not None:
             with self._phases.phase("filling the weights", meta_weights.count) as filling:
                 on_every_rank(

@@ -9,11 +9,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_seqpar import SeqParallelStrategy, unshard
+from lightning_seqpar.distributed.counters import Traffic
+from lightning_seqpar.layout.param_layout import ModelLayout
 from lightning_seqpar.layout.replica_rows import is_split, local_rows
-from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.region.data_path import DataPath
+from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare, gather_weights
 from tests.helpers import models
@@ -34,6 +36,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gradients exchanged": ("Edits", {}, {"accumulate": 2}, {}),
     "rates by shape and class": ("FollowsShapes", {}, {}, {}),
     "checkpointed blocks": ("Recomputed", {}, {}, {}),
+    "recomputed blocks": ("GPT", {}, {"accumulate": 2}, {"recompute": "full"}),
+    "recomputed attention": ("GPT", {"tied": False}, {}, {"recompute": "selective", "sp": False}),
     "no module owns the blocks": ("Direct", {}, {}, {}),
     "a shared block": ("SharedBlock", {}, {}, {}),
     "nn.TransformerEncoder": ("Encoder", {"batch_first": False, "norm_first": True}, {}, {}),
@@ -131,7 +135,14 @@ def live(tp: int, folder: str) -> dict[str, Any]:
     third = trainer("ddp", 2)
     third.fit(module, data())
     shapes = [tuple(parameter.shape) for parameter in module.parameters()]
-    out |= {"shapes": shapes, "dp_rank": third.strategy.dp_rank, "same": same, "equal": equal, "classes": classes, "ddp": gather_weights(module)}
+    out |= {
+        "shapes": shapes,
+        "dp_rank": third.strategy.dp_rank,
+        "same": same,
+        "equal": equal,
+        "classes": classes,
+        "ddp": gather_weights(module),
+    }
     trainer("fsdp", 1).fit(unshard(module), data())  # split once more
     return {**out, "end": gather_weights(module)}
 
@@ -156,7 +167,11 @@ def test_a_life_with_several_runs(tp, tmp_path):
         assert not any(name.startswith("FSDP") for name in told["classes"])
         assert told["split"] == len(expected[0]) - 1  # all but the one without dims
         # A rank holds 1/dp of its tp shard, to the row, and two moments of each element.
-        rows = [range(shape[0])[told["dp_rank"] * -(-shape[0] // dp) :][: -(-shape[0] // dp)] for shape in told["shapes"] if shape]
+        rows = [
+            range(shape[0])[told["dp_rank"] * -(-shape[0] // dp) :][: -(-shape[0] // dp)]
+            for shape in told["shapes"]
+            if shape
+        ]
         held = [len(own) * math.prod(shape[1:]) for own, shape in zip(rows, filter(None, told["shapes"]), strict=True)]
         assert told["parameters"] == sum(held) + 1
         assert told["moments"] == 2 * sum(held)  # those of the parameter without dims have none either
@@ -167,3 +182,177 @@ def test_a_life_with_several_runs(tp, tmp_path):
     saved = torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"]
     for name, weight in expected["first"].items():
         torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-9)
+
+
+# ---- what it sends, and what it refuses --------------------------------------------------------------------------
+
+
+class Sends(Callback):
+    """Collectives of each micro-batch, by name."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, int]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.traffic = Traffic()
+        self.traffic.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.traffic.__exit__(None, None, None)
+        self.calls.append(dict(self.traffic.calls))
+
+
+class ReadsBlock(models.GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+class Penalised(models.GPT):
+    """The square of the loss's gradient with respect to the embeddings is in the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        embedded = self.model.tokens(tokens[:, :-1])
+        x = embedded + self.model.positions(torch.arange(embedded.shape[1]))
+        with sdpa_kernel(SDPBackend.MATH):
+            for block in self.model.blocks:
+                x = block(x)
+        logits = self.model.head(self.model.norm(x))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        (grad,) = torch.autograd.grad(loss, embedded, create_graph=True)
+        return loss + grad.pow(2).sum()
+
+
+class Raw(models.ManualTwo):
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)
+
+
+class Hooked(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.norm.weight.register_hook(lambda grad: grad * 2)
+
+
+class Mixed(models.GPT):
+    def on_fit_start(self) -> None:
+        raise AssertionError("refused before")
+
+    def configure_model(self) -> None:
+        self.model.blocks[0].mlp.up.double()
+
+
+for each in (ReadsBlock, Penalised, Raw, Hooked, Mixed):
+    setattr(models, each.__name__, each)
+
+
+def refusals() -> dict[str, Any]:
+    def told(model: str, args: dict[str, Any] | None = None, precision: str = "64-true", **strategy: Any) -> Any:
+        try:
+            chosen = {"data_parallel": "fsdp", **strategy}
+            return fit(model, args or {}, world=2, strategy=chosen, steps=2, precision=precision)
+        except (ValueError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    found = {
+        "rows": told("ReadsBlock"),
+        "gathered": told("ReadsBlock", fsdp={"units": []}),
+        "graph": told("Penalised"),
+        "graph of all": told("Penalised", fsdp={"units": []}),
+        "graph of ddp": told("Penalised", data_parallel="ddp"),
+        "raw": told("Raw", args={"style": "keep"}),
+        "hook": told("Hooked"),
+        "types": told("Mixed", precision="32-true"),
+        "unit": told("GPT", fsdp={"units": ["model.block.*"]}),
+        "units": told("GPT", fsdp={"units": ["model.blocks.*.mlp"]}),
+    }
+    sends = Sends()
+    fit("GPT", {}, world=2, strategy={"data_parallel": "fsdp"}, steps=1, accumulate=3, callbacks=[sends])
+    found["sent"] = sends.calls
+    rebind = ModelLayout.rebind
+    ModelLayout.rebind = lambda self, model: rebind(self, model) if not self._parameters else None  # type: ignore[method-assign]
+    try:
+        found["stale"] = told("GPT")
+    finally:
+        ModelLayout.rebind = rebind  # type: ignore[method-assign]
+    return found
+
+
+def test_what_it_sends_and_what_it_refuses():
+    for found in run_distributed(refusals, 2, timeout=200.0):
+        assert "reads a parameter of a block outside of that block's forward" in found["rows"]
+        assert "fsdp={'units': []}" in found["rows"]
+        compare(fit("ReadsBlock", {}, steps=2), found["gathered"]).raise_if_failed()
+        assert found["graph"].startswith("RuntimeError: model.blocks.")
+        assert "create_graph=True" in found["graph"]
+        assert not isinstance(found["graph of ddp"], str), found["graph of ddp"]
+        assert not isinstance(found["graph of all"], str), found["graph of all"]
+        compare(
+            found["graph of ddp"], found["graph of all"]
+        ).raise_if_failed()  # a mean over replicas, not one process's
+        assert "its gradient was not reduced over the replicas" in found["raw"]
+        assert found["hook"].startswith("ValueError: model.norm.weight: it has a gradient hook of yours")
+        assert found["types"].startswith("ValueError: model.blocks.0.")
+        assert "in one type" in found["types"]
+        assert "no module has that name; did you mean 'model.blocks." in found["unit"]
+        compare(fit("GPT", {}, steps=2), found["units"]).raise_if_failed()
+        assert "the model holds another parameter than the one that was laid out" in found["stale"]
+        # Nothing is reduced but in the last of three micro-batches: two blocks and the rest.
+        assert [calls.get("reduce_scatter", 0) for calls in found["sent"]] == [0, 0, 3]
+
+
+def late_products() -> str:
+    """Weight-gradient products that wait for a collective of the block before."""
+    wraps = FullySharded.begin
+
+    def begin(self: FullySharded) -> None:
+        wraps(self)
+        for region in self._record.regions:
+            region.path.row_window = "any"
+
+    FullySharded.begin = begin  # type: ignore[method-assign]
+    try:
+        fit("GPT", {}, world=4, strategy={"tp": 2, "data_parallel": "fsdp"}, steps=1)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        FullySharded.begin = wraps  # type: ignore[method-assign]
+    return "trained"
+
+
+def test_a_gradient_behind_its_reduction_ends_the_run():
+    for told in run_distributed(late_products, 4):
+        assert told.startswith("model.blocks.1.attn.proj.weight: its gradient was not reduced over the replicas")
+
+
+def in_bfloat16() -> dict[str, Any]:
+    policy = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
+    losses: dict[str, Any] = {}
+    for name, more in {"whole": {}, "policy": {"fsdp": policy}}.items():
+        strategy = {"tp": 2, "data_parallel": "fsdp", **more}
+        SEEN.clear()
+        losses[name] = fit("Dtypes", {}, world=4, strategy=strategy, steps=3, precision="32-true").losses
+        losses[f"{name} in bfloat16"] = torch.bfloat16 in SEEN
+    return losses
+
+
+SEEN: set[torch.dtype] = set()
+
+
+class Dtypes(models.GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        handle = self.model.blocks[0].mlp.up.register_forward_hook(lambda m, a, out: SEEN.add(out.dtype))
+        loss = super().training_step(batch, batch_idx)
+        handle.remove()
+        return loss
+
+
+models.Dtypes = Dtypes
+
+
+def test_a_policy_of_mixed_precision():
+    for found in run_distributed(in_bfloat16, 4):
+        assert found["policy in bfloat16"]
+        assert not found["whole in bfloat16"]
+        assert found["policy"] == pytest.approx(found["whole"], rel=2e-2)
+        assert found["policy"] != found["whole"]
