@@ -238,11 +238,13 @@ class ParallelConfig(FrozenModel):
     plan: str | PlanSpec = "auto"
     """``auto``, a family's name, the path of a YAML file, or ``{base: ..., rules: [...]}``."""
     data_parallel: Literal["ddp", "fsdp"] = "ddp"
-    """What synchronises the data-parallel replicas. ``fsdp`` is not run yet."""
+    """What synchronises the data-parallel replicas: ``ddp``, or ``fsdp`` (torch's ``fully_shard`` for each block), where each
+    replica holds its rows of parameters, gradients and moments alone."""
     ddp: dict[str, Any] = Field(default_factory=dict)
     """Options passed on to ``DistributedDataParallel``."""
     fsdp: dict[str, Any] = Field(default_factory=dict)
-    """Options passed on to ``fully_shard``. Not run yet."""
+    """Options of ``fsdp``: ``reshard_after_forward``, ``mp_policy`` and ``offload_policy`` of ``fully_shard``, and ``units``,
+    patterns of the modules that are gathered each on its own, in place of the blocks."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What runs again in the backward instead of being kept: ``full``, each block, of which only the input is kept;
     ``selective``, the attention in each block; ``none``. Gradients are the same to the last bit."""

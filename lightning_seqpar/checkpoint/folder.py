@@ -51,6 +51,7 @@ from lightning_seqpar.checkpoint.atomic_files import (
     write_synced,
 )
 from lightning_seqpar.layout.param_layout import ParamLayout
+from lightning_seqpar.layout.replica_rows import empty_like_rows, local_rows, rows_held
 
 STATE = "state.pt"
 """The file of the checkpoint without numbers: a meta tensor takes the place of each tensor that the ranks wrote."""
@@ -64,7 +65,8 @@ class Part:
     """This rank's part of one whole tensor: a chunk for each range of indices.
 
     Args:
-        local: the rank's own tensor; it may hold padding of a vocabulary, which is in no chunk.
+        local: the rank's own tensor; it may hold padding of a vocabulary, which is in no chunk. Where the replicas split it,
+            the rank's rows of it are its part.
         layout: how the whole tensor is divided over tp; None for a tensor that every rank holds whole.
         rank: the tensor-parallel rank.
         writes: whether this rank writes its part. Of what several ranks hold alike, one writes.
@@ -75,21 +77,31 @@ class Part:
     """
 
     def __init__(self, local: Tensor, layout: ParamLayout | None, rank: int, *, writes: bool) -> None:
-        self.local = local.detach()
+        held = rows_held(local)
+        self.local = local_rows(local).detach()
         shard = None if layout is None else layout.shard
         self.shape = torch.Size(local.shape if layout is None or shard is None else layout.global_shape)
         self._chunks: dict[torch.Size, tuple[Tensor, bool]] = {}
         if shard is None:
-            self._chunks[torch.Size([0] * local.ndim)] = self.local, writes
+            if held is None or held[1] > held[0]:
+                first = 0 if held is None else held[0]
+                self._chunks[torch.Size([first, *[0] * (local.ndim - 1)][: local.ndim])] = self.local, writes
             return
-        is_first_holder, local_start = shard.is_first_holder(rank), 0
+        is_first_holder, at = shard.is_first_holder(rank), 0
         for start, stop in shard.ranges[rank]:
             if stop > start:
-                offsets = [0] * local.ndim
-                offsets[shard.dim] = start
-                chunk = self.local.narrow(shard.dim, local_start, stop - start)
-                self._chunks[torch.Size(offsets)] = chunk, writes and bool(is_first_holder[local_start])
-                local_start += stop - start
+                rows = held or (0, local.shape[0])
+                # Of the range's places in the part over tp, those that this rank holds.
+                low, high = at, at + stop - start
+                if shard.dim == 0:
+                    low, high = max(low, rows[0]), min(high, rows[1])
+                if high > low and rows[1] > rows[0]:
+                    offsets = [0] * local.ndim
+                    offsets[0] = rows[0]
+                    offsets[shard.dim] = start + low - at
+                    chunk = self.local.narrow(shard.dim, low - (rows[0] if shard.dim == 0 else 0), high - low)
+                    self._chunks[torch.Size(offsets)] = chunk, writes and bool(is_first_holder[at])
+                at += stop - start
 
     def piece(self, offsets: torch.Size | None) -> Tensor:
         """The chunk that begins at these indices of the whole tensor, a view of :attr:`local`."""
@@ -531,19 +543,27 @@ class Opened:
         noted = self._keys.get(id(value))
         return None if noted is None else noted[1]
 
-    def take(self, tensors: Mapping[K, Any], layouts: Mapping[K, ParamLayout | None], rank: int) -> dict[K, Any]:
+    def take(
+        self,
+        tensors: Mapping[K, Any],
+        layouts: Mapping[K, ParamLayout | None],
+        rank: int,
+        likes: Mapping[K, Tensor] | None = None,
+    ) -> dict[K, Any]:
         """Read this rank's parts of tensors.
 
         Args:
             tensors: meta tensors of :attr:`checkpoint`, by any names; anything else is returned as it is.
             layouts: by the same names, how a tensor is divided over tp; a tensor without a layout is read whole.
             rank: the tensor-parallel rank.
+            likes: by the same names, the parameters that they are for; of one that the replicas split, a rank reads its rows.
 
         Raises:
             ValueError: for a tensor of another shape than its layout has, naming it.
         """
         out = dict(tensors)
         parts: dict[str, Part] = {}
+        found: dict[str, Tensor] = {}
         for name, value in tensors.items():
             if (key := self.key_of(value)) is not None:
                 layout = layouts.get(name)
@@ -555,8 +575,10 @@ class Opened:
                 else:
                     layout = None
                 if key not in parts:
-                    parts[key] = Part(torch.zeros(shape, dtype=value.dtype), layout, rank, writes=False)
-                out[name] = parts[key].local
+                    like = None if likes is None or not value.ndim else likes.get(name)
+                    found[key] = empty_like_rows(like, shape, value.dtype)
+                    parts[key] = Part(found[key], layout, rank, writes=False)
+                out[name] = found[key]
         self.folder.read(parts)
         return out
 

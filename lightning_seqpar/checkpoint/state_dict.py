@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 
 from lightning_seqpar.checkpoint.folder import Opened, Part, own_memory
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
+from lightning_seqpar.layout.replica_rows import gather_rows, is_split, take_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel, refuse_copies
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device: torch.device) -> Tensor:
-    """Gather a tensor on the rank that writes (tp rank 0 of replica 0). Collective over tp.
+    """Gather a tensor on the rank that writes (tp rank 0 of replica 0). Collective over tp, and over dp if replicas split it.
 
     No other rank holds more than its own part.
 
@@ -35,7 +36,7 @@ def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device
     Returns:
         The whole tensor on the rank that writes, on the device of ``local``; elsewhere a meta tensor of its shape.
     """
-    local = local.detach()
+    local = gather_rows(local, groups["dp"]).detach() if is_split(local) else local.detach()
     if layout.shard is None:
         return local if _is_writer(groups) else local.to("meta")
     whole = torch.empty(layout.global_shape, dtype=local.dtype, device="meta")
@@ -149,6 +150,13 @@ class _WriterChoice:
                 those of the first replica are written.
         """
         dp, tp = self._groups.rank("dp"), self._groups.rank("tp")
+        if is_split(value):  # every replica writes its rows: of what the ranks of tp hold alike, one of them
+            own_writer = int(self._loads.sum(0).argmin())
+            sharded = layout is not None and layout.shard is not None
+            self._loads[:, slice(None) if sharded else own_writer] += (
+                value.numel() * value.element_size() / self._loads.shape[0]
+            )
+            return Part(value, layout, tp, writes=sharded or own_writer == tp)
         if layout is None or layout.shard is None:  # all ranks of a replica hold the whole tensor
             writer = divmod(int(self._loads.argmin()), self._loads.shape[1]) if alike else (0, 0)
             self._loads[writer] += value.numel() * value.element_size()
@@ -177,10 +185,11 @@ def load_full_state_dict(
         local = record.model.state_dict(keep_vars=True)
     rank = record.groups.rank("tp")
     layouts = {name: _layout_of(record, name, value) for name, value in local.items()}
-    sliced = dict(state) if opened is None else opened.take(state, layouts, rank)
+    likes = {name: value for name, value in local.items() if isinstance(value, Tensor)}
+    sliced = dict(state) if opened is None else opened.take(state, layouts, rank, likes)
     for name, layout in layouts.items():
         if layout is not None and name in sliced and (opened is None or opened.key_of(state[name]) is None):
-            sliced[name] = layout.take(sliced[name], rank)
+            sliced[name] = take_rows(layout.take(sliced[name], rank), local[name])
     return record.model.load_state_dict(sliced, strict=strict)
 
 
@@ -250,12 +259,14 @@ def load_full_optimizer_state(
                 "another model or another configure_optimizers"
             )
         layouts[index, key] = None if layout is None else layout.of(parameters[int(index)])
-    taken = flat if opened is None else opened.take(flat, layouts, rank)
+    likes = {(index, key): parameters[int(index)] for index, key in flat}
+    taken = flat if opened is None else opened.take(flat, layouts, rank, likes)
     local: dict[Any, Any] = {index: {} for index in state["state"]}
     for (index, key), value in taken.items():
         moment_layout = layouts[index, key]
         if moment_layout is not None and isinstance(value, Tensor) and value.ndim > 0 and value is flat[index, key]:
-            value = moment_layout.take(value, rank)  # it was not read from a folder, so it is whole
+            # It was not read from a folder, so it is whole.
+            value = take_rows(moment_layout.take(value, rank), likes[index, key])
         # A copy in memory of its own: the optimizer keeps it, and what was read may be mapped from a file.
         local[index][key] = own_memory(value) if value is flat[index, key] else value
     optimizer.load_state_dict({**state, "state": local})

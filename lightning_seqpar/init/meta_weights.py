@@ -23,6 +23,7 @@ from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.init.deferred import DeferredInit, TensorRef
 from lightning_seqpar.layout.adapters import is_adapted
 from lightning_seqpar.layout.param_layout import ParamLayout
+from lightning_seqpar.layout.replica_rows import empty_on_cpu, is_split, local_rows, rows_held
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 
@@ -563,7 +564,7 @@ class LateWeights:
         return len(self._parameters)
 
     def fill_parameters(self, record: ShardedModel | None, advance: Callable[[], None] = lambda: None) -> None:
-        """Give every parameter this rank's part of its values. No more than one whole tensor exists at a time.
+        """Give every parameter this rank's part of its values, or its rows of it. No more than one whole tensor exists at a time.
 
         Args:
             record: the record of the sharded model; None if it is not sharded.
@@ -574,7 +575,7 @@ class LateWeights:
         for place in (place for places in self._parameters.values() for place in places):
             parameter = getattr(place.holder, place.leaf)
             if parameter.is_meta:
-                room = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                room = nn.Parameter(empty_on_cpu(parameter), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, room)
 
         def take(places: Sequence[_Place], tensor: Callable[[TensorRef], Tensor]) -> None:
@@ -652,7 +653,7 @@ def _copy_part(place: _Place, whole: Tensor, shard: Shard | None, rank: int) -> 
         shard: how it is divided over tp; None if it is not.
         rank: the tensor-parallel rank.
     """
-    if shard is None or shard.padded is not None:
+    if shard is None or shard.padded is not None or is_split(getattr(place.holder, place.leaf)):
         _set(place, whole if shard is None else shard.take(whole, rank))
         return
     parameter, local_start = getattr(place.holder, place.leaf), 0
@@ -677,7 +678,8 @@ def _set(place: _Place, value: Tensor) -> None:
         )
     if isinstance(current, nn.Parameter):
         with torch.no_grad():
-            current.copy_(value)
+            rows = rows_held(current)
+            local_rows(current).copy_(value if rows is None else value[slice(*rows)])
     elif place.leaf in place.holder._buffers:
         place.holder._buffers[place.leaf] = value.to(current.dtype)
     else:

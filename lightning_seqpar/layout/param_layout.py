@@ -12,6 +12,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from lightning_seqpar.layout.replica_rows import local_rows
 from lightning_seqpar.layout.shard import Shard
 
 
@@ -98,8 +99,10 @@ class ModelLayout(Mapping[str, ParamLayout]):
 
     def __init__(self, model: nn.Module, layouts: Mapping[str, ParamLayout]) -> None:
         self._layouts = dict(layouts)
-        self._parameters = {name: model.get_parameter(name) for name in self._layouts}
-        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._names: dict[int, str] = {}
+        self._computing: dict[str, nn.Parameter] = {}
+        self.rebind(model)
 
     def __getitem__(self, name: str) -> ParamLayout:
         return self._layouts[name]
@@ -110,8 +113,30 @@ class ModelLayout(Mapping[str, ParamLayout]):
     def __len__(self) -> int:
         return len(self._layouts)
 
+    def rebind(self, model: nn.Module) -> None:
+        """Look the parameters up again by name, after something that replaced the objects (``fully_shard``)."""
+        self._parameters = {name: model.get_parameter(name) for name in self._layouts}
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._computing = {}
+
+    def note_computing(self, model: nn.Module, prefix: str) -> None:
+        """Note the objects that stand in for parameters while a forward computes with all rows of them.
+
+        Args:
+            model: the model.
+            prefix: the name of the module whose parameters have all rows now, with a dot at its end; empty for the model's.
+        """
+        for name, own in self._parameters.items():
+            if name.startswith(prefix) and (now := model.get_parameter(name)) is not own:
+                self._computing[name] = now
+                self._names[id(now)] = name
+
+    def left_computing(self) -> list[str]:
+        """Names of parameters whose stand-in of the forward holds a gradient, which nobody has taken over to the parameter."""
+        return [name for name, stand_in in self._computing.items() if stand_in.grad is not None]
+
     def of(self, tensor: Tensor) -> ParamLayout | None:
-        """The layout of a parameter of the model; None for any other tensor."""
+        """The layout of a parameter of the model, or of what stands in for it in a forward; None for any other tensor."""
         name = self._names.get(id(tensor))
         return None if name is None else self._layouts[name]
 
@@ -122,7 +147,11 @@ class ModelLayout(Mapping[str, ParamLayout]):
     def replaced(self, model: nn.Module) -> list[str]:
         """Names under which the model now has another parameter object than when it was parallelised."""
         current = dict(model.named_parameters(remove_duplicate=False))
-        return [name for name, parameter in self._parameters.items() if current.get(name) is not parameter]
+        return [
+            name
+            for name, parameter in self._parameters.items()
+            if (now := current.get(name)) is None or (now is not parameter and now is not self._computing.get(name))
+        ]
 
     def added(self, model: nn.Module) -> list[str]:
         """Names of parameters that the model did not have when it was parallelised."""
@@ -133,7 +162,7 @@ class ModelLayout(Mapping[str, ParamLayout]):
 
     def local_numel(self) -> int:
         """Number of parameters on this rank."""
-        return sum(parameter.numel() for parameter in self._parameters.values())
+        return sum(local_rows(parameter).numel() for parameter in self._parameters.values())
 
     def global_numel(self) -> int:
         """Number of parameters of the whole model."""

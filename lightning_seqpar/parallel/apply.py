@@ -16,6 +16,7 @@ from lightning_seqpar.activations.norm_recompute import is_norm, make_recomputin
 from lightning_seqpar.distributed.collectives import all_gather
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason
+from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.recompute import Recompute, make_recomputed, recomputed
@@ -238,8 +239,19 @@ def parallelize(
     return swap.apply()
 
 
+def whole_model(model: nn.Module, groups: ParallelGroups) -> ShardedModel:
+    """The record of a model of which tp shards nothing, so that the replicas can split it (``data_parallel='fsdp'`` at tp 1)."""
+    names = [name for name, _ in model.named_parameters()]
+    layouts = {name: ParamLayout(name, tuple(model.get_parameter(name).shape)) for name in names}
+    record = ShardedModel(model, ModelLayout(model, layouts), groups, [], sp=False, doubtful=frozenset(), matches=[])
+    record.hooks = [module.register_state_dict_pre_hook(_guard(record)) for module in model.modules()]
+    model.__dict__[RECORD_KEY] = record
+    return record
+
+
 def whole_tensor(local: Tensor, layout: ParamLayout, groups: ParallelGroups) -> Tensor:
-    """The whole of a tensor laid out as the parameter is; collective over tp."""
+    """The whole of a tensor laid out as the parameter is; collective over tp, and over dp if the replicas split it."""
+    local = gather_rows(local, groups["dp"]) if is_split(local) else local
     if layout.shard is None:
         return local.detach().clone()
     group, sent = groups["tp"], local.detach().unsqueeze(0)
@@ -258,6 +270,8 @@ def unshard(model: nn.Module) -> nn.Module:
     if record is None:
         return model
     refuse_copies(record)
+    if record.replicas is not None:
+        record.replicas.undo()
     with torch.no_grad():
         for name, layout in record.layout.items():
             if layout.is_sharded:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_seqpar.layout.param_layout import ModelLayout
+from lightning_seqpar.layout.replica_rows import is_split, local_rows
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
@@ -44,7 +45,7 @@ def check_reduced(parameters: Iterable[Tensor], groups: ParallelGroups) -> None:
     Raises:
         RuntimeError: on every rank, if one differs.
     """
-    held = [p for p in parameters if p.requires_grad]
+    held = [p for p in parameters if p.requires_grad and not is_split(p)]
     if not held or groups.size("dp") == 1:
         return
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in held]
@@ -83,7 +84,7 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
         elif not found.is_sharded:
             names.append((found.name, str(found.reason)))
         if found is None or not found.is_sharded:
-            grads.append(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
+            grads.append(local_rows(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)))
     if not grads:
         return
     lows, highs = spread(grads, groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -9,38 +10,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_seqpar.layout.param_layout import ModelLayout
+from lightning_seqpar.layout.replica_rows import is_split, local_rows, rows_held
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 def global_grad_norm(
     parameters: Iterable[Tensor], layout: ModelLayout, groups: ParallelGroups, norm_type: float = 2.0
 ) -> Tensor:
-    """The norm of the whole model's gradient: shards from every tp rank, whole parameters once.
+    """The norm of the whole model's gradient: shards from every rank of tp (and of dp, where replicas split them), the rest once.
 
     Args:
-        parameters: those whose gradients count; one without a gradient counts nothing.
+        parameters: those whose gradients count, the same on every rank; one without a gradient counts nothing.
         layout: where each of them lies.
         groups: the process groups.
         norm_type: 2, another positive number, or infinity.
 
     Returns:
-        The norm as a 0-dim tensor, equal on all ranks of tp. The gradients must be synced before; collective over tp.
+        The norm as a 0-dim tensor, equal on all ranks. The gradients must be synced before. Collective over tp,
+        and over dp if the replicas split them.
     """
-    sharded: list[Tensor] = []
-    whole: list[Tensor] = []
+    parameters = list(parameters)
+    # Gradients by the axes over whose ranks they are divided.
+    divided: dict[tuple[str, ...], list[Tensor]] = {(): [], ("tp",): [], ("dp",): [], ("dp", "tp"): []}
     device = torch.device("cpu")
     for parameter in parameters:
         device = parameter.device
         if parameter.grad is None:
             continue
-        found = layout.of(parameter)
-        if found is None or found.shard is None:
-            whole.append(parameter.grad)
-        elif found.shard.has_shared:  # what several ranks hold counts once
-            first = found.shard.is_first_holder(groups.rank("tp")).nonzero().flatten().to(parameter.device)
-            sharded.append(parameter.grad.index_select(found.shard.dim, first))
-        else:
-            sharded.append(parameter.grad)
+        found, grad = layout.of(parameter), local_rows(parameter.grad)
+        over_tp = found is not None and found.shard is not None
+        if (
+            found is not None and found.shard is not None and found.shard.has_shared
+        ):  # what several ranks hold counts once
+            is_first = found.shard.is_first_holder(groups.rank("tp"))
+            if found.shard.dim == 0 and (rows := rows_held(parameter.grad)) is not None:
+                is_first = is_first[slice(*rows)]
+            grad = grad.index_select(found.shard.dim, is_first.nonzero().flatten().to(grad.device))
+        divided[("dp",) * is_split(parameter.grad) + ("tp",) * over_tp].append(grad)
 
     def power(grads: list[Tensor]) -> Tensor:
         """``Σ |g|^p`` of some gradients (the largest ``|g|`` for the infinite norm), in float32 at least."""
@@ -53,12 +59,19 @@ def global_grad_norm(
         )
         return norms.max() if norm_type == float("inf") else (norms**norm_type).sum()
 
-    part, rest = power(sharded), power(whole)
-    total_dtype = torch.promote_types(part.dtype, rest.dtype)
-    part, rest = part.to(total_dtype), rest.to(total_dtype)
+    powers = {axes: power(grads) for axes, grads in divided.items()}
+    wide = functools.reduce(torch.promote_types, (each.dtype for each in powers.values()))
+    powers = {axes: each.to(wide) for axes, each in powers.items()}
     # Every rank has the same lists up to shards, so the dtype agrees too.
-    op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
+    highest = norm_type == float("inf")
+    op = dist.ReduceOp.MAX if highest else dist.ReduceOp.SUM
+    splits = any(is_split(parameter) for parameter in parameters)
+    if splits:  # each axis once: first what is divided over dp, alone or over tp too
+        both = torch.stack([powers["dp",], powers["dp", "tp"]])
+        dist.all_reduce(both, op=op, group=groups["dp"])
+        powers["dp",], powers["dp", "tp"] = both.unbind()
+    part = torch.stack([powers["tp",], powers["dp", "tp"]])
+    part = part.max() if highest else part.sum()
     dist.all_reduce(part, op=op, group=groups["tp"])
-    if norm_type == float("inf"):
-        return torch.maximum(part, rest)
-    return (part + rest) ** (1.0 / norm_type)
+    rest = torch.stack([powers[()], powers["dp",], part])
+    return rest.max() if highest else rest.sum() ** (1.0 / norm_type)

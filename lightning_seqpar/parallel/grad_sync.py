@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.distributed.autograd import tensor_hooks
 from lightning_seqpar.distributed.collectives import all_reduce
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
+from lightning_seqpar.layout.replica_rows import is_split, local_rows, rows_held
 from lightning_seqpar.parallel.grad_checks import spread, tolerance
 from lightning_seqpar.parallel.loss_consistency import LossWatch
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -82,7 +83,11 @@ class GradSync:
         for partial in self._partials:
             parameter, name = partial.parameter, partial.layout.name
             if partial.hook is None and parameter.requires_grad:
-                partial.hook = parameter.register_hook(self._arrival(partial))
+                partial.hook = (
+                    parameter.register_post_accumulate_grad_hook(self._arrival_of_rows(partial))
+                    if is_split(parameter)
+                    else parameter.register_hook(self._arrival(partial))
+                )
             if len(tensor_hooks(parameter)) > (partial.hook is not None):
                 raise ValueError(
                     f"{name}: it has a gradient hook of yours, which would see this rank's part of the gradient "
@@ -115,13 +120,43 @@ class GradSync:
 
         return hook
 
+    @staticmethod
+    def _arrival_of_rows(partial: _Partial) -> Callable[[Tensor], None]:
+        """Where replicas split the parameter: called behind their reduction, when ``.grad`` holds the new gradient too."""
+
+        def hook(parameter: Tensor) -> None:
+            if not partial.fired and parameter.grad is partial.synced:
+                raise RuntimeError(
+                    f"{partial.layout.name}: a gradient was added to one that is summed over tp already; call "
+                    "self.manual_backward(loss) instead of loss.backward(), or zero the gradients before"
+                )
+            if not partial.fired:
+                partial.version = partial.parameter._version
+            partial.fired = True
+
+        return hook
+
+    def begin_backward(self) -> None:
+        """Make terms of gradients that the next backward adds to, where replicas split them; before each backward.
+
+        Elsewhere the gradient's hook does so, which comes before the addition.
+        """
+        for partial in self._partials:
+            grad = partial.parameter.grad
+            if is_split(partial.parameter) and grad is not None and not partial.fired:
+                local_rows(grad).div_(self._share(partial, grad))
+                partial.fired, partial.version = True, partial.parameter._version
+
     def _holders(self, partial: _Partial, like: Tensor) -> Tensor:
-        """By how many ranks each element of a shard is held, in a shape that broadcasts to the shard's."""
+        """By how many ranks each element of a shard (of a rank's rows of it) is held, in a shape that broadcasts to it."""
         shard = partial.layout.shard
         assert shard is not None
         shape = [1] * like.ndim
         shape[shard.dim] = -1
-        return shard.holders[shard.indices(self._groups.rank("tp"))].view(shape).to(like.device)
+        holders = shard.holders[shard.indices(self._groups.rank("tp"))]
+        if shard.dim == 0 and (rows := rows_held(like)) is not None:
+            holders = holders[slice(*rows)]
+        return holders.view(shape).to(like.device)
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -187,7 +222,7 @@ class GradSync:
             partial.own_term = self._own_term(partial)
         grads = [(p, p.own_term) for p in members if p.own_term is not None]
         shared = [_SharedPart(p, self._groups.rank("tp"), grad) for p, grad in grads if p.layout.shard is not None]
-        whole = [grad for p, grad in grads if p.layout.shard is None]
+        whole = [local_rows(grad) for p, grad in grads if p.layout.shard is None]
         group = self._groups[axes if len(axes) > 1 else axes[0]]
         losses = self.losses if axes == ("tp",) else None
         counts = _sum_coalesced([*whole, *(part.sent for part in shared)], group, losses, flags)
@@ -217,8 +252,11 @@ class GradSync:
         """This rank's term of the sum, in the memory that takes the sum."""
         kept = partial.parameter.grad
         if kept is None:
-            return torch.zeros_like(partial.parameter)
-        return kept if partial.fired else kept / self._share(partial, kept)  # whole on every rank since the last sum
+            return torch.zeros_like(partial.parameter, requires_grad=False)
+        if not partial.fired:  # whole on every rank since the last sum
+            kept = kept.clone()
+            local_rows(kept).div_(self._share(partial, kept))
+        return kept
 
     def _share(self, partial: _Partial, like: Tensor) -> Tensor | int:
         """By how many ranks a gradient that is whole on each of them is summed."""
@@ -257,7 +295,7 @@ class GradSync:
     def _check_doubtful(self, partials: Sequence[_Partial]) -> None:
         if not partials:
             return
-        lows, highs = spread([_grad(p.parameter) for p in partials], self._groups)
+        lows, highs = spread([local_rows(_grad(p.parameter)) for p in partials], self._groups)
         for partial, low, high in zip(partials, lows, highs, strict=True):
             if high > 0 and high - low <= tolerance(partial.parameter.dtype) * high:
                 raise RuntimeError(
@@ -276,11 +314,14 @@ class _SharedPart:
     def __init__(self, partial: _Partial, rank: int, grad: Tensor) -> None:
         shard = partial.layout.shard
         assert shard is not None
-        self._grad, self._dim = grad, shard.dim
+        self._grad, self._dim = local_rows(grad), shard.dim
         shared = (shard.holders > 1).nonzero().flatten()
         place = torch.full((shard.length,), -1)
         place[shared] = torch.arange(len(shared))
         at = place[shard.indices(rank)]
+        if shard.dim == 0 and (rows := rows_held(grad)) is not None:
+            # Ranks that share heads have them at the same places of their parts, so they hold the same rows of them too.
+            at = at[slice(*rows)]
         self._local = (at >= 0).nonzero().flatten().to(self._grad.device)
         self._place = at[at >= 0].to(self._grad.device)
         shape = list(self._grad.shape)

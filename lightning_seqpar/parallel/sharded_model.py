@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -26,6 +26,13 @@ PART_KEY = "_seqpar_part"
 """Under which a module that holds a shard has its name, by which copies of it are known."""
 
 
+class SplitReplicas(Protocol):
+    """What splits a model's parts over the data-parallel replicas."""
+
+    def undo(self) -> None:
+        """Let every replica hold all rows of its parts again, in the parameter objects that the model had. Collective over dp."""
+
+
 @dataclass
 class ShardedModel:
     """What parallelisation did to a model; found again with :func:`record_of`.
@@ -43,6 +50,7 @@ class ShardedModel:
         recomputed: names of the modules that run again in the backward: the blocks, or their attention.
         on_shards: parameters whose gradient is partial because they are read inside a sequence region.
         is_copy: the model is a copy that no trainer trains.
+        replicas: what splits the parts over the data-parallel replicas too; None if every replica holds all of them.
     """
 
     model: nn.Module
@@ -63,6 +71,7 @@ class ShardedModel:
     versions: dict[str, int] = field(default_factory=dict)
     changes: list[ModuleChange] = field(default_factory=list)
     restore: list[Callable[[], None]] = field(default_factory=list)
+    replicas: SplitReplicas | None = None
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:
@@ -90,7 +99,8 @@ class ShardedModel:
 
     def as_written(self) -> AbstractContextManager[None]:
         """The model looks like the user's own, for code that reads its classes and shapes and runs nothing."""
-        seen = [change for change in self.changes if change.own is not change.other or change.counts]
+        # The last change of a module first, since each leads to the class of the one before.
+        seen = [change for change in reversed(self.changes) if change.own is not change.other or change.counts]
         return as_written(seen, self.layout)
 
     def on_shard(self, name: str) -> bool:

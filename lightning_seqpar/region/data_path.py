@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -56,6 +58,11 @@ class DataPath:
         rng: which random stream draws come from.
         columns: what is gathered for columns.
         observers: what is told of each event.
+
+    Attributes:
+        row_window: under which collectives a row's weight-gradient product may run: of ``any`` row before it, of one in its own
+            ``block``, or ``none``. Where the gradients of a block are reduced over the replicas as soon as its backward ends,
+            what came later would be lost.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class DataPath:
         self.sp, self.size = policy.sp, policy.size
         self._frames, self._rng, self._columns = frames, rng, columns
         self._observers, self._placement = observers, observers.placement
+        self.row_window: Literal["any", "block", "none"] = "any"
 
     # ---- in and out ------------------------------------------------------------------------------------------
 
@@ -88,6 +96,8 @@ class DataPath:
         if frames.active:
             self._placement.check_block_input(x, block)
             frames.remember(key, is_shard=True)
+            if self.row_window != "any":
+                frames.current.overlap_seq_nr = None
             return x
         frames.begin(x, key)
         self._observers.region_begins()
@@ -203,7 +213,8 @@ class DataPath:
         Returns:
             The weight to multiply with, and where the product is left; None if it does not wait.
         """
-        return defer_wgrad(weight, self._frames.current.overlap_seq_nr if self.policy.overlaps(count) else None)
+        waits = self.row_window != "none" and self.policy.overlaps(count)
+        return defer_wgrad(weight, self._frames.current.overlap_seq_nr if waits else None)
 
     # ---- other dims ------------------------------------------------------------------------------------------
 

@@ -312,25 +312,29 @@ def end_sum(region: SequenceRegion, hidden: Sequence[tuple[nn.Module, str]], *, 
 
 
 def reduce_output(
-    region: SequenceRegion, name: str, rows: list[nn.Parameter], once: list[nn.Parameter]
+    region: SequenceRegion, name: str, rows: Sequence[tuple[nn.Module, str]], once: Sequence[tuple[nn.Module, str]]
 ) -> Callable[..., Any]:
     """A hook of such a module: what it returns is reduced, ``[b, s, h]`` → ``[b, s/tp, h]``.
 
     Args:
         region: in which the module lies.
         name: of the module.
-        rows: parameters that it multiplies as rows itself.
-        once: parameters that only the first rank adds.
+        rows: parameters that it multiplies as rows itself, each as the module that holds it and the attribute.
+        once: parameters that only the first rank adds, likewise.
     """
+
+    def read(held: Sequence[tuple[nn.Module, str]]) -> list[nn.Parameter]:
+        # In the forward, since a parameter may be another object then (fully_shard).
+        return [parameter for holder, leaf in held if (parameter := holder._parameters[leaf]) is not None]
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         if isinstance(out, Tensor):
-            return region.reduce_sum(out, name, rows, once)
+            return region.reduce_sum(out, name, read(rows), read(once))
         if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
             raise ValueError(
                 f"{name}: a {type(out).__name__} can't be reduced; 'reduce' takes a module that returns a tensor"
             )
-        first = region.reduce_sum(out[0], name, rows, once)
+        first = region.reduce_sum(out[0], name, read(rows), read(once))
         return type(out)([first, *out[1:]]) if not hasattr(out, "_fields") else type(out)(first, *out[1:])
 
     return hook

@@ -7,10 +7,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_seqpar.layout.replica_rows import local_rows
 
 
 class GradientOwner(Protocol):
@@ -54,7 +55,9 @@ class _ShardedPrecision(Precision):
         """Scale this rank's gradients by the norm of the whole model's."""
         parameters = [p for p in self.main_params(optimizer) if p.grad is not None]
         total = self._strategy().global_norm(list(self.main_params(optimizer)))
-        torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), total)
+        scale = (float(clip_val) / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        for grad in (local_rows(p.grad) for p in parameters if p.grad is not None):
+            grad.mul_(scale.to(grad.device))
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
         """Check the gradients as the optimizer will read them, after the user's hooks."""

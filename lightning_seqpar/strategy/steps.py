@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_optimizer
 from lightning_seqpar.distributed.rng import DrawWatch
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
+from lightning_seqpar.parallel.fully_sharded import READ_ROWS, FullySharded, refuse_rows
 from lightning_seqpar.parallel.grad_checks import check_reduced, check_replicated
 from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.grad_sync import GradSync
@@ -77,6 +78,7 @@ class SteppingStrategy(TopologyStrategy):
         self._muted_writers: list[tuple[int, Any]] = []
         self._ddp_model: DistributedDataParallel | None = None
         self._reduced: list[Tensor] = []  # parameters whose gradients DDP reduces over the replicas
+        self._split: FullySharded | None = None
         self._outputs = OutputWatch()
         self._gradients_may_change = True
 
@@ -102,6 +104,8 @@ class SteppingStrategy(TopologyStrategy):
         if record is None:
             return step(*args, **kwargs)
         record.reset_calls()
+        if self._split is not None:
+            self._split.settle()  # whoever changed a parameter since the last step has changed its rows
         schedule = self._schedule
         schedule.begin_step(loop)
         if schedule.is_due(loop):
@@ -115,10 +119,20 @@ class SteppingStrategy(TopologyStrategy):
         try:
             with DrawWatch(record.check_draw) if watched else nullcontext():
                 out = step(*args, **kwargs)
-        except RuntimeError:
+        except Exception as error:
+            if self._split is not None:
+                self._split.reset()
+            if self._split is not None and "DTensor" in str(error):
+                raise RuntimeError(READ_ROWS) from error
+            if not isinstance(error, RuntimeError):
+                raise
             refuse_added(record.added_inside(), record)  # if modules were added, that is the likelier cause
             raise
         record.check_closed(out)
+        if self._split is not None:
+            refuse_rows(out)
+        if self._split is not None and loop != "training":
+            self._split.settle()
         if loop == "training":
             schedule.note_draws(record.drawn(), watched=watched)
             out = _with_whole_extras(out)
@@ -208,6 +222,9 @@ class SteppingStrategy(TopologyStrategy):
         if record is not None:
             assert self._sync is not None
             self._sync.attach()  # once more, since a parameter may have thawed in the step
+            self._sync.begin_backward()
+            if self._split is not None:
+                self._split.expect_backward(closure_loss)
             self._sync.losses.note(closure_loss)
             if self._schedule.is_due("training"):
                 check_loss(closure_loss, self.groups)
@@ -231,14 +248,19 @@ class SteppingStrategy(TopologyStrategy):
         """Sum partial gradients at once where the user's code may read them: ``on_after_backward``, ``manual_backward``."""
         if self._sync is None:
             return
-        hooked = is_overridden("on_after_backward", self._module) or any(
-            is_overridden("on_after_backward", callback, Callback)
-            for callback in self._trainer.callbacks  # type: ignore[attr-defined]
-        )
-        if hooked or not self._module.automatic_optimization:
+        if self._reads_each_backward() or not self._module.automatic_optimization:
+            if self._split is not None:
+                self._split.average(self._module.parameters())
             self._sync.flush_all(check=self._schedule.is_due("training"))
             # Read in automatic optimization alone.
             self._flushed = self._others_flushed = not self._trainer.fit_loop._should_accumulate()
+
+    def _reads_each_backward(self) -> bool:
+        """Whether the user's code may read gradients behind each backward."""
+        return is_overridden("on_after_backward", self._module) or any(
+            is_overridden("on_after_backward", callback, Callback)
+            for callback in self._trainer.callbacks  # type: ignore[attr-defined]
+        )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the optimizer's step; the partial gradients are summed right after the user's closure."""
@@ -268,13 +290,34 @@ class SteppingStrategy(TopologyStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         plain = [plain_optimizer(optimizer) for optimizer in optimizers]
-        refuse_optimizers(plain, self.groups.size("tp") if plain else 1)
+        refuse_optimizers(plain, self._shards if plain else 1)
         self._guarded = self._guarded or weakref.WeakSet()
         for optimizer in plain:
             if optimizer not in self._guarded:  # gradients must be synced too if it is stepped without the strategy
                 self._guarded.add(optimizer)
                 optimizer.register_step_pre_hook(self._before_raw_step)
         super(SteppingStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+
+    @property
+    def _shards(self) -> int:
+        """Over how many ranks parameters are divided."""
+        return self.groups.size("tp") * (self.dp_size if self._split is not None else 1)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """A context manager for micro-batches whose gradients are not reduced over the replicas yet.
+
+        Where hooks of the user's read gradients behind every backward they are reduced at once: before that, no rank has them.
+        """
+        if self._split is None or self._reads_each_backward():
+            with super().block_backward_sync():
+                yield
+            return
+        self._split.reduce_next(False)
+        try:
+            yield
+        finally:
+            self._split.reduce_next(True)
 
     def _watch_all_steps(self) -> None:
         """Check every optimizer of this process at its steps, also those that Lightning does not know.
@@ -299,7 +342,7 @@ class SteppingStrategy(TopologyStrategy):
         if record is not None and any(
             layout.is_sharded for p in _parameters(optimizer) if (layout := record.layout.of(p)) is not None
         ):
-            refuse_optimizers([optimizer], self.groups.size("tp"))
+            refuse_optimizers([optimizer], self._shards)
 
     def _before_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Sync and check gradients in a step that does not come through the strategy. A hook before each step.
@@ -330,6 +373,9 @@ class SteppingStrategy(TopologyStrategy):
         if self._sync is None or (automatic and self._flushed):
             return  # in automatic optimization no gradient is added between the backward and the update
         step = self._steps.get(id(optimizer), 0) + 1
+        if self._split is not None:
+            self._split.check_reduced()
+            self._split.average(_parameters(optimizer))
         self._sync.flush(_parameters(optimizer), check=self._schedule.is_due_at(step))
         # Elsewhere (a raw step, grad_norm in some hook) the backward may still be to come.
         self._flushed = automatic and self._optimizing is not None
@@ -342,6 +388,8 @@ class SteppingStrategy(TopologyStrategy):
         in_optimizers = {id(parameter) for optimizer in self.optimizers for parameter in _parameters(optimizer)}
         others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in in_optimizers]
         if others:
+            if self._split is not None:
+                self._split.average(others)
             self._sync.flush(others)
         self._others_flushed = automatic and self._optimizing is not None
 

@@ -31,13 +31,16 @@ from lightning_seqpar.distributed.rank_consistency import check_agreement, descr
 from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
-from lightning_seqpar.parallel.apply import parallelize, unshard
+from lightning_seqpar.layout.replica_rows import is_split
+from lightning_seqpar.parallel.apply import parallelize, unshard, whole_model
+from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.module_changes import ModuleChange
 from lightning_seqpar.parallel.recompute import recompute_unsharded
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully_shard_options, units_among
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
 from lightning_seqpar.strategy.saving import SavingStrategy
@@ -87,9 +90,11 @@ class SeqParallelStrategy(SavingStrategy):
         pp_split_rank: First pipeline rank of the decoder in an encoder-decoder model. Not run yet.
         order: The axes, outermost first; ranks along the last one are adjacent.
         plan: ``auto``, a family's name, the path of a YAML file, or ``{base: ..., rules: [...]}``.
-        data_parallel: What synchronises the data-parallel replicas. ``fsdp`` is not run yet.
+        data_parallel: What synchronises the data-parallel replicas: ``ddp``, or ``fsdp`` (torch's ``fully_shard`` for each block),
+            where each replica holds its rows of parameters, gradients and moments alone.
         ddp: Options passed on to ``DistributedDataParallel``.
-        fsdp: Options passed on to ``fully_shard``. Not run yet.
+        fsdp: Options of ``fsdp``: ``reshard_after_forward``, ``mp_policy`` and ``offload_policy`` of ``fully_shard``, and
+            ``units``, patterns of the modules that are gathered each on its own, in place of the blocks.
         recompute: What runs again in the backward instead of being kept: ``full``, each block, of which only the input is
             kept; ``selective``, the attention in each block; ``none``. Gradients are the same to the last bit.
         regather: Gather a column linear's input again in the backward, and make norms and activations again, instead of
@@ -163,6 +168,12 @@ class SeqParallelStrategy(SavingStrategy):
         merged = _merge_config(config, keywords)
         refuse_unsupported(merged)
         check_ddp_options(merged.ddp)
+        if merged.fsdp and merged.data_parallel != "fsdp":
+            raise ValueError(
+                f"fsdp={merged.fsdp!r} beside data_parallel={merged.data_parallel!r}: nothing reads it; set data_parallel='fsdp', "
+                "or leave it out"
+            )
+        fully_shard_options(merged.fsdp)
         check_plan(merged.plan)  # here, so that wrong rules raise before any process starts
         super().__init__(
             merged,
@@ -174,6 +185,7 @@ class SeqParallelStrategy(SavingStrategy):
         )
         self._summarized = False
         self._recorder: DeferredInit | None = None
+        self._failed = False
         self._unsharded_changes: list[ModuleChange] = []  # of a model that is recomputed and not sharded
 
     @classmethod
@@ -197,6 +209,7 @@ class SeqParallelStrategy(SavingStrategy):
         """Shard the model (once), fill it if it is on the meta device, wrap it into DDP, and then make the optimizers."""
         assert self.accelerator is not None
         self._schedule.begin_run()
+        self._failed = False
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
@@ -205,6 +218,10 @@ class SeqParallelStrategy(SavingStrategy):
         self.precision_plugin.convert_module(module)
         share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)
         record = self._parallelize(module)
+        if meta_weights is not None and self._splits:
+            self._split = self._split_over_replicas(
+                module, record
+            )  # before it has weights: of each a rank keeps its rows
         if meta_weights is not None:
             with self._phases.phase("filling the weights", meta_weights.count) as filling:
                 on_every_rank(
@@ -213,6 +230,10 @@ class SeqParallelStrategy(SavingStrategy):
                     "the model's weights can't be read",
                 )
         self.model_to_device()
+        if meta_weights is None:
+            self._split = self._split_over_replicas(module, record)
+        if self._split is not None:
+            self._split.begin()
         if record is not None:
             record.reset_calls()
             record.strategy = weakref.ref(self)
@@ -226,7 +247,7 @@ class SeqParallelStrategy(SavingStrategy):
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)
             with self._phases.phase("making optimizers"):
-                if self.dp_size > 1:
+                if self.dp_size > 1 and self._split is None:
                     self._wrap_ddp(module)
                 self.setup_optimizers(trainer)
             self._watch_all_steps()
@@ -248,13 +269,9 @@ class SeqParallelStrategy(SavingStrategy):
         earlier = record_of(module)
         config = self.config
         made_by = (
-            self.groups.topology,
-            config.sp,
-            config.plan,
-            config.regather,
-            config.vocab,
-            config.loss_chunk,
-            config.recompute,
+            *(self.groups.topology, config.sp, config.plan, config.regather, config.vocab, config.loss_chunk),
+            *(config.recompute, config.data_parallel, config.fsdp),
+            tp > 1 or config.recompute == "none" or self._trainer.state.fn == TrainerFn.FITTING,
         )
         if earlier is not None:
             if earlier.made_by == made_by:
@@ -264,9 +281,14 @@ class SeqParallelStrategy(SavingStrategy):
             check_agreement(describe_model(module), self._world, self.root_device)
         self._make_replicas_equal(module)
         if tp == 1:
-            self._recompute_unsharded(module)
+            recomputed = self._recompute_unsharded(module)
             self._log_summary(["none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"])
-            return None
+            if not self._splits:
+                self._unsharded_changes = recomputed
+                return None
+            record = whole_model(module, self.groups)
+            record.made_by, record.changes = made_by, recomputed
+            return record
         phases = self._phases
         proved = Prover(module, self._trainer, self.config, self.groups, self.root_device, phases).prove()
         plans = proved.plans
@@ -296,13 +318,42 @@ class SeqParallelStrategy(SavingStrategy):
             )
         return record
 
-    def _recompute_unsharded(self, module: LightningModule) -> None:
-        """Let the blocks of a model that is not sharded be recomputed while it is fitted, if the configuration says so."""
+    @property
+    def _splits(self) -> bool:
+        """Whether the replicas share out what one of them would hold."""
+        return self.config.data_parallel == "fsdp" and self.dp_size > 1
+
+    def _split_over_replicas(self, module: LightningModule, record: ShardedModel | None) -> FullySharded | None:
+        """Let each replica hold some rows of every parameter, where that is asked for; an earlier run may have done so."""
+        if not self._splits:
+            return None
+        assert record is not None
+        split = record.replicas
+        if split is None:
+            for tensor in (*module.parameters(), *module.buffers()):
+                if not tensor.is_meta:
+                    tensor.data = tensor.data.to(self.root_device)
+            blocks = [*(name for region in record.regions for name in region.blocks), *block_lists(module)]
+            units = units_among(self.config.fsdp, module, blocks)
+            split = FullySharded(record, units, fully_shard_options(self.config.fsdp), self.root_device)
+        assert isinstance(split, FullySharded)
+        for region in record.regions:
+            region.path.row_window = "block" if set(region.blocks) <= {*split.units} else "none"
+        self.model = RootCall(module)
+        return split
+
+    def _recompute_unsharded(self, module: LightningModule) -> list[ModuleChange]:
+        """Let the blocks of a model that tp does not shard be recomputed while it is fitted, if the configuration says so.
+
+        Returns:
+            What that changed of the model.
+        """
         config = self.config
         if config.recompute == "none" or self._trainer.state.fn != TrainerFn.FITTING:
-            return
+            return []
         plans = Prover(module, self._trainer, config, self.groups, self.root_device, self._phases).find_unsharded()
-        _, self._unsharded_changes = recompute_unsharded(module, plans, config.recompute)
+        _, changes = recompute_unsharded(module, plans, config.recompute)
+        return changes
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -372,6 +423,7 @@ class SeqParallelStrategy(SavingStrategy):
 
         One that every rank raises before it trains is told by rank 0 alone.
         """
+        self._failed = True
         self._unmute_writers()
         without_inner_frames(exception)
         if isinstance(self.launcher, SeqParallelLauncher):
@@ -380,8 +432,9 @@ class SeqParallelStrategy(SavingStrategy):
 
     def teardown(self) -> None:
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
-        if self._ddp_model is not None:
-            self.model, self._ddp_model = self.lightning_module, None
+        if self._split is not None:
+            self._split.settle()
+        self.model, self._ddp_model, self._split = self.lightning_module, None, None
         if self._sync is not None:
             self._sync.remove()
             self._sync = None
@@ -392,8 +445,10 @@ class SeqParallelStrategy(SavingStrategy):
         if isinstance(self.launcher, SeqParallelLauncher):
             self.launcher.give_signals_back()
         module = self.lightning_module
-        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
-            # It never got its weights: Lightning would fail to move it to the CPU, and hide the error that ended the run.
+        unmovable = is_split if self._failed or self.root_device.type == "cpu" else lambda parameter: False
+        if module is not None and any(parameter.is_meta or unmovable(parameter) for parameter in module.parameters()):
+            # It never got its weights, or a graph that the error kept alive holds its rows: Lightning would fail to move it to
+            # the CPU, and hide the error that ended the run.
             self._lightning_module = None
         super().teardown()
         self._lightning_module = module

@@ -67,8 +67,7 @@ class ReduceRule(Rule):
     def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Its output is reduced."""
         module, region, parts = application.module(name), application.region_of(name), _Parts(name, application)
-        parameter = application.plan.model.get_parameter
-        rows, once = ([parameter(n) for n in names] for names in (parts.rows, parts.once))
+        rows, once = parts.holders(parts.rows), parts.holders(parts.once)
         yield module.register_forward_hook(reduce_output(region, name, rows, once))
         hidden = parts.holders([*parts.once, *parts.rows])
         yield module.register_forward_hook(end_sum(region, hidden, unwrapped=parts.unwrapped), always_call=True)

@@ -35,7 +35,9 @@ class Place:
     kind: str = "ours"
 
     def __str__(self) -> str:
-        return self.kind if self.kind != "ours" else f"tp{self.tp}-dp{self.world // self.tp}-{self.form}"
+        if self.kind not in ("ours", "fsdp"):
+            return self.kind
+        return f"tp{self.tp}-{'fsdp' if self.kind == 'fsdp' else 'dp'}{self.world // self.tp}-{self.form}"
 
 
 SIZES = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
@@ -46,6 +48,7 @@ PLACES = {
         Place(2, 1, "single", "ddp"),
         *(Place(world, tp, form) for world, tp in SIZES for form in ("single", "sharded")),
         Place(4, 2, "async"),
+        *(Place(4, tp, form, "fsdp") for tp in (1, 2) for form in ("single", "sharded", "async")),
     )
 }
 
@@ -104,7 +107,12 @@ class Job:
 
 def run(job: Job) -> tuple[Trace, Any]:
     place, each = job.place, 2 if job.optimizer == "several" else 1  # Lightning counts the steps of every optimizer
-    ours = SeqParallelStrategy(tp=place.tp, checkpoint=FORMS[place.form], self_check=False)
+    ours = SeqParallelStrategy(
+        tp=place.tp,
+        checkpoint=FORMS[place.form],
+        self_check=False,
+        data_parallel="fsdp" if place.kind == "fsdp" else "ddp",
+    )
     recorder, counting = ParityRecorder(), Counting()
     callbacks: list[Callback] = [recorder, counting, SaveAtStart(job.again)]
     if job.save is not None:
@@ -112,11 +120,11 @@ def run(job: Job) -> tuple[Trace, Any]:
         callbacks.append(ModelCheckpoint(path.parent, filename=path.stem, every_n_train_steps=every, save_top_k=-1))
     trainer = quiet_trainer(
         devices=place.world,
-        strategy={"ours": ours, "plain": "auto", "ddp": "ddp"}[place.kind],
+        strategy={"plain": "auto", "ddp": "ddp"}.get(place.kind, ours),
         max_steps=BATCHES * each * job.epochs,
         callbacks=callbacks,
         enable_checkpointing=job.save is not None,
-        use_distributed_sampler=place.kind == "ours",
+        use_distributed_sampler=place.kind in ("ours", "fsdp"),
     )
     module = (Several() if job.optimizer == "several" else Two(optimizer=job.optimizer)).double()
     if place.kind == "ddp" and job.optimizer != "several":
@@ -163,7 +171,7 @@ def resumed(target: str, sources: tuple[tuple[str, str], ...]) -> tuple[str, dic
     jobs = []
     for name, kind in sources:
         ckpt, again = Path(f"{folder}/{name}-{kind}.ckpt"), f"{folder}/{name}-{kind}-at-{target}.ckpt"
-        if PLACES[target].kind != "ours" and ckpt.is_dir():  # what plain Lightning can't read is converted
+        if PLACES[target].kind in ("plain", "ddp") and ckpt.is_dir():  # what plain Lightning can't read is converted
             one = ckpt.with_suffix(".one")
             if not one.exists():
                 write_checkpoint(open_source(ckpt), one, "single")
@@ -202,6 +210,11 @@ SLICE = (
     ("plain", "tp2-dp2-sharded", "adamw"),
     ("ddp", "tp2-dp1-single", "sgd"),
     ("tp2-dp2-async", "ddp", "adamw"),
+    ("tp2-fsdp2-sharded", "tp1-fsdp4-single", "several"),
+    ("tp1-fsdp4-sharded", "tp2-dp1-single", "adamw"),
+    ("tp1-fsdp4-single", "plain", "adamw"),
+    ("tp4-dp1-sharded", "tp2-fsdp2-sharded", "sgd"),
+    ("plain", "tp2-fsdp2-single", "several"),
 )
 
 

@@ -96,10 +96,8 @@ def test_keywords_and_config():
     [
         ("cp", 2),
         ("pp", 2),
-        ("data_parallel", "fsdp"),
         ("compile", True),
         ("fp8_groups", True),
-        ("fsdp", {"reshard_after_forward": True}),
     ],
 )
 def test_what_does_not_run_yet_is_refused_with_the_value_that_does(field, value):

@@ -16,8 +16,6 @@ LATER = {
     "pp": "pipeline parallelism; config, topology and groups know it, the layers do not",
     "virtual_pp": "interleaved stages",
     "pp_split_rank": "pipelines of encoder-decoder models",
-    "data_parallel": "sharding over the replicas",
-    "fsdp": "sharding over the replicas",
     "compile": "compilation by the strategy",
     "fp8_groups": "fp8 training",
 }

@@ -1,0 +1,99 @@
+"""The rows that a rank holds of a parameter which torch's ``fully_shard`` split over the data-parallel ranks.
+
+Tensor parallelism gives each rank a part of a parameter, a plain tensor. ``fully_shard`` makes a ``DTensor`` of that part, of
+which each data-parallel rank holds some rows (indices of dim 0), and so are its gradient and the optimizer's moments. Everywhere
+else tensors stay plain: this module is where the two forms meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+
+def is_split(tensor: object) -> TypeGuard[DTensor]:
+    """Whether each data-parallel rank holds only some rows of the tensor."""
+    return isinstance(tensor, DTensor)
+
+
+def local_rows(tensor: Tensor) -> Tensor:
+    """This rank's rows of a tensor that is split over the replicas, in the same memory; any other tensor as it is."""
+    if not is_split(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def rows_held(tensor: Tensor) -> tuple[int, int] | None:
+    """The first of this rank's rows and the one behind the last; None for a tensor that every replica holds whole."""
+    if not is_split(tensor):
+        return None
+    mesh, length = tensor.device_mesh, tensor.shape[0]
+    part = -(-length // mesh.size())  # as torch.chunk cuts: the last ranks may hold fewer rows, or none
+    start = min(mesh.get_local_rank() * part, length)
+    return start, min(start + part, length)
+
+
+def take_rows(part: Tensor, like: Tensor) -> Tensor:
+    """Of a tensor that a replica would hold, what this rank holds if it is split as ``like`` is.
+
+    Args:
+        part: the rank's part over tp, with all rows.
+        like: a parameter, or its gradient; one that is not split leaves ``part`` as it is.
+
+    Returns:
+        A ``DTensor`` with rows in memory of its own, or ``part``.
+    """
+    if not is_split(like):
+        return part
+    start, stop = rows_held(like) or (0, 0)
+    return with_rows(part[start:stop].clone(), like)
+
+
+def with_rows(rows: Tensor, like: DTensor) -> DTensor:
+    """The ``DTensor`` of which this rank holds ``rows``, split as ``like`` is."""
+    return DTensor.from_local(
+        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def empty_like_rows(like: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros on the CPU for a tensor which a replica holds as ``shape``; a ``DTensor`` of this rank's rows if ``like`` is one."""
+    if like is None or not is_split(like):
+        return torch.zeros(shape, dtype=dtype)
+    start, stop = rows_held(like) or (0, 0)
+    return with_rows(torch.zeros(stop - start, *shape[1:], dtype=dtype), like)
+
+
+def empty_on_cpu(like: Tensor) -> Tensor:
+    """Memory on the CPU for what a rank holds of a tensor on the meta device, split as that is."""
+    if not is_split(like):
+        return torch.empty_like(like, device="cpu")
+    return with_rows(torch.empty_like(local_rows(like), device="cpu"), like)
+
+
+def gather_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """A tensor with the rows of all replicas; any that is not split is returned as it is. Collective over ``group``.
+
+    Args:
+        tensor: split over the replicas, or not.
+        group: the data-parallel group.
+    """
+    if not is_split(tensor):
+        return tensor
+    rows, length = local_rows(tensor).detach(), tensor.shape[0]
+    device = rows.device
+    if device.type == "cpu" and dist.get_backend(group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())  # after fit the model lies on the CPU
+    part = -(-length // dist.get_world_size(group))
+    sent = torch.zeros(part, *rows.shape[1:], dtype=rows.dtype, device=device)
+    sent[: len(rows)] = rows
+    parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, sent, group=group)
+    return torch.cat(parts)[:length].to(rows.device)

@@ -1,0 +1,334 @@
+"""Sharding over the data-parallel replicas: torch's ``fully_shard`` on the blocks of a model whose tp parts are made already.
+
+Of every parameter (its part over tp) a rank then holds some rows between steps, and so of its gradient and of the optimizer's
+moments. ``fully_shard`` gathers a block's rows before the block runs, and reduces their gradients behind its backward
+(ZeRO-2 and -3, arXiv 1910.02054; torch calls it FSDP2). It replaces every parameter object; layouts find them again by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_leaves
+
+from lightning_seqpar.distributed.autograd import tensor_hooks
+from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.layout.replica_rows import gather_rows, is_split
+from lightning_seqpar.nn.linear import set_data
+from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
+from lightning_seqpar.parallel.sharded_model import ShardedModel
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Where a module keeps the hooks that ``fully_shard`` registers and gives no handle for."""
+
+
+def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
+    """The blocks that are gathered and reduced as a whole, each on its own; the rest of the model is one more unit.
+
+    Args:
+        model: the model.
+        blocks: names of repeated blocks; of one in another the outer one counts.
+
+    Returns:
+        Names, in order; of a block that is a list of modules, those. One that shares a parameter with anything outside of it is
+        left out: the parameter would belong to two.
+    """
+    named = dict(model.named_modules())
+    modules = {id(named[name]): name for name in reversed(list(blocks)) if name in named}
+    outer = [
+        name
+        for name in modules.values()
+        if not any(other != name and inside(name, other) for other in modules.values())
+    ]
+    everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    found = set()
+    while outer:
+        name = outer.pop()
+        if isinstance(
+            named[name], nn.ModuleList | nn.ModuleDict
+        ):  # nobody calls it, so nothing could be gathered before
+            outer += [f"{name}.{key}" for key, _ in named[name].named_children()]
+            continue
+        held = Counter(id(p) for _, p in named[name].named_parameters(remove_duplicate=False))
+        if held and all(everywhere[key] == count for key, count in held.items()):
+            found.add(name)
+    return [name for name in named if name in found]
+
+
+class FullySharded:
+    """A model of which each data-parallel rank holds some rows of every parameter.
+
+    Args:
+        record: the record of the model, whose layouts are bound to the new parameter objects.
+        blocks: names of the modules that are to be gathered and reduced each on its own.
+        options: keywords of ``fully_shard``: ``reshard_after_forward``, ``mp_policy``, ``offload_policy``.
+        device: where the model computes.
+
+    Attributes:
+        units: names of the blocks that are gathered and reduced each on its own.
+        whole: parameters that every replica holds whole (``fully_shard`` can't split one without dims), by name. Their
+            gradients are averaged by :meth:`average`.
+
+    Raises:
+        ValueError: for what ``fully_shard`` would compute wrong, or refuse in the first step; the model is untouched then.
+    """
+
+    def __init__(
+        self, record: ShardedModel, blocks: Iterable[str], options: Mapping[str, Any], device: torch.device
+    ) -> None:
+        self._record, self._model = record, record.model
+        self.units = units_of(self._model, blocks)
+        parameters = dict(self._model.named_parameters())
+        self.whole = {name: p for name, p in parameters.items() if p.ndim == 0}
+        self._check(parameters)
+        self._undo: list[Callable[[], None]] = []
+        self._own = {name: p for name, p in parameters.items() if name not in self.whole}
+        self._own_names = {
+            name: self._model.get_parameter(name) for name, _ in self._model.named_parameters(remove_duplicate=False)
+        }
+        mesh = DeviceMesh.from_group(record.groups["dp"], device.type, mesh_dim_names=("dp",))
+        modules = list(self._model.modules())
+        snapshots = [ModuleSnapshot(module) for module in modules]
+        hooks = [(module, {key: dict(getattr(module, key)) for key in _HOOKS}) for module in modules]
+        left = dict(self._own)
+        for unit in [*self.units, ""]:
+            within = [left.pop(name) for name in list(left) if not unit or inside(name, unit)]
+            for parameter in within:
+                parameter.data = parameter.data.contiguous()
+            fully_shard(self._model.get_submodule(unit), mesh=mesh, ignored_params=set(self.whole.values()), **options)
+            for parameter in within:  # its rows were copied: no more than one unit lies in memory twice
+                set_data(parameter, torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+        self._changes = [
+            change for change in changes_since(snapshots) if change.own is not change.other or change.added
+        ]
+        self._hooks = hooks
+        record.layout.rebind(self._model)
+        record.changes, record.replicas = [*record.changes, *self._changes], self
+        self._notes = [
+            self._model.get_submodule(name).register_forward_pre_hook(functools.partial(self._note, name))
+            for name in [*self.units, ""]
+        ]
+        self._trains = {name: p.requires_grad for name, p in self._own.items()}
+        self._handles = [
+            *(
+                module.register_forward_pre_hook(self._gather_outside, prepend=True)
+                for module in self._outside_modules()
+            ),
+            *(self._model.get_submodule(unit).register_forward_hook(_refuse_graph(unit)) for unit in self.units),
+        ]
+
+    @property
+    def root(self) -> FSDPModule:
+        """The model, which holds every parameter that is in no block."""
+        assert isinstance(self._model, FSDPModule)
+        return self._model
+
+    def _check(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raise ValueError for what ``fully_shard`` does not do right."""
+        for name, parameter in parameters.items():
+            if tensor_hooks(parameter):
+                raise ValueError(
+                    f"{name}: it has a gradient hook of yours, which data_parallel='fsdp' would never call (it replaces the "
+                    "parameter). Change gradients in on_before_optimizer_step, or use data_parallel='ddp'"
+                )
+        for unit in [*self.units, ""]:
+            within = {
+                name: parameter
+                for name, parameter in parameters.items()
+                if parameter.requires_grad
+                and name not in self.whole
+                and next((each for each in self.units if inside(name, each)), "") == unit
+            }
+            types = {parameter.dtype: name for name, parameter in within.items()}
+            if len(types) > 1:
+                (one, first), (other, second) = list(types.items())[:2]
+                raise ValueError(
+                    f"{first} is {one} and {second} is {other}: data_parallel='fsdp' reduces the gradients of "
+                    f"{unit or 'everything outside the blocks'} together, in one type. Give the model one type (model.to), or "
+                    "use data_parallel='ddp'"
+                )
+
+    def _note(self, unit: str, module: nn.Module, args: Any) -> None:
+        """Note, in a unit's first forward, the parameters that it computes with. A hook that takes itself away."""
+        at = [*self.units, ""].index(unit)
+        self._record.layout.note_computing(self._model, f"{unit}." if unit else "")
+        self._notes[at].remove()
+
+    def _outside_modules(self) -> list[nn.Module]:
+        """Modules outside of the blocks that hold parameters themselves; not the model, whose call gathers them."""
+        return [
+            module
+            for name, module in self._model.named_modules()
+            if name
+            and not any(inside(name, unit) for unit in self.units)
+            and next(module.parameters(False), None) is not None
+        ]
+
+    def _gather_outside(self, module: nn.Module, args: Any) -> None:
+        """Before a module outside of the blocks: gather what is in no block, if no call of the model has.
+
+        That is so behind a backward in the middle of a step (manual optimization), and outside of steps.
+        """
+        held = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if any(is_split(parameter) for parameter in held):
+            self.root.unshard()
+            self._record.layout.note_computing(self._model, "")
+        for parameter in module._parameters.values():
+            layout = None if parameter is None else self._record.layout.of(parameter)
+            if parameter is None or layout is None or layout.name in self.whole:
+                continue
+            # Which parameters train may be set on either object, and was the same on both.
+            own = self._record.layout.parameter(layout.name)
+            if own.requires_grad != parameter.requires_grad:
+                trains = (
+                    own.requires_grad if own.requires_grad != self._trains[layout.name] else parameter.requires_grad
+                )
+                own.requires_grad_(trains)
+                parameter.requires_grad_(trains)
+            self._trains[layout.name] = own.requires_grad
+
+    # ---- steps -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Fix which module is the root, once all parameters have their values: the first that is called would be it."""
+        self._state._lazy_init()
+
+    @property
+    def _state(self) -> Any:
+        """What torch keeps for the root. It has no public way to say that a backward begins in the middle of a forward."""
+        return self.root._get_fsdp_state()
+
+    def expect_backward(self, loss: Tensor) -> None:
+        """Before a backward: let the root's gradients be reduced at its end, also in the middle of a step."""
+        if loss.requires_grad:
+            loss.register_hook(self._state._pre_backward)
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError if a gradient was left behind by the reduction over the replicas."""
+        if left := self._record.layout.left_computing():
+            raise RuntimeError(
+                f"{left[0]}: its gradient was not reduced over the replicas (data_parallel='fsdp'): it came behind the backward of "
+                "its block, or from a backward that the strategy does not see. Call self.manual_backward(loss) instead of "
+                "loss.backward(), and read the parameters of a block in its own forward only"
+            )
+
+    def settle(self) -> None:
+        """Let the model hold rows alone, as between steps: an evaluation leaves what is in no block gathered."""
+        self.root.reshard()
+
+    def reset(self) -> None:
+        """Forget a step that raised in its middle."""
+        self.root.reset_iter_state()
+
+    def reduce_next(self, reduces: bool) -> None:
+        """Whether the next backward reduces gradients over the replicas; otherwise they wait, with all rows."""
+        self.root.set_requires_gradient_sync(reduces)
+
+    def average(self, parameters: Iterable[Tensor]) -> None:
+        """Average the gradients of those of ``parameters`` that every replica holds whole. Collective over dp.
+
+        Averaging again what is equal on all replicas changes nothing.
+        """
+        due_ids = {id(parameter) for parameter in parameters}
+        due = [p for p in self.whole.values() if id(p) in due_ids and p.requires_grad]
+        if not due:
+            return
+        group = self._record.groups["dp"]
+        wide = torch.promote_types(functools.reduce(torch.promote_types, (p.dtype for p in due)), torch.float32)
+        sent = torch.zeros(2, len(due), dtype=wide, device=due[0].device)
+        for at, parameter in enumerate(due):
+            if parameter.grad is not None:
+                sent[0, at], sent[1, at] = parameter.grad, 1
+        dist.all_reduce(sent, group=group)
+        for (total, holders), parameter in zip(sent.t().tolist(), due, strict=True):
+            if holders:
+                grad = parameter.new_full((), total / self._record.groups.size("dp"))
+                parameter.grad = grad if parameter.grad is None else parameter.grad.copy_(grad)
+
+    # ---- the way back ----------------------------------------------------------------------------------------
+
+    def undo(self) -> None:
+        """Give the model its own parameter objects back, each with all rows of its part over tp. Collective over dp."""
+        self.reset()
+        group = self._record.groups["dp"]
+        sharded = {name: self._model.get_parameter(name) for name in self._own}
+        with torch.no_grad():
+            for name, parameter in self._own.items():
+                trains, whole = sharded[name].requires_grad, gather_rows(sharded[name], group).clone()
+                if parameter.is_meta:
+                    torch.utils.swap_tensors(parameter, nn.Parameter(whole))
+                else:
+                    set_data(parameter, whole)
+                parameter.requires_grad_(trains)
+        for handle in (*self._notes, *self._handles):
+            handle.remove()
+        for module, known in self._hooks:
+            for key, hooks in known.items():
+                present = getattr(module, key)
+                for added in [each for each in present if each not in hooks]:
+                    del present[added]
+        for change in self._changes:
+            change.undo()
+        self._record.changes = [change for change in self._record.changes if change not in self._changes]
+        self._record.replicas = None
+        for name in [*self.units, ""]:
+            # torch remembers for good which modules it has split, and would refuse to split this one again.
+            _module_state_mapping.pop(self._model.get_submodule(name), None)
+        for name, parameter in self._own_names.items():
+            holder, _, leaf = name.rpartition(".")
+            self._model.get_submodule(holder)._parameters[leaf] = parameter
+        self._record.layout.rebind(self._model)
+
+
+def _refuse_graph(unit: str) -> Callable[..., None]:
+    """Make a hook of a block: a backward through it that is to be differentiated itself is refused."""
+
+    def refuse(grad: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{unit}: a backward through it is to be differentiated again (create_graph=True, a gradient penalty), and "
+                "data_parallel='fsdp' frees the block's parameters behind the first. Set fsdp={'units': []}, which keeps them for "
+                "the whole step, or use data_parallel='ddp'"
+            )
+
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        for tensor in tree_leaves(out) if torch.is_grad_enabled() else ():
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(refuse)
+
+    return hook
+
+
+def refuse_rows(out: Any) -> None:
+    """Refuse what a step returned if a parameter's rows are in it, which the step took for the parameter.
+
+    Raises:
+        RuntimeError: saying where parameters may be read.
+    """
+    if any(is_split(tensor) for tensor in tree_leaves(out)):
+        raise RuntimeError(READ_ROWS)
+
+
+READ_ROWS = (
+    "the step reads a parameter of a block outside of that block's forward (a norm of weights in the loss?), where "
+    "data_parallel='fsdp' holds this rank's rows of it alone. Read it in the block, set fsdp={'units': []}, which gathers all "
+    "parameters for the whole step, or use data_parallel='ddp'"
+)
+"""What is said where rows meet whole tensors."""

@@ -1,0 +1,358 @@
+"""``data_parallel: fsdp``: the tp parts split over the replicas, against one process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_seqpar import SeqParallelStrategy, unshard
+from lightning_seqpar.distributed.counters import Traffic
+from lightning_seqpar.layout.param_layout import ModelLayout
+from lightning_seqpar.layout.replica_rows import is_split, local_rows
+from lightning_seqpar.parallel.fully_sharded import FullySharded
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import Trace, compare, gather_weights
+from tests.helpers import models
+from tests.helpers.fit import fit, quiet_trainer
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "accumulated, clipped by norm": ("GPT", {"tied": False}, {"clip": 0.1, "accumulate": 2}, {}),
+    "offloaded, clipped by value": (
+        "GPT",
+        {},
+        {"clip": 0.01, "clip_by": "value"},
+        {"fsdp": {"offload_policy": True}},
+    ),
+    "blocks stay gathered, no sp": ("GPT", {}, {}, {"sp": False, "fsdp": {"reshard_after_forward": False}}),
+    "two optimizers by hand": ("ManualTwo", {"style": "toggle"}, {"steps": 6}, {}),
+    "gradients that are kept": ("ManualTwo", {"style": "keep"}, {"steps": 6}, {}),
+    "thaw and freeze": ("Frozen", {"thaw": True, "at": (4, 9), "tied": False}, {"steps": 5, "accumulate": 3}, {}),
+    "gradients exchanged": ("Edits", {}, {"accumulate": 2}, {}),
+    "rates by shape and class": ("FollowsShapes", {}, {}, {}),
+    "checkpointed blocks": ("Recomputed", {}, {}, {}),
+    "recomputed blocks": ("GPT", {}, {"accumulate": 2}, {"recompute": "full"}),
+    "recomputed attention": ("GPT", {"tied": False}, {}, {"recompute": "selective", "sp": False}),
+    "no module owns the blocks": ("Direct", {}, {}, {}),
+    "a shared block": ("SharedBlock", {}, {}, {}),
+    "nn.TransformerEncoder": ("Encoder", {"batch_first": False, "norm_first": True}, {}, {}),
+    "a parameter without dims": ("Tempered", {}, {"clip": 0.1}, {}),
+    "shared kv heads": ("Zoo", {"kind": "mqa"}, {}, {}),
+    "shared fused kv heads": ("Zoo", {"kind": "fused_mqa"}, {}, {}),
+    "experts": ("Zoo", {"kind": "routed_moe"}, {}, {}),
+    "a block that is a list": ("ThirdParty", {"kind": "value_residual"}, {}, {}),
+}
+PLANS = {"Direct": lambda: models.plan("", None)}
+
+
+class Tempered(models.GPT):
+    """A parameter without dims, read in the step itself, and a 1-d one of the LightningModule's own."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.temperature = nn.Parameter(torch.tensor(0.9))
+        self.bias = nn.Parameter(torch.zeros(31))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        logits = self.model(tokens[:, :-1]) * self.temperature + self.bias
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
+
+
+models.Tempered = Tempered
+
+
+def fit_cases(names: list[str], world: int, tp: int) -> list[Trace]:
+    found = []
+    for name in names:
+        model, args, options, more = CASES[name]
+        strategy = {"tp": tp, "data_parallel": "fsdp", **more}
+        if model in PLANS and tp > 1:
+            strategy["plan"] = PLANS[model]()
+        found.append(fit(model, args, world=world, strategy=strategy, **{"steps": 3, **options}))
+    return found
+
+
+@pytest.mark.parametrize(("world", "tp"), [(4, 2), (4, 1), (8, 4)])
+def test_parity_with_one_process(world, tp):
+    names = list(CASES) if tp < 4 else [name for name in CASES if "kv" in name or "clip" in name]
+    everywhere = run_distributed(fit_cases, world, names, world, tp, timeout=400.0)
+    for at, name in enumerate(names):
+        model, args, options, _ = CASES[name]
+        expected = fit(model, args, **{"steps": 3, **options})
+        for found in everywhere:
+            report = compare(expected, found[at])
+            assert report.ok, f"{name}\n{report}"
+
+
+# ---- a life ------------------------------------------------------------------------------------------------------
+
+
+class Counts(Callback):
+    """Elements of parameters and of moments on this rank, and collectives over the replicas in each batch."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.parameters = sum(local_rows(p).numel() for p in module.parameters())
+        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        self.moments = sum(local_rows(v).numel() for state in states for v in state.values() if v.ndim)
+
+
+def live(tp: int, folder: str) -> dict[str, Any]:
+    """Fitted twice, validated, saved behind fit, and turned back into a plain model, which one process trains on."""
+    module, counts = Tempered(), Counts()
+    torch.manual_seed(0)
+    own = dict(module.named_parameters())
+
+    def trainer(how: str, steps: int) -> Any:
+        strategy = SeqParallelStrategy(tp=tp, data_parallel=how, regather=True)
+        return quiet_trainer(devices=4, strategy=strategy, max_steps=steps, callbacks=[counts])
+
+    def data() -> Any:
+        return models.loader(2 * tp, count=48)
+
+    first = trainer("fsdp", 2)
+    first.fit(module, data())
+    split = sum(is_split(p) for p in module.parameters())
+    first.validate(module, data(), verbose=False)
+    metric = float(first.callback_metrics["val"])
+    first.save_checkpoint(f"{folder}/after.ckpt")
+    trainer("fsdp", 2).fit(module, data())
+    weights = gather_weights(module)
+    out = {"split": split, "metric": metric, "parameters": counts.parameters, "moments": counts.moments}
+    unshard(module)
+    same = all(module.get_parameter(name) is parameter for name, parameter in own.items())
+    plain = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    equal = all(torch.equal(plain[name], weights[name]) for name in weights)
+    classes = [type(part).__name__ for part in module.modules()]
+    third = trainer("ddp", 2)
+    third.fit(module, data())
+    shapes = [tuple(parameter.shape) for parameter in module.parameters()]
+    out |= {
+        "shapes": shapes,
+        "dp_rank": third.strategy.dp_rank,
+        "same": same,
+        "equal": equal,
+        "classes": classes,
+        "ddp": gather_weights(module),
+    }
+    trainer("fsdp", 1).fit(unshard(module), data())  # split once more
+    return {**out, "end": gather_weights(module)}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_life_with_several_runs(tp, tmp_path):
+    dense = Tempered()
+    expected: dict[str, Any] = {}
+    for at, steps in enumerate((2, 2, 2, 1)):
+        trainer = quiet_trainer(devices=1, max_steps=steps)
+        trainer.fit(dense, models.loader(8, count=48))
+        if at == 0:
+            trainer.validate(dense, models.loader(8, count=48), verbose=False)
+            expected["metric"] = float(trainer.callback_metrics["val"])
+            expected["first"] = {k: v.clone() for k, v in dense.state_dict().items()}
+        expected[at] = {name: p.detach().clone() for name, p in dense.named_parameters()}
+    dp = 4 // tp
+    for told in run_distributed(live, 4, tp, str(tmp_path), timeout=200.0):
+        assert told["metric"] == pytest.approx(expected["metric"], rel=1e-9)
+        assert told["same"]
+        assert told["equal"]
+        assert not any(name.startswith("FSDP") for name in told["classes"])
+        assert told["split"] == len(expected[0]) - 1  # all but the one without dims
+        # A rank holds 1/dp of its tp shard, to the row, and two moments of each element.
+        rows = [
+            range(shape[0])[told["dp_rank"] * -(-shape[0] // dp) :][: -(-shape[0] // dp)]
+            for shape in told["shapes"]
+            if shape
+        ]
+        held = [len(own) * math.prod(shape[1:]) for own, shape in zip(rows, filter(None, told["shapes"]), strict=True)]
+        assert told["parameters"] == sum(held) + 1
+        assert told["moments"] == 2 * sum(held)  # those of the parameter without dims have none either
+        assert sum(held) < 1.2 / dp * sum(map(math.prod, told["shapes"]))
+        for key, at in (("ddp", 2), ("end", 3)):
+            for name, weight in expected[at].items():
+                torch.testing.assert_close(told[key][name], weight, rtol=0, atol=1e-9)
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"]
+    for name, weight in expected["first"].items():
+        torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-9)
+
+
+# ---- what it sends, and what it refuses --------------------------------------------------------------------------
+
+
+class Sends(Callback):
+    """Collectives of each micro-batch, by name."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, int]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.traffic = Traffic()
+        self.traffic.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.traffic.__exit__(None, None, None)
+        self.calls.append(dict(self.traffic.calls))
+
+
+class ReadsBlock(models.GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+class Penalised(models.GPT):
+    """The square of the loss's gradient with respect to the embeddings is in the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        embedded = self.model.tokens(tokens[:, :-1])
+        x = embedded + self.model.positions(torch.arange(embedded.shape[1]))
+        with sdpa_kernel(SDPBackend.MATH):
+            for block in self.model.blocks:
+                x = block(x)
+        logits = self.model.head(self.model.norm(x))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        (grad,) = torch.autograd.grad(loss, embedded, create_graph=True)
+        return loss + grad.pow(2).sum()
+
+
+class Raw(models.ManualTwo):
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)
+
+
+class Hooked(models.GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.norm.weight.register_hook(lambda grad: grad * 2)
+
+
+class Mixed(models.GPT):
+    def on_fit_start(self) -> None:
+        raise AssertionError("refused before")
+
+    def configure_model(self) -> None:
+        self.model.blocks[0].mlp.up.double()
+
+
+for each in (ReadsBlock, Penalised, Raw, Hooked, Mixed):
+    setattr(models, each.__name__, each)
+
+
+def refusals() -> dict[str, Any]:
+    def told(model: str, args: dict[str, Any] | None = None, precision: str = "64-true", **strategy: Any) -> Any:
+        try:
+            chosen = {"data_parallel": "fsdp", **strategy}
+            return fit(model, args or {}, world=2, strategy=chosen, steps=2, precision=precision)
+        except (ValueError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    found = {
+        "rows": told("ReadsBlock"),
+        "gathered": told("ReadsBlock", fsdp={"units": []}),
+        "graph": told("Penalised"),
+        "graph of all": told("Penalised", fsdp={"units": []}),
+        "graph of ddp": told("Penalised", data_parallel="ddp"),
+        "raw": told("Raw", args={"style": "keep"}),
+        "hook": told("Hooked"),
+        "types": told("Mixed", precision="32-true"),
+        "unit": told("GPT", fsdp={"units": ["model.block.*"]}),
+        "units": told("GPT", fsdp={"units": ["model.blocks.*.mlp"]}),
+    }
+    sends = Sends()
+    fit("GPT", {}, world=2, strategy={"data_parallel": "fsdp"}, steps=1, accumulate=3, callbacks=[sends])
+    found["sent"] = sends.calls
+    rebind = ModelLayout.rebind
+    ModelLayout.rebind = lambda self, model: rebind(self, model) if not self._parameters else None  # type: ignore[method-assign]
+    try:
+        found["stale"] = told("GPT")
+    finally:
+        ModelLayout.rebind = rebind  # type: ignore[method-assign]
+    return found
+
+
+def test_what_it_sends_and_what_it_refuses():
+    for found in run_distributed(refusals, 2, timeout=200.0):
+        assert "reads a parameter of a block outside of that block's forward" in found["rows"]
+        assert "fsdp={'units': []}" in found["rows"]
+        compare(fit("ReadsBlock", {}, steps=2), found["gathered"]).raise_if_failed()
+        assert found["graph"].startswith("RuntimeError: model.blocks.")
+        assert "create_graph=True" in found["graph"]
+        assert not isinstance(found["graph of ddp"], str), found["graph of ddp"]
+        assert not isinstance(found["graph of all"], str), found["graph of all"]
+        compare(
+            found["graph of ddp"], found["graph of all"]
+        ).raise_if_failed()  # a mean over replicas, not one process's
+        assert "its gradient was not reduced over the replicas" in found["raw"]
+        assert found["hook"].startswith("ValueError: model.norm.weight: it has a gradient hook of yours")
+        assert found["types"].startswith("ValueError: model.blocks.0.")
+        assert "in one type" in found["types"]
+        assert "no module has that name; did you mean 'model.blocks." in found["unit"]
+        compare(fit("GPT", {}, steps=2), found["units"]).raise_if_failed()
+        assert "the model holds another parameter than the one that was laid out" in found["stale"]
+        # Nothing is reduced but in the last of three micro-batches: two blocks and the rest.
+        assert [calls.get("reduce_scatter", 0) for calls in found["sent"]] == [0, 0, 3]
+
+
+def late_products() -> str:
+    """Weight-gradient products that wait for a collective of the block before."""
+    wraps = FullySharded.begin
+
+    def begin(self: FullySharded) -> None:
+        wraps(self)
+        for region in self._record.regions:
+            region.path.row_window = "any"
+
+    FullySharded.begin = begin  # type: ignore[method-assign]
+    try:
+        fit("GPT", {}, world=4, strategy={"tp": 2, "data_parallel": "fsdp"}, steps=1)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        FullySharded.begin = wraps  # type: ignore[method-assign]
+    return "trained"
+
+
+def test_a_gradient_behind_its_reduction_ends_the_run():
+    for told in run_distributed(late_products, 4):
+        assert told.startswith("model.blocks.1.attn.proj.weight: its gradient was not reduced over the replicas")
+
+
+def in_bfloat16() -> dict[str, Any]:
+    policy = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
+    losses: dict[str, Any] = {}
+    for name, more in {"whole": {}, "policy": {"fsdp": policy}}.items():
+        strategy = {"tp": 2, "data_parallel": "fsdp", **more}
+        SEEN.clear()
+        losses[name] = fit("Dtypes", {}, world=4, strategy=strategy, steps=3, precision="32-true").losses
+        losses[f"{name} in bfloat16"] = torch.bfloat16 in SEEN
+    return losses
+
+
+SEEN: set[torch.dtype] = set()
+
+
+class Dtypes(models.GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        handle = self.model.blocks[0].mlp.up.register_forward_hook(lambda m, a, out: SEEN.add(out.dtype))
+        loss = super().training_step(batch, batch_idx)
+        handle.remove()
+        return loss
+
+
+models.Dtypes = Dtypes
+
+
+def test_a_policy_of_mixed_precision():
+    for found in run_distributed(in_bfloat16, 4):
+        assert found["policy in bfloat16"]
+        assert not found["whole in bfloat16"]
+        assert found["policy"] == pytest.approx(found["whole"], rel=2e-2)
+        assert found["policy"] != found["whole"]
