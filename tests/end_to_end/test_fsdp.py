@@ -69,7 +69,7 @@ class Tempered(models.GPT):
 
 
 class Switches(models.GPT):
-    """Freezes parts in the middle of a step, by the objects that it sees there; two backwards fill the gradients."""
+    """Freezes parts in the middle of a step, by the objects that it sees there or by the optimizer's, over several backwards."""
 
     def __init__(self) -> None:
         super().__init__(tied=False)
@@ -78,12 +78,15 @@ class Switches(models.GPT):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        frozen = (self.model.positions, self.model.norm, self.model.blocks[0].norm1)
-        for trains in (False, True):
-            for part in frozen:
-                part.requires_grad_(trains)
-            loss = super().training_step(batch, batch_idx)
-            self.manual_backward(loss)
+        parts = (self.model.positions, self.model.norm)
+        for by_optimizer in (False, True):
+            for trains in (False, True):
+                given = optimizer.param_groups[0]["params"][1:2] if by_optimizer else [p for m in parts for p in m.parameters()]
+                for parameter in given:
+                    parameter.requires_grad_(trains)
+                for _ in range(2):
+                    loss = super().training_step(batch, batch_idx)
+                    self.manual_backward(loss)
         optimizer.step()
         return loss.detach()
 
