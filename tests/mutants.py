@@ -2738,6 +2738,27 @@ MUTANTS = [
         "tests/test_fsdp.py::test_what_it_sends_and_what_it_refuses",
     ),
     Mutant(
+        "overflows of a rank not shared",
+        "SeqParallelStrategy.setup",
+        '            share_overflows(self.precision_plugin, self.groups["dp", "tp"])\n',
+        "            pass\n",
+        "tests/test_precision.py::test_all_ranks_skip_the_same_step",
+    ),
+    Mutant(
+        "overflows shared within a replica alone",
+        "SeqParallelStrategy.setup",
+        'share_overflows(self.precision_plugin, self.groups["dp", "tp"])',
+        'share_overflows(self.precision_plugin, self.groups["tp"])',
+        "tests/test_precision.py::test_all_ranks_skip_the_same_step",
+    ),
+    Mutant(
+        "fused kernels on rows let through",
+        "refuse_fused_on_rows",
+        "if is_fused and",
+        "if False and",
+        "tests/test_optimizers.py",
+    ),
+    Mutant(
         "recompute: random streams not restored",
         "RecomputedForward.__call__",
         "use_reentrant=False)",

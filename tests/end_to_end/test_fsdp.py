@@ -81,7 +81,11 @@ class Switches(models.GPT):
         parts = (self.model.positions, self.model.norm)
         for by_optimizer in (False, True):
             for trains in (False, True):
-                given = optimizer.param_groups[0]["params"][1:2] if by_optimizer else [p for m in parts for p in m.parameters()]
+                given = (
+                    optimizer.param_groups[0]["params"][1:2]
+                    if by_optimizer
+                    else [p for m in parts for p in m.parameters()]
+                )
                 for parameter in given:
                     parameter.requires_grad_(trains)
                 for _ in range(2):
