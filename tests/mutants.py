@@ -69,8 +69,8 @@ MUTANTS = [
     Mutant(
         "sync per micro-batch",
         "GradSync.attach",
-        "partial.hook = parameter.register_hook(self._arrival(partial))",
-        'partial.hook = parameter.register_post_accumulate_grad_hook(lambda p, own=partial: (dist.all_reduce(p.grad, group=self._groups["tp"]), setattr(own, "synced", p.grad), None)[-1])',
+        "else parameter.register_hook(self._arrival(partial))",
+        'else parameter.register_post_accumulate_grad_hook(lambda p, own=partial: (dist.all_reduce(p.grad, group=self._groups["tp"]), setattr(own, "synced", p.grad), None)[-1])',
     ),
     Mutant(
         "sync of a kept gradient counts it tp times",
@@ -124,14 +124,14 @@ MUTANTS = [
     Mutant(
         "clip with local norms",
         "_ShardedPrecision.clip_grad_by_norm",
-        "torch.nn.utils.clip_grads_with_norm_(parameters, float(clip_val), total)",
-        "del total; torch.nn.utils.clip_grad_norm_(parameters, clip_val)",
+        "total = self._strategy().global_norm(list(self.main_params(optimizer)))",
+        "total = torch.nn.utils.get_total_norm([p.grad for p in parameters])",
     ),
     Mutant(
         "whole parameters counted tp times in the norm",
         "global_grad_norm",
-        "            whole.append(parameter.grad)\n        elif found.shard.has_shared",
-        "            sharded.append(parameter.grad)\n        elif found.shard.has_shared",
+        '("tp",) * (shard is not None)',
+        '("tp",)',
         "tests/test_parity.py tests/test_guards.py",
     ),
     Mutant(
@@ -430,8 +430,8 @@ MUTANTS = [
     Mutant(
         "a shared kv head counts twice in the norm",
         "global_grad_norm",
-        "            sharded.append(parameter.grad.index_select(found.shard.dim, first))",
-        "            sharded.append(parameter.grad)",
+        "            grad = grad.index_select(shard.dim, is_first.nonzero().flatten().to(grad.device))\n",
+        "",
         "tests/test_styles.py -k shared_parts",
     ),
     Mutant(
@@ -1146,8 +1146,8 @@ MUTANTS = [
     Mutant(
         "a whole gradient summed again by ranks that add nothing",
         "GradSync._own_term",
-        "return kept if partial.fired else kept / self._share(partial, kept)",
-        "return kept",
+        "if not partial.fired:  # whole on every rank since the last sum",
+        "if False:",
         "tests/test_grad_sync.py",
     ),
     Mutant(
@@ -1356,7 +1356,7 @@ MUTANTS = [
     Mutant(
         "an optimizer that comes later not looked at",
         "SteppingStrategy.optimizers",
-        'refuse_optimizers(plain, self.groups.size("tp") if plain else 1)',
+        "refuse_optimizers(plain, self._shards if plain else 1)",
         "refuse_optimizers(plain, 1)",
         "tests/test_guards.py -k refused",
     ),
@@ -1809,8 +1809,8 @@ MUTANTS = [
     Mutant(
         "fused parts written out of order",
         "Part.__init__",
-        "        for start, stop in shard.ranges[rank]:\n            if stop > start:\n                offsets",
-        "        for start, stop in reversed(shard.ranges[rank]):\n            if stop > start:\n                offsets",
+        "        for start, stop in shard.ranges[rank]:\n            if stop > start:\n                rows",
+        "        for start, stop in reversed(shard.ranges[rank]):\n            if stop > start:\n                rows",
         "tests/test_folder.py -k round_trips",
     ),
     Mutant(
@@ -2736,6 +2736,27 @@ MUTANTS = [
         "if torch.is_grad_enabled():\n            raise",
         "if False:\n            raise",
         "tests/test_fsdp.py::test_what_it_sends_and_what_it_refuses",
+    ),
+    Mutant(
+        "overflows of a rank not shared",
+        "SeqParallelStrategy.setup",
+        '            share_overflows(self.precision_plugin, self.groups["dp", "tp"])\n',
+        "            pass\n",
+        "tests/test_precision.py::test_all_ranks_skip_the_same_step",
+    ),
+    Mutant(
+        "overflows shared within a replica alone",
+        "SeqParallelStrategy.setup",
+        'share_overflows(self.precision_plugin, self.groups["dp", "tp"])',
+        'share_overflows(self.precision_plugin, self.groups["tp"])',
+        "tests/test_precision.py::test_all_ranks_skip_the_same_step",
+    ),
+    Mutant(
+        "fused kernels on rows let through",
+        "refuse_fused_on_rows",
+        "if is_fused and",
+        "if False and",
+        "tests/test_optimizers.py",
     ),
     Mutant(
         "recompute: random streams not restored",

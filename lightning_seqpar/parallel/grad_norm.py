@@ -38,15 +38,13 @@ def global_grad_norm(
         if parameter.grad is None:
             continue
         found, grad = layout.of(parameter), local_rows(parameter.grad)
-        over_tp = found is not None and found.shard is not None
-        if (
-            found is not None and found.shard is not None and found.shard.has_shared
-        ):  # what several ranks hold counts once
-            is_first = found.shard.is_first_holder(groups.rank("tp"))
-            if found.shard.dim == 0 and (rows := rows_held(parameter.grad)) is not None:
+        shard = None if found is None else found.shard
+        if shard is not None and shard.has_shared:  # what several ranks hold counts once
+            is_first = shard.is_first_holder(groups.rank("tp"))
+            if shard.dim == 0 and (rows := rows_held(parameter.grad)) is not None:
                 is_first = is_first[slice(*rows)]
-            grad = grad.index_select(found.shard.dim, is_first.nonzero().flatten().to(grad.device))
-        divided[("dp",) * is_split(parameter.grad) + ("tp",) * over_tp].append(grad)
+            grad = grad.index_select(shard.dim, is_first.nonzero().flatten().to(grad.device))
+        divided[("dp",) * is_split(parameter.grad) + ("tp",) * (shard is not None)].append(grad)
 
     def power(grads: list[Tensor]) -> Tensor:
         """``Σ |g|^p`` of some gradients (the largest ``|g|`` for the infinite norm), in float32 at least."""

@@ -1,14 +1,17 @@
-"""The user's precision plugin, changed to clip by the norm of the whole model's gradient."""
+"""The user's precision plugin, changed to clip by the norm of the whole model's gradient and to skip steps on all ranks alike."""
 
 from __future__ import annotations
 
 import copy
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from lightning.pytorch.plugins.precision import Precision
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_seqpar.layout.replica_rows import local_rows
@@ -81,3 +84,55 @@ def with_global_clipping(plugin: Precision, owner: GradientOwner) -> Precision:
         clipping.__class__ = type(plugin_class.__name__, bases, names)
     vars(clipping)["_owner"] = weakref.ref(owner)
     return clipping
+
+
+class SharedGradScaler(ShardedGradScaler):
+    """A scaler of losses whose ranks skip the same steps: a gradient that is not finite on one of them is not on any.
+
+    torch's own takes the parameters' gradients; where replicas split them, this one looks at the rank's rows.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+    ) -> dict[torch.device, Tensor]:
+        rows = [_Rows(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held: Any = _Held([{"params": rows}])
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(held, inv_scale, found_inf, allow_fp16)
+        return found
+
+
+class _Rows:
+    """Shows a gradient's local rows as a parameter shows its gradient."""
+
+    def __init__(self, grad: Tensor) -> None:
+        self.grad = local_rows(grad)
+
+
+class _Held(NamedTuple):
+    """Shows parameters as an optimizer does."""
+
+    param_groups: list[dict[str, Any]]
+
+
+def share_overflows(plugin: Precision, group: ProcessGroup) -> None:
+    """Let a plugin's scaler of losses skip a step on all ranks of ``group``, if one of them has a gradient that is not finite.
+
+    Args:
+        plugin: with a scaler or without one.
+        group: every rank that holds a part of the model.
+
+    Raises:
+        ValueError: for a scaler of another class, of which nothing is known.
+    """
+    if not isinstance(plugin, MixedPrecision) or plugin.scaler is None:
+        return
+    scaler = plugin.scaler
+    if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler, ShardedGradScaler, SharedGradScaler):
+        raise ValueError(
+            f"a scaler of class {type(scaler).__name__}: its ranks would disagree about skipping a step where they hold different "
+            "parts of the model; give MixedPrecision a torch.amp.GradScaler, or none"
+        )
+    shared = SharedGradScaler(plugin.device, enabled=scaler.is_enabled(), process_group=group)
+    if scaler.is_enabled():
+        shared.load_state_dict(scaler.state_dict())
+    plugin.scaler = shared

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -42,7 +42,7 @@ from lightning_seqpar.strategy.precision import with_global_clipping
 from lightning_seqpar.verify.guards.batch import OutputWatch, check_batch, warn_of_equal_replicas
 from lightning_seqpar.verify.guards.graph import check_readers
 from lightning_seqpar.verify.guards.model import check_buffers, check_parameters, refuse_added
-from lightning_seqpar.verify.guards.optimizer import refuse_optimizers
+from lightning_seqpar.verify.guards.optimizer import refuse_fused_on_rows, refuse_optimizers
 
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 """Hooks between the backward and the update, in which a user's code may change gradients."""
@@ -291,6 +291,8 @@ class SteppingStrategy(TopologyStrategy):
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         plain = [plain_optimizer(optimizer) for optimizer in optimizers]
         refuse_optimizers(plain, self._shards if plain else 1)
+        if self._split is not None:
+            refuse_fused_on_rows(plain)
         self._guarded = self._guarded or weakref.WeakSet()
         for optimizer in plain:
             if optimizer not in self._guarded:  # gradients must be synced too if it is stepped without the strategy
@@ -431,10 +433,6 @@ class SteppingStrategy(TopologyStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None and self.config.tp > 1:
-            raise ValueError(
-                "precision='16-mixed' with tp > 1: ranks would disagree about skipping a step; use 'bf16-mixed' or '32-true'"
-            )
         self._precision_plugin = None if plugin is None else with_global_clipping(plugin, self)
 
     # ---- loops -------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully_shard_options, units_among
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
+from lightning_seqpar.strategy.precision import share_overflows
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
 from lightning_seqpar.strategy.saving import SavingStrategy
 from lightning_seqpar.strategy.summary import summarize
@@ -253,6 +254,8 @@ class SeqParallelStrategy(SavingStrategy):
             self._watch_all_steps()
             self._note_hooks()
         self.setup_precision_plugin()
+        if record is not None:
+            share_overflows(self.precision_plugin, self.groups["dp", "tp"])
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
         share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)

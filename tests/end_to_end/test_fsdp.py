@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "two optimizers by hand": ("ManualTwo", {"style": "toggle"}, {"steps": 6}, {}),
     "gradients that are kept": ("ManualTwo", {"style": "keep"}, {"steps": 6}, {}),
     "thaw and freeze": ("Frozen", {"thaw": True, "at": (4, 9), "tied": False}, {"steps": 5, "accumulate": 3}, {}),
+    "frozen within a step": ("Switches", {}, {}, {}),
     "gradients exchanged": ("Edits", {}, {"accumulate": 2}, {}),
     "rates by shape and class": ("FollowsShapes", {}, {}, {}),
     "checkpointed blocks": ("Recomputed", {}, {}, {}),
@@ -67,7 +68,34 @@ class Tempered(models.GPT):
         self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
 
 
-models.Tempered = Tempered
+class Switches(models.GPT):
+    """Freezes parts in the middle of a step, by the objects that it sees there or by the optimizer's, over several backwards."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        parts = (self.model.positions, self.model.norm)
+        for by_optimizer in (False, True):
+            for trains in (False, True):
+                given = (
+                    optimizer.param_groups[0]["params"][1:2]
+                    if by_optimizer
+                    else [p for m in parts for p in m.parameters()]
+                )
+                for parameter in given:
+                    parameter.requires_grad_(trains)
+                for _ in range(2):
+                    loss = super().training_step(batch, batch_idx)
+                    self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+
+models.Tempered, models.Switches = Tempered, Switches
 
 
 def fit_cases(names: list[str], world: int, tp: int) -> list[Trace]:

@@ -41,3 +41,18 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], tp: int) -> None:
                 f"{type(optimizer).__module__}.{type(optimizer).__name__} with tp={tp}: it is not known to update each "
                 f"element by itself, and shards would change its result; use one of torch.optim's {allowed}"
             )
+
+
+def refuse_fused_on_rows(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse fused kernels that torch does not have for parameters that the replicas split (``data_parallel='fsdp'``).
+
+    Raises:
+        ValueError: naming the optimizer and the kernel to use instead.
+    """
+    for optimizer in optimizers:
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        if is_fused and isinstance(optimizer, optim.SGD | optim.Adagrad):
+            raise ValueError(
+                f"{type(optimizer).__name__}(fused=True) with data_parallel='fsdp': torch has no such kernel for parameters "
+                "that are split over the replicas; use foreach=True (Adam and AdamW have fused ones)"
+            )
