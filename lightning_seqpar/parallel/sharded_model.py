@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.distributed.rng import Drawn
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
+from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
 from lightning_seqpar.parallel.module_changes import ModuleChange
 from lightning_seqpar.parallel.unsharded_view import as_written
 from lightning_seqpar.region.sequence_region import SequenceRegion
@@ -42,6 +43,7 @@ class ShardedModel:
         buffers: layouts of the buffers that are cut.
         on_shards: parameters whose gradient is partial because they are read inside a sequence region.
         is_copy: the model is a copy that no trainer trains.
+        graphs: what compiled the blocks; None if they run eagerly.
     """
 
     model: nn.Module
@@ -61,6 +63,7 @@ class ShardedModel:
     versions: dict[str, int] = field(default_factory=dict)
     changes: list[ModuleChange] = field(default_factory=list)
     restore: list[Callable[[], None]] = field(default_factory=list)
+    graphs: BlockGraphs | None = None
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:

@@ -32,7 +32,9 @@ from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
 from lightning_seqpar.parallel.apply import parallelize, unshard
+from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, compile_plain_blocks
 from lightning_seqpar.parallel.grad_sync import GradSync
+from lightning_seqpar.parallel.module_changes import ModuleChange
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -42,7 +44,7 @@ from lightning_seqpar.strategy.saving import SavingStrategy
 from lightning_seqpar.strategy.summary import summarize
 from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
-from lightning_seqpar.verify.guards.config import check_ddp_options, refuse_unsupported
+from lightning_seqpar.verify.guards.config import check_compile_options, check_ddp_options, refuse_unsupported
 from lightning_seqpar.verify.prover import Prover
 
 P = ParamSpec("P")
@@ -95,7 +97,8 @@ class SeqParallelStrategy(SavingStrategy):
             they are found and a plan that you write whole does not say otherwise.
         loss_chunk: Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary; the
             backward makes them once more. None makes all at once.
-        compile: Compile the model. Not run yet.
+        compile: Compile each block by ``torch.compile`` after it was sharded, one graph for each kind of block.
+        compile_options: Options passed on to ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``.
         self_check: Prove the plan before training: a copy of the model whole against sharded, losses and gradients.
         check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ...
         broadcast_batch: One rank of each replica reads the batches and sends them to the others: for iterable
@@ -141,6 +144,7 @@ class SeqParallelStrategy(SavingStrategy):
         vocab: bool = True,
         loss_chunk: int | None = None,
         compile: bool = False,
+        compile_options: dict[str, Any] | None = None,
         self_check: bool = True,
         check_every: int = 0,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
@@ -160,6 +164,7 @@ class SeqParallelStrategy(SavingStrategy):
         merged = _merge_config(config, keywords)
         refuse_unsupported(merged)
         check_ddp_options(merged.ddp)
+        check_compile_options(merged.compile_options)
         check_plan(merged.plan)  # here, so that wrong rules raise before any process starts
         super().__init__(
             merged,
@@ -170,6 +175,7 @@ class SeqParallelStrategy(SavingStrategy):
             precision_plugin=precision_plugin,
         )
         self._summarized = False
+        self._compiled: list[ModuleChange] = []  # at tp 1, where no record has them
         self._recorder: DeferredInit | None = None
 
     @classmethod
@@ -243,7 +249,10 @@ class SeqParallelStrategy(SavingStrategy):
         tp = self.groups.size("tp")
         earlier = record_of(module)
         config = self.config
-        made_by = (self.groups.topology, config.sp, config.plan, config.regather, config.vocab, config.loss_chunk)
+        made_by = (
+            *(self.groups.topology, config.sp, config.plan, config.regather, config.vocab, config.loss_chunk),
+            *(config.compile, repr(config.compile_options)),
+        )
         if earlier is not None:
             if earlier.made_by == made_by:
                 return earlier
@@ -252,6 +261,8 @@ class SeqParallelStrategy(SavingStrategy):
             check_agreement(describe_model(module), self._world, self.root_device)
         self._make_replicas_equal(module)
         if tp == 1:
+            if config.compile:
+                self._compiled = compile_plain_blocks(module, BlockGraphs(config.compile_options))
             self._log_summary(["none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"])
             return None
         phases = self._phases
@@ -262,7 +273,11 @@ class SeqParallelStrategy(SavingStrategy):
         hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
         with phases.phase("cutting the model"):
             record = parallelize(
-                module, plans, self.groups, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk
+                *(module, plans, self.groups),
+                sp=config.sp,
+                regather=config.regather,
+                loss_chunk=config.loss_chunk,
+                compiler=BlockGraphs(config.compile_options) if config.compile else None,
             )
         record.made_by = made_by
         coverage = cover(record, plans, proved.known, sp=config.sp)
@@ -355,6 +370,9 @@ class SeqParallelStrategy(SavingStrategy):
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
         if self._ddp_model is not None:
             self.model, self._ddp_model = self.lightning_module, None
+        for change in self._compiled:
+            change.undo()
+        self._compiled = []
         if self._sync is not None:
             self._sync.remove()
             self._sync = None
@@ -390,7 +408,7 @@ def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> Pa
     keywords: dict[str, Any] = {
         name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for name, value in given.items()
-        if value is not None or name not in ("ddp", "fsdp", "checkpoint")
+        if value is not None or name not in ("ddp", "fsdp", "checkpoint", "compile_options")
     }
     if config is None:
         return ParallelConfig(**keywords)
