@@ -135,9 +135,17 @@ class _as_compiled(ExitStack):  # noqa: N801
         if isinstance(error, TorchDynamoException):
             raise ValueError(
                 f"{self._name}: compile=True, but torch.compile can't make one graph of this block; change what it names, or use "
-                f"compile=False. torch says: {error}"
+                f"compile=False. torch says: {_shortened(error)}"
             ) from error
         return None
+
+
+def _shortened(error: TorchDynamoException) -> str:
+    """What torch says of a block that it can't trace: the reason, and the line of code."""
+    text = str(error)
+    reason = " ".join(text.split("\n\n")[0].split())
+    lines = [line.strip() for line in text.split("\n") if line.strip().startswith("File ")]
+    return f"{reason} ({lines[-1]})" if lines else reason
 
 
 def compile_plain_blocks(model: nn.Module, compiler: BlockGraphs) -> list[ModuleChange]:

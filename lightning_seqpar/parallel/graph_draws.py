@@ -33,7 +33,9 @@ class _Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+            schema = func._schema.arguments
+            given = {one.name: one.default_value for one in schema if one.has_default_value()}
+            given |= dict(zip((one.name for one in schema), args, strict=False)) | kwargs
             rate = given.get("dropout_p", given.get("p"))
             self.drew = self.drew or rate != 0.0
         return func(*args, **kwargs)
