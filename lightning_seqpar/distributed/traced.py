@@ -2,7 +2,11 @@
 
 While a graph is traced they are made of torch's functional collectives, which become operations of the graph; anywhere else each
 of them is the eager pair of the same name, so that a lowered module can also run eagerly. The process group is always a required
-argument. Sequences that do not divide by the group are padded and trimmed as there: a shard holds ``ceil(s / tp)`` positions.
+argument.
+
+A shard holds ``ceil(s / tp)`` positions, which the shapes below write as ``s/tp``. Instead of the length ``s`` these functions take
+the ``padding``, by which the shards of all ranks are longer together: then all lengths in a graph follow from that of a shard, and one
+graph can serve all sequences with as much padding.
 """
 
 from __future__ import annotations
@@ -18,24 +22,24 @@ from torch.distributed import ProcessGroup
 from lightning_seqpar.distributed import collectives as eager
 
 
-def gather_from_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup, length: int) -> Tensor:
+def gather_from_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup, padding: int = 0) -> Tensor:
     """g: shards enter a *tensor-parallel* consumer: ``[b, s/tp, h]`` → ``[b, s, h]`` for ``dim=1``.
 
-    Forward: all-gather, trimmed to ``length``. Backward: reduce-scatter, which is the functional collective's own. Dim: ``dim``.
+    Forward: all-gather, trimmed. Backward: reduce-scatter, which is the functional collective's own. Dim: ``dim``.
     """
     if not torch.compiler.is_compiling():
-        return eager.gather_from_sequence_parallel_region(x, dim, group, length)
-    return functional.all_gather_single_autograd(x.contiguous(), dim, group).narrow(dim, 0, length)
+        return eager.gather_from_sequence_parallel_region(x, dim, group, _whole_length(x, dim, group, padding))
+    return _trim(functional.all_gather_single_autograd(x.contiguous(), dim, group), dim, padding)
 
 
-def reduce_scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup, padding: int = 0) -> Tensor:
     """ḡ: partial sums enter the sequence region: ``[b, s, h]`` → ``[b, s/tp, h]`` for ``dim=1``.
 
-    Forward: zero-padded, reduce-scatter. Backward: all-gather, trimmed to ``s``. Dim: ``dim``.
+    Forward: zero-padded, reduce-scatter. Backward: all-gather, trimmed, which is the functional collective's own. Dim: ``dim``.
     """
     if not torch.compiler.is_compiling():
         return eager.reduce_scatter_to_sequence_parallel_region(x, dim, group)
-    return functional.reduce_scatter_single_autograd(_pad(x, dim, group).contiguous(), "sum", dim, group)
+    return functional.reduce_scatter_single_autograd(_pad(x, dim, padding).contiguous(), "sum", dim, group)
 
 
 def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -59,38 +63,44 @@ def reduce_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor
     return _Reduce.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def gather_replicated_from_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup, length: int) -> Tensor:
+def gather_replicated_from_sequence_parallel_region(
+    x: Tensor, dim: int, group: ProcessGroup, padding: int = 0
+) -> Tensor:
     """Shards leave for a *replicated* consumer, ``[b, s/tp, h]`` → ``[b, s, h]`` for ``dim=1``.
 
-    Forward: all-gather, trimmed to ``length``. Backward: slice, zero-padded. Dim: ``dim``.
+    Forward: all-gather, trimmed. Backward: slice, zero-padded. Dim: ``dim``.
     """
     if not torch.compiler.is_compiling():
+        length = _whole_length(x, dim, group, padding)
         return eager.gather_replicated_from_sequence_parallel_region(x, dim, group, length)
-    return _GatherReplicated.apply(x, dim, group, length)  # type: ignore[no-untyped-call, no-any-return]
+    return _GatherReplicated.apply(x, dim, group, padding)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: ProcessGroup, padding: int = 0) -> Tensor:
     """A replicated activation, of which each rank takes its part: ``[b, s, h]`` → ``[b, s/tp, h]`` for ``dim=1``.
 
-    Forward: slice; padding repeats the last position. Backward: all-gather, trimmed to ``s``. Dim: ``dim``.
+    Forward: slice; padding repeats the last position. Backward: all-gather, trimmed. Dim: ``dim``.
     """
     if not torch.compiler.is_compiling():
         return eager.scatter_to_sequence_parallel_region(x, dim, group)
-    return _Scatter.apply(x, dim, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _Scatter.apply(x, dim, group, padding)  # type: ignore[no-untyped-call, no-any-return]
 
 
 # ---- what they are made of -----------------------------------------------------------------------------------------
 
 
-def _missing(length: int, size: int) -> int:
-    """How many positions are missing until ``length`` divides by ``size``."""
-    return -length % size
+def _whole_length(shard: Tensor, dim: int, group: ProcessGroup, padding: int) -> int:
+    return shard.shape[dim] * group.size() - padding
 
 
-def _pad(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """``x`` with zeros behind it along ``dim``, until that divides by the group."""
-    missing = _missing(x.shape[dim], group.size())
-    return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
+def _trim(x: Tensor, dim: int, padding: int) -> Tensor:
+    """``x`` without the padding behind it."""
+    return x.narrow(dim, 0, x.shape[dim] - padding)
+
+
+def _pad(x: Tensor, dim: int, padding: int) -> Tensor:
+    """``x`` with ``padding`` zeros behind it."""
+    return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, padding])
 
 
 def _own(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -103,9 +113,8 @@ def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))  # type: ignore[no-any-return]
 
 
-def _gather(x: Tensor, dim: int, group: ProcessGroup, length: int) -> Tensor:
-    whole = functional.wait_tensor(functional.all_gather_single(x.contiguous(), dim, group))
-    return whole.narrow(dim, 0, length)  # type: ignore[no-any-return]
+def _gather(x: Tensor, dim: int, group: ProcessGroup, padding: int) -> Tensor:
+    return _trim(functional.wait_tensor(functional.all_gather_single(x.contiguous(), dim, group)), dim, padding)
 
 
 class _Copy(torch.autograd.Function):
@@ -137,26 +146,25 @@ class _GatherReplicated(torch.autograd.Function):
     """Forward all-gather, backward slice."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, length: int) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gather(x, dim, group, length)
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, padding: int) -> Tensor:
+        ctx.dim, ctx.group, ctx.padding = dim, group, padding
+        return _gather(x, dim, group, padding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _own(_pad(grad, ctx.dim, ctx.group), ctx.dim, ctx.group), None, None, None
+        return _own(_pad(grad, ctx.dim, ctx.padding), ctx.dim, ctx.group), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     """Forward slice, backward all-gather."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group, ctx.length = dim, group, x.shape[dim]
-        missing = _missing(x.shape[dim], group.size())
-        last = x.narrow(dim, x.shape[dim] - 1, 1)
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, padding: int) -> Tensor:
+        ctx.dim, ctx.group, ctx.padding = dim, group, padding
         # A row of zeros might become NaN in a norm, and NaN times a zero gradient is NaN.
-        return _own(torch.cat([x] + [last] * missing, dim), dim, group)
+        last = x.narrow(dim, x.shape[dim] - 1, 1).expand(*x.shape[:dim], padding, *x.shape[dim + 1 :])
+        return _own(torch.cat([x, last], dim), dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, ctx.dim, ctx.group, ctx.length), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather(grad, ctx.dim, ctx.group, ctx.padding), None, None, None

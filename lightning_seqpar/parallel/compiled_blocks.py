@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from lightning_seqpar.distributed.autograd import children, unseen
+from lightning_seqpar.distributed.autograd import children, in_backward, unseen
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
 
 NAME_KEY = "_seqpar_block"
@@ -52,6 +52,7 @@ class BlockGraphs:
         self.traced: Counter[str] = Counter()
         self.node_types: set[type] = set()
         self._classes: dict[type, Any] = {}
+        self._dtype = torch.get_default_dtype()
 
     def compile(self, block: nn.Module, name: str, alike: int, check: Check | None = None) -> None:
         """Give a block a forward that is compiled when it is first called.
@@ -82,7 +83,7 @@ class BlockGraphs:
 
         @functools.wraps(kind.forward)
         def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with _as_compiled(block):
+            with self._as_compiled(block):
                 out = run(block, *args, **kwargs)
             self._note_nodes(out)
             return out
@@ -90,6 +91,26 @@ class BlockGraphs:
         made = type(kind.__name__, (kind,), {"forward": forward, "__doc__": kind.__doc__, "__module__": kind.__module__})
         made.__qualname__ = kind.__qualname__
         return made
+
+    @contextmanager
+    def _as_compiled(self, block: nn.Module) -> Iterator[None]:
+        """What a block's graph runs in.
+
+        Dispatch modes are hidden, since torch compiles nothing under them. DDP would have graphs split where its buckets end. And a
+        recompute in the backward sees the default dtype that the forward saw, by which graphs are chosen: Lightning sets it in a
+        step alone.
+        """
+        dtype = torch.get_default_dtype()
+        with ExitStack() as stack:
+            stack.enter_context(_refusing(block.__dict__[NAME_KEY]))
+            stack.enter_context(unseen())
+            if DistributedDataParallel._get_active_ddp_module() is not None:
+                stack.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
+            if not in_backward():
+                self._dtype = dtype
+            elif dtype != self._dtype:
+                stack.enter_context(_default_dtype(self._dtype))
+            yield
 
     def _make(self, kind: str, check: Check | None, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """The backend: a traced graph as something to call."""
@@ -111,33 +132,28 @@ class BlockGraphs:
                         self.node_types.add(type(node))
 
 
-class _as_compiled(ExitStack):  # noqa: N801
-    """What a compiled block runs in.
-
-    Dispatch modes are hidden, since torch compiles nothing under them. DDP would have graphs split where its buckets end.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self._name = block.__dict__[NAME_KEY]
-
-    def __enter__(self) -> _as_compiled:
-        super().__enter__()
-        self.enter_context(unseen())
-        if DistributedDataParallel._get_active_ddp_module() is not None:
-            self.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        super().__exit__(kind, error, trace)
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """What torch says of the block ``name``, which it can't compile, as an error of the house."""
+    try:
+        yield
+    except TorchDynamoException as error:
         if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, GraphRefusedError):
-            raise ValueError(f"{self._name}: compile=True: {error.inner_exception}") from None
-        if isinstance(error, TorchDynamoException):
-            raise ValueError(
-                f"{self._name}: compile=True, but torch.compile can't make one graph of this block; change what it names, or use "
-                f"compile=False. torch says: {_shortened(error)}"
-            ) from error
-        return None
+            raise ValueError(f"{name}: compile=True: {error.inner_exception}") from None
+        raise ValueError(
+            f"{name}: compile=True, but torch.compile can't make one graph of this block; change what it names, or use "
+            f"compile=False. torch says: {_shortened(error)}"
+        ) from error
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _shortened(error: TorchDynamoException) -> str:

@@ -7,7 +7,7 @@ refused when the graph is made, as are draws of which a graph does not tell what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_seqpar.distributed.padding import shard_length
 from lightning_seqpar.layout.param_layout import ModelLayout
 from lightning_seqpar.region.lowered import LoweredRegion
 
@@ -41,6 +42,35 @@ class _Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class _WrongDrawError(ValueError):
+    """A graph has a draw that the block's stream is wrong for."""
+
+
+def _state_of_input(value: Any, layout: ModelLayout) -> str:
+    known = layout.of(value) if isinstance(value, Tensor) else None
+    return "cut" if known is not None and known.is_sharded else ""
+
+
+def _parts(node: fx.Node, graph: fx.GraphModule) -> list[fx.GraphModule]:
+    """The graphs that a node runs: an activation checkpoint's, or the forward and the backward of an autograd function."""
+    held = [getattr(graph, str(one.target), None) for one in node.all_input_nodes if one.op == "get_attr"]
+    return [one for one in held if isinstance(one, fx.GraphModule)]
+
+
+def _is_function(node: fx.Node) -> bool:
+    return "autograd_function_apply" in str(node.target)
+
+
+def _inputs(graph: fx.GraphModule) -> int:
+    return sum(node.op == "placeholder" for node in graph.graph.nodes)
+
+
+def _collectives(graph: fx.GraphModule) -> list[str]:
+    """The collectives of a graph, by name."""
+    kinds = ("all_gather", *_SUMS)
+    return [kind for node in graph.graph.nodes for kind in kinds if kind in str(node.target)]
+
+
 def _value(node: Any) -> Any:
     """The example of what a node gives."""
     return node.meta.get("example_value")
@@ -49,7 +79,7 @@ def _value(node: Any) -> Any:
 def _draws(node: fx.Node, mode: Any) -> bool:
     """Whether what a node computes draws random numbers: its operation is run on examples that hold no numbers."""
     args, kwargs = (fx.node.map_arg(given, _value) for given in (node.args, node.kwargs))
-    with mode, _Draws() as draws:
+    with torch.no_grad(), mode, _Draws() as draws:
         if node.op == "call_method":
             getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
@@ -57,16 +87,10 @@ def _draws(node: fx.Node, mode: Any) -> bool:
     return draws.drew
 
 
-_OPAQUE = ("_c10d_functional", "autograd_function_apply", "wait_tensor", "getitem", "getattr", "setitem")
-
-
-def _is_opaque(node: fx.Node) -> bool:
-    """Whether an operation is known to draw nothing and better not run: a collective, or a function with its own backward."""
-    return node.op not in ("call_function", "call_method") or any(text in str(node.target) for text in _OPAQUE)
-
-
-def _tensors(node: fx.Node) -> Iterator[fx.Node]:
-    return iter(node.all_input_nodes)
+_QUIET = ("c10d_functional", "wait_tensor", "getitem", "getattr", "setitem")
+"""Parts of names of operations that draw nothing and better not run: collectives, and what reads parts."""
+_SUMS = ("reduce_scatter", "all_reduce")
+"""Parts of names of collectives behind which a value is no term of a sum any more."""
 
 
 class GraphDraws:
@@ -82,38 +106,61 @@ class GraphDraws:
     def __init__(
         self, graph: fx.GraphModule, inputs: Sequence[Any], layout: ModelLayout, lowered: LoweredRegion
     ) -> None:
-        self._nodes, self._lowered = list(graph.graph.nodes), lowered
-        placeholders = [node for node in self._nodes if node.op == "placeholder"]
-        self._cut = {
-            node
-            for node, value in zip(placeholders, inputs, strict=True)
-            if isinstance(value, Tensor) and (known := layout.of(value)) is not None and known.is_sharded
-        }
+        self._graph, self._lowered = graph, lowered
+        # The mode that the examples were made in; while a backend runs, another one is current.
+        examples = [value for node in graph.graph.nodes if isinstance(value := _value(node), FakeTensor)]
+        self._mode = examples[0].fake_mode if examples else None
+        self._given = [_state_of_input(value, layout) for value in inputs]
 
     def refusal(self) -> str | None:
         """The first draw that the block's stream is wrong for, in words; None if there is none."""
-        state: dict[fx.Node, str] = {}
-        # The mode that the examples were made in; while a backend runs, another one is current.
-        examples = [value for value in map(_value, self._nodes) if isinstance(value, FakeTensor)]
-        mode = examples[0].fake_mode if examples else None
-        for node in self._nodes:
-            state[node] = self._state(node, state)
-            if mode is None or _is_opaque(node) or not _draws(node, mode):
-                continue
-            if (why := self._refuse(node, state[node])) is not None:
-                return why
+        if self._mode is None:
+            return None
+        try:
+            self._follow(self._graph, self._given)
+        except _WrongDrawError as wrong:
+            return str(wrong)
         return None
 
-    def _state(self, node: fx.Node, state: Mapping[fx.Node, str]) -> str:
-        """``features`` of this rank, ``whole`` on a way to columns, or neither."""
+    def _follow(self, graph: fx.GraphModule, given: Sequence[str]) -> str:
+        """The state of what a graph returns, given those of its inputs.
+
+        Raises:
+            _WrongDrawError: for a draw that the block's stream is wrong for.
+        """
+        state: dict[fx.Node, str] = {}
+        inputs = iter(given)
+        for node in graph.graph.nodes:
+            state[node] = next(inputs, "") if node.op == "placeholder" else self._state(node, state, graph)
+            if node.op not in ("call_function", "call_method") or _parts(node, graph):
+                continue
+            if not any(text in str(node.target) for text in _QUIET) and _draws(node, self._mode):
+                self._check(node, state[node])
+        return next((state[node] for node in graph.graph.nodes if node.op == "output"), "")
+
+    def _state(self, node: fx.Node, state: Mapping[fx.Node, str], graph: fx.GraphModule) -> str:
+        """``features`` of this rank, ``whole`` on a way to columns, ``cut`` for a parameter of which this is a part, or neither."""
+        inputs = [state[one] for one in node.all_input_nodes]
+        if parts := _parts(node, graph):
+            inner = [state[one] for one in node.all_input_nodes if one.op != "get_attr"]
+            # Of a function with its own backward the first graph is the forward, which may be given its context first.
+            forward, used = parts[0], [text for part in parts for text in _collectives(part)]
+            behind = self._follow(forward, [""] * (_inputs(forward) - len(inner)) + inner)
+            if not used or not _is_function(node):
+                return behind
+            first = _collectives(forward)
+            return "whole" if self._lowered.sp and (first == ["all_gather"] or (not first and used == ["all_reduce"])) else ""
         if "all_gather" in str(node.target):
             return "whole"
-        if any(text in str(node.target) for text in ("reduce_scatter", "all_reduce", "autograd_function_apply")):
+        if any(text in str(node.target) for text in _SUMS):
             return ""
-        inputs = [state[one] for one in _tensors(node)]
-        if any(one in self._cut for one in _tensors(node)) or "features" in inputs:
+        if "cut" in inputs or "features" in inputs:
             return "features"
         return "whole" if "whole" in inputs else ""
+
+    def _check(self, node: fx.Node, state: str) -> None:
+        if (why := self._refuse(node, state)) is not None:
+            raise _WrongDrawError(why)
 
     def _refuse(self, node: fx.Node, state: str) -> str | None:
         what = getattr(node.target, "__name__", str(node.target))
@@ -143,4 +190,6 @@ class GraphDraws:
         value, lowered = _value(node), self._lowered
         if not isinstance(value, Tensor) or value.ndim != lowered.ndim:
             return False
-        return int(value.shape[lowered.dim]) == -(-lowered.length // lowered.size)
+        length = value.shape[lowered.dim]
+        length = length if isinstance(length, int) else length.node.hint  # asking a symbol would bind the graph to one length
+        return bool(length == shard_length(lowered.length, lowered.size))

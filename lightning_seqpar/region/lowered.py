@@ -45,7 +45,8 @@ class LoweredRegion:
         sp: whether activations between the blocks are shards along the sequence.
 
     Attributes:
-        length: positions of the whole sequence in the block that runs.
+        length: positions of the whole sequence in the block that runs, or 0 where activations are whole; no graph reads it.
+        padding: by how many positions the shards of all ranks are longer together.
         ndim: number of dims of an activation.
         wholes: what was gathered for modules that are running which see a stand-in of this rank's width.
     """
@@ -53,7 +54,7 @@ class LoweredRegion:
     def __init__(self, group: ProcessGroup, dim: int, sp: bool) -> None:
         self.group, self.dim, self.sp = group, dim, sp
         self.size, self.rank = group.size(), group.rank()
-        self.length, self.ndim = 0, 3
+        self.length, self.padding, self.ndim = 0, 0, 3
         self.wholes: list[Tensor] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> LoweredRegion:
@@ -63,6 +64,7 @@ class LoweredRegion:
         """A block begins in the call that ``frames`` tells of."""
         frame = frames.current
         self.length, self.ndim, self.wholes = frame.length or 0, frame.ndim, []
+        self.padding = -self.length % self.size
 
     # ---- columns and rows ----------------------------------------------------------------------------------------
 
@@ -71,18 +73,14 @@ class LoweredRegion:
         if not self.sp:
             return traced.copy_to_tensor_parallel_region(x, self.group)
         self._require_activation(x)
-        return traced.gather_from_sequence_parallel_region(x, self.dim, self.group, self.length)
+        return traced.gather_from_sequence_parallel_region(x, self.dim, self.group, self.padding)
 
     def reduce(self, x: Tensor) -> Tensor:
         """The partial sums of a row linear, reduced over the ranks."""
         if not self.sp:
             return traced.reduce_from_tensor_parallel_region(x, self.group)
         self._require_activation(x)
-        if x.shape[self.dim] != self.length:
-            raise ValueError(
-                f"a row linear in a compiled block has {x.shape[self.dim]} positions, and the sequence {self.length}"
-            )
-        return traced.reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group)
+        return traced.reduce_scatter_to_sequence_parallel_region(x, self.dim, self.group, self.padding)
 
     def _require_activation(self, x: Tensor) -> None:
         if x.ndim != self.ndim:
@@ -102,14 +100,14 @@ class LoweredRegion:
         if not self.sp:
             return x
         self._require_activation(x)
-        return traced.gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, self.length)
+        return traced.gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, self.padding)
 
     def resume(self, x: Tensor) -> Tensor:
         """What such a module made: a shard again."""
         if not self.sp:
             return x
         self._require_activation(x)
-        return traced.scatter_to_sequence_parallel_region(x, self.dim, self.group)
+        return traced.scatter_to_sequence_parallel_region(x, self.dim, self.group, self.padding)
 
     # ---- other dims ----------------------------------------------------------------------------------------------
 
@@ -121,7 +119,7 @@ class LoweredRegion:
 
     def gather_features(self, x: Tensor) -> Tensor:
         """Every rank's features, in order, for a module over the whole width."""
-        return traced.gather_from_sequence_parallel_region(x, x.ndim - 1, self.group, x.shape[-1] * self.size)
+        return traced.gather_from_sequence_parallel_region(x, x.ndim - 1, self.group)
 
 
 # ---- hooks -------------------------------------------------------------------------------------------------------------
