@@ -192,7 +192,7 @@ def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{one}.") for one in found):
             continue
         parts = dict(module.named_children())
-        if len(parts) > 1 and len({type(part) for part in parts.values()}) == 1 and any(module.parameters()):
+        if len(parts) > 1 and len({type(part) for part in parts.values()}) == 1 and [*module.parameters()]:
             for key, part in parts.items():
                 found.append(f"{name}.{key}" if name else key)
                 yield found[-1], part
