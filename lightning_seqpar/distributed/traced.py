@@ -5,8 +5,8 @@ of them is the eager pair of the same name, so that a lowered module can also ru
 argument.
 
 A shard holds ``ceil(s / tp)`` positions, which the shapes below write as ``s/tp``. Instead of the length ``s`` these functions take
-the ``padding``, by which the shards of all ranks are longer together: then all lengths in a graph follow from that of a shard, and one
-graph can serve all sequences with as much padding.
+the ``padding``, by which the shards of all ranks are longer together: then all lengths in a graph follow from that of a shard, and
+one graph can serve all sequences with as much padding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, dim: int, group: Proce
     """
     if not torch.compiler.is_compiling():
         return eager.reduce_scatter_to_sequence_parallel_region(x, dim, group)
-    return functional.reduce_scatter_single_autograd(_pad(x, dim, padding).contiguous(), "sum", dim, group)
+    padded = _pad(x, dim, padding).contiguous()
+    return functional.reduce_scatter_single_autograd(padded, "sum", dim, group)  # type: ignore[no-any-return]
 
 
 def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:

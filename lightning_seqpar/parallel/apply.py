@@ -249,8 +249,8 @@ def refuse_compiled(model: nn.Module, planned: Iterable[str]) -> None:
         if is_compiled and any(not name or inside(one, name) or inside(name, one) for one in names):
             raise ValueError(
                 f"{name or 'the model'} was compiled (torch.compile, or the module's own compile()), and a compiled graph knows "
-                "nothing of shards. Leave torch.compile away and set compile: true (SeqParallelStrategy(compile=True)): the strategy "
-                "then compiles each block after it has sharded the model"
+                "nothing of shards. Leave torch.compile away and set compile: true (SeqParallelStrategy(compile=True)): the "
+                "strategy then compiles each block after it has sharded the model"
             )
 
 
@@ -293,12 +293,12 @@ def refuse_unlowered(plan: ResolvedPlan) -> None:
     for stack in plan.stacks:
         blocks = [block for other in plan.stacks for block in other.blocks]
         for name in (stack.owner, *stack.exits):
-            if name not in stack.exits or name not in stack.blocks:
-                if around := next((block for block in blocks if inside(name, block)), None):
-                    raise ValueError(
-                        f"{name}: compile=True, but the sequence region of {stack.shown} begins or ends there, inside the block "
-                        f"{around}, and a compiled block can't hold the end of a region; use compile=False"
-                    )
+            around = None if name in stack.blocks else next((block for block in blocks if inside(name, block)), None)
+            if around is not None:
+                raise ValueError(
+                    f"{name}: compile=True, but the sequence region of {stack.shown} begins or ends there, inside the block "
+                    f"{around}, and a compiled block can't hold the end of a region; use compile=False"
+                )
         for name in stack.blocks:
             if "forward" in vars(plan.modules[name]):
                 raise ValueError(

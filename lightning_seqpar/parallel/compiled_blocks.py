@@ -21,7 +21,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from lightning_seqpar.distributed.autograd import children, in_backward, unseen
+from lightning_seqpar.distributed.autograd import children, in_backward, unseen_by_compiler
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
 
 NAME_KEY = "_seqpar_block"
@@ -71,7 +71,7 @@ class BlockGraphs:
 
     def _compiled_class(self, kind: Any, alike: int, check: Check | None) -> Any:
         """A subclass that looks like ``kind`` and runs its forward compiled."""
-        run = torch.compile(
+        run = torch.compile(  # type: ignore[call-overload]
             kind.forward,
             fullgraph=check is not None,
             dynamic=self._options.get("dynamic"),
@@ -88,7 +88,9 @@ class BlockGraphs:
             self._note_nodes(out)
             return out
 
-        made = type(kind.__name__, (kind,), {"forward": forward, "__doc__": kind.__doc__, "__module__": kind.__module__})
+        made = type(
+            kind.__name__, (kind,), {"forward": forward, "__doc__": kind.__doc__, "__module__": kind.__module__}
+        )
         made.__qualname__ = kind.__qualname__
         return made
 
@@ -103,7 +105,7 @@ class BlockGraphs:
         dtype = torch.get_default_dtype()
         with ExitStack() as stack:
             stack.enter_context(_refusing(block.__dict__[NAME_KEY]))
-            stack.enter_context(unseen())
+            stack.enter_context(unseen_by_compiler())
             if DistributedDataParallel._get_active_ddp_module() is not None:
                 stack.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
             if not in_backward():
@@ -127,7 +129,10 @@ class BlockGraphs:
         """Remember the class of the autograd node that a graph's outputs have: torch makes one for each graph."""
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                for node in (leaf.grad_fn, *children(leaf.grad_fn)):  # an output may be a view of what the node returned
+                for node in (
+                    leaf.grad_fn,
+                    *children(leaf.grad_fn),
+                ):  # an output may be a view of what the node returned
                     if node.name() == "CompiledFunctionBackward":
                         self.node_types.add(type(node))
 
@@ -176,8 +181,8 @@ def compile_plain_blocks(model: nn.Module, compiler: BlockGraphs) -> list[Module
     blocks = dict(repeated_blocks(model))
     if not blocks:
         raise ValueError(
-            "compile=True with tp=1: nothing is sharded, and no list of repeated blocks was found to compile; use compile=False and "
-            "call model.compile() yourself in configure_model"
+            "compile=True with tp=1: nothing is sharded, and no list of repeated blocks was found to compile; use compile=False "
+            "and call model.compile() yourself in configure_model"
         )
     before = [ModuleSnapshot(block) for block in blocks.values()]
     for name, block in blocks.items():

@@ -78,8 +78,10 @@ def _value(node: Any) -> Any:
 
 def _draws(node: fx.Node, mode: Any) -> bool:
     """Whether what a node computes draws random numbers: its operation is run on examples that hold no numbers."""
-    args, kwargs = (fx.node.map_arg(given, _value) for given in (node.args, node.kwargs))
-    with torch.no_grad(), mode, _Draws() as draws:
+    args: Any = fx.node.map_arg(node.args, _value)
+    kwargs: Any = fx.node.map_arg(node.kwargs, _value)
+    draws = _Draws()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), mode, draws:  # without a gradient, since saved-tensor hooks of the user's may be active
         if node.op == "call_method":
             getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
@@ -149,7 +151,11 @@ class GraphDraws:
             if not used or not _is_function(node):
                 return behind
             first = _collectives(forward)
-            return "whole" if self._lowered.sp and (first == ["all_gather"] or (not first and used == ["all_reduce"])) else ""
+            return (
+                "whole"
+                if self._lowered.sp and (first == ["all_gather"] or (not first and used == ["all_reduce"]))
+                else ""
+            )
         if "all_gather" in str(node.target):
             return "whole"
         if any(text in str(node.target) for text in _SUMS):
@@ -191,5 +197,7 @@ class GraphDraws:
         if not isinstance(value, Tensor) or value.ndim != lowered.ndim:
             return False
         length = value.shape[lowered.dim]
-        length = length if isinstance(length, int) else length.node.hint  # asking a symbol would bind the graph to one length
+        length = (
+            length if isinstance(length, int) else length.node.hint
+        )  # asking a symbol would bind the graph to one length
         return bool(length == shard_length(lowered.length, lowered.size))

@@ -41,7 +41,7 @@ from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
 from lightning_seqpar.strategy.saving import SavingStrategy
-from lightning_seqpar.strategy.summary import summarize
+from lightning_seqpar.strategy.summary import describe_compiled, summarize
 from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
 from lightning_seqpar.verify.guards.config import check_compile_options, check_ddp_options, refuse_unsupported
@@ -263,7 +263,9 @@ class SeqParallelStrategy(SavingStrategy):
         if tp == 1:
             if config.compile:
                 self._compiled = compile_plain_blocks(module, BlockGraphs(config.compile_options))
-            self._log_summary(["none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"])
+            compiled = [f"compile: {len(self._compiled)} blocks"] if config.compile else []
+            nothing = "none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"
+            self._log_summary([nothing, *compiled])
             return None
         phases = self._phases
         proved = Prover(module, self._trainer, self.config, self.groups, self.root_device, phases).prove()
@@ -281,7 +283,9 @@ class SeqParallelStrategy(SavingStrategy):
             )
         record.made_by = made_by
         coverage = cover(record, plans, proved.known, sp=config.sp)
-        self._log_summary([_describe_plan(record, plans, coverage), *coverage.reasons, *proved.lines], coverage)
+        compiled = [] if record.graphs is None else [describe_compiled(record)]
+        lines = [_describe_plan(record, plans, coverage), *coverage.reasons, *proved.lines, *compiled]
+        self._log_summary(lines, coverage)
         for warning in coverage.warnings:
             rank_zero_warn(warning)
         vocabulary = {match.name for match in record.matches if match.rule.style == "vocab"}  # their outputs look whole

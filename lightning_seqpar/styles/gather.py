@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.styles.copy import CopyRule
 from lightning_seqpar.region.lowered import forget_gathered
+from lightning_seqpar.styles.copy import CopyRule
 from lightning_seqpar.styles.entry import close_entry, hook_entry, lower_entry
 from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedModel
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_seqpar
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models
 from tests.helpers.fit import fit, quiet_trainer
@@ -283,11 +283,31 @@ PLAN = {
 REFUSALS = {
     "experts": ("Zoo", {"kind": "list_moe"}, {}, "by the style 'reduce', which has no compiled form"),
     "a parameter": ("Zoo", {"kind": "dense_moe"}, {}, "w1: compile=True, but the style 'column' on a parameter"),
-    "whole activations": ("Dropping", {"before": 0.1}, {}, "blocks.0: compile=True: dropout draws for whole activations"),
+    "whole activations": (
+        "Dropping",
+        {"before": 0.1},
+        {},
+        "blocks.0: compile=True: dropout draws for whole activations",
+    ),
     # With a plan of its own: one that is found has no sequence parallelism here, since an eager run would be refused too.
-    "stochastic depth": ("Dropping", {"path": True}, {"plan": PLAN, "self_check": False}, "blocks.0: compile=True: rand draws a tensor of shape [8, 1, 1]"),
-    "features without sp": ("Dropping", {}, {"sp": False}, "dropout draws for this rank's features, but without sequence"),
-    "a graph break": ("Dropping", {"breaks": True}, {}, "blocks.0: compile=True, but torch.compile can't make one graph"),
+    "stochastic depth": (
+        "Dropping",
+        {"path": True},
+        {"plan": PLAN, "self_check": False},
+        "blocks.0: compile=True: rand draws a tensor of shape [8, 1, 1]",
+    ),
+    "features without sp": (
+        "Dropping",
+        {},
+        {"sp": False},
+        "dropout draws for this rank's features, but without sequence",
+    ),
+    "a graph break": (
+        "Dropping",
+        {"breaks": True},
+        {},
+        "blocks.0: compile=True, but torch.compile can't make one graph",
+    ),
 }
 
 

@@ -98,7 +98,6 @@ def test_keywords_and_config():
         ("pp", 2),
         ("data_parallel", "fsdp"),
         ("recompute", "full"),
-        ("compile", True),
         ("fp8_groups", True),
         ("fsdp", {"reshard_after_forward": True}),
     ],

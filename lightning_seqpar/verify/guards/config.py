@@ -121,8 +121,8 @@ def check_compile_options(options: Mapping[str, Any]) -> None:
     mode, modes = options.get("mode"), ("default", *torch._inductor.list_mode_options())
     if mode is not None and (backend != "inductor" or mode not in modes):
         raise ValueError(
-            f"compile_options={{'mode': {mode!r}}}: write one of inductor's modes ({', '.join(dict.fromkeys(modes))}), and no other "
-            "backend beside it"
+            f"compile_options={{'mode': {mode!r}}}: write one of inductor's modes ({', '.join(dict.fromkeys(modes))}), and no "
+            "other backend beside it"
         )
     if not isinstance(options.get("dynamic"), bool | None):
         raise ValueError(f"compile_options={{'dynamic': {options['dynamic']!r}}}: write true, false or null")
