@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import (
     _disable_current_modes,
-    any_torch_dispatch_mode_on_stack,
     _get_current_dispatch_mode_stack,
+    any_torch_dispatch_mode_on_stack,
 )
 
 NO_BACKWARD = -1

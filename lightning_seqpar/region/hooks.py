@@ -41,6 +41,7 @@ def find_argument(name: str, arg: Argument, args: tuple[Any, ...], kwargs: dict[
 def put_argument(
     where: int | str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with another value where :func:`find_argument` found one."""
     if isinstance(where, int):
         return (*args[:where], value, *args[where + 1 :]), kwargs
     return args, {**kwargs, where: value}
