@@ -45,7 +45,7 @@ def check_readers(loss: Tensor, record: ShardedModel, *, inside: bool = True) ->
         for child in children(node):
             variable = getattr(child, "variable", None)
             layout = record.layout.of(variable) if variable is not None else None
-            if layout is None or type(node) in compiled:
+            if layout is None:
                 continue
             if layout.is_sharded and not layout.free and type(node) not in allowed:
                 raise RuntimeError(
