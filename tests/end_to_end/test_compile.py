@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_seqpar
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.strategy.summary import describe_compiled
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models
@@ -117,6 +118,7 @@ def loops(compiled: bool, folder: str) -> dict[str, Any]:
     out["predicted"] = torch.cat(trainer.predict(module, models.loader(4, count=8)))
     record = record_of(module)
     out["traced"] = dict(record.graphs.traced) if record.graphs is not None else {}
+    out["summary"] = describe_compiled(record)
     trainer.save_checkpoint(f"{folder}/{compiled}.ckpt")
     lightning_seqpar.unshard(module)
     out["as written"] = [type(part) for part in module.modules()] == kinds
@@ -130,6 +132,9 @@ def test_evaluation_checkpoints_and_the_way_back(tmp_path: Path):
     # Training, and evaluation without gradients; and each again for lengths that vary.
     assert compiled["traced"]["Block"] <= 6
     assert compiled["as written"]
+    # Two blocks, in each two gathered inputs of 16 float64 a token.
+    assert "compile: 2 blocks, one graph for each kind. " in compiled["summary"]
+    assert "and 512 bytes a token and rank of gathered inputs" in compiled["summary"]
     assert compiled["val"] == pytest.approx(eager["val"], abs=1e-12)
     assert torch.equal(compiled["predicted"], eager["predicted"])
     assert torch.allclose(compiled["logits"], eager["logits"], rtol=0, atol=1e-9)
