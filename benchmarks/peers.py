@@ -174,6 +174,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours, unchecked": {"self_check": False},
     "ours, gathered kept": {"regather": False},
     "ours, no sp": {"sp": False},
+    "ours, compiled": {"compile": True},
     "ours, loss in chunks": {"loss_chunk": 256},
 }
 """Our ways, and what they set; the first sets nothing."""

@@ -258,7 +258,9 @@ class ParallelConfig(FrozenModel):
     """Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary; the backward makes
     them once more. None makes all at once."""
     compile: bool = False
-    """Compile the model. Not run yet."""
+    """Compile each block by ``torch.compile`` after it was sharded, one graph for each kind of block."""
+    compile_options: dict[str, Any] = Field(default_factory=dict)
+    """Options passed on to ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``."""
     self_check: bool = True
     """Prove the plan before training: a copy of the model whole against sharded, losses and gradients."""
     check_every: int = 0
@@ -373,6 +375,15 @@ class ParallelConfig(FrozenModel):
             raise broken(
                 f"pp_split_rank={self.pp_split_rank}: the decoder's first rank must lie inside the pipeline, "
                 f"between 1 and pp - 1 = {self.pp - 1}; set pp to 2 or more, or leave pp_split_rank out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def options_of_a_compiler_need_one(self) -> ParallelConfig:
+        if self.compile_options and not self.compile:
+            raise broken(
+                f"compile_options={self.compile_options!r} with compile=False: nothing is compiled; set compile to true, or leave "
+                "compile_options out"
             )
         return self
 

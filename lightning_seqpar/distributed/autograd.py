@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    any_torch_dispatch_mode_on_stack,
+)
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode
 
@@ -220,6 +224,11 @@ def unseen() -> AbstractContextManager[Any]:
     if torch._C._len_torch_dispatch_stack() == 0:
         return nullcontext()
     return _disable_current_modes()
+
+
+def unseen_by_compiler() -> AbstractContextManager[Any]:
+    """A context manager in which ``torch.compile`` compiles: no ``TorchDispatchMode`` is active under which it would not."""
+    return unseen() if any_torch_dispatch_mode_on_stack() else nullcontext()
 
 
 def without_subclasses() -> AbstractContextManager[Any]:

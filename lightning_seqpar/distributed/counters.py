@@ -131,6 +131,11 @@ class Traffic(TorchDispatchMode):
         self.backend_bytes: Counter[str] = Counter()
         self._role: ExchangeRole | None = None
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: torch.compile compiles under this mode, which sees the collectives of compiled code when they run."""
+        return True
+
     def announce(self, role: ExchangeRole) -> None:
         """The next operation of a process group is an exchange in this role; any other operation ends the announcement."""
         self._role = role

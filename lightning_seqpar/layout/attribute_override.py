@@ -21,10 +21,11 @@ class AttributeOverride:
         object.__setattr__(self, "_values", dict(values))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and pickling ask before anything is there
+        # Copying and pickling ask before anything is there. Plain look-ups, which torch.compile can trace, find the two own names.
+        if name.startswith("__") or name in ("_original", "_values"):
             raise AttributeError(name)
-        values = object.__getattribute__(self, "_values")
-        return values[name] if name in values else getattr(object.__getattribute__(self, "_original"), name)
+        values = self._values
+        return values[name] if name in values else getattr(self._original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(object.__getattribute__(self, "_original"), name, value)

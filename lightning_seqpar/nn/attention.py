@@ -109,12 +109,7 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         Raises:
             ValueError: for input without a batch, key and value of which one is the query, or attention maps by head.
         """
-        if (key is query) != (value is query):
-            raise ValueError(
-                f"{self.full_name}: key and value must both be the query (self-attention) or both be other, whole activations"
-            )
-        if query.ndim != 3:
-            raise ValueError(f"{self.full_name}: batch the input; got shape {list(query.shape)}")
+        self._check_input(query, key, value)
         self.region.open_gather(query, self.full_name)
         try:
             return self._attend(
@@ -128,6 +123,14 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         finally:
             self.region.close_gather()
             self.region.frames.finish(self.full_name)
+
+    def _check_input(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if (key is query) != (value is query):
+            raise ValueError(
+                f"{self.full_name}: key and value must both be the query (self-attention) or both be other, whole activations"
+            )
+        if query.ndim != 3:
+            raise ValueError(f"{self.full_name}: batch the input; got shape {list(query.shape)}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v of this rank's heads: ``[b, heads/tp, s, d]`` each."""
@@ -186,8 +189,10 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
             raise ValueError(
                 f"{self.full_name}: average_attn_weights=False would need every rank's heads; average them"
             )
-        mean = reduce_from_tensor_parallel_region(weights.sum(1), self.region.group) / self.global_heads
-        return weights @ v, mean
+        return weights @ v, self._sum_over_ranks(weights.sum(1)) / self.global_heads
+
+    def _sum_over_ranks(self, x: Tensor) -> Tensor:
+        return reduce_from_tensor_parallel_region(x, self.region.group)
 
     def _merge(
         self, attn_mask: Tensor | None, padding: Tensor | None, b: int, s: int, t: int, dtype: torch.dtype

@@ -18,12 +18,15 @@ from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
+from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
+from lightning_seqpar.parallel.graph_draws import GraphDraws
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.recompute import Recompute, make_recomputed, recomputed
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import PART_KEY, RECORD_KEY, ShardedModel, record_of, refuse_copies
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.hooks import draw_alike, note_shards, require_shard, return_whole
+from lightning_seqpar.region.lowered import LoweredRegion, begin_lowered_block
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.styles.blocks import hook_stack
 from lightning_seqpar.styles.style import Application, Stack
@@ -42,12 +45,19 @@ class _Swap:
         regather: bool | Literal["auto"],
         loss_chunk: int | None,
         recompute: Recompute,
+        compiler: BlockGraphs | None,
     ) -> None:
         self.plan = ResolvedPlan(model, plans, groups.size("tp"), sp, loss_chunk)
         self._recompute, self._recomputed = recompute, recomputed(self.plan, recompute)
-        self._model, self._groups = model, groups
+        self._model, self._groups, self._compiler = model, groups, compiler
+        if compiler is not None:
+            refuse_unlowered(self.plan)
         regions = {stack.blocks[0]: self._region(stack, regather) for stack in self.plan.stacks}
         self._application = Application(self.plan, groups["tp"], groups.rank("tp"), regions)
+        if compiler is not None:
+            self._application.lowered = {
+                key: LoweredRegion(groups["tp"], region.dim, region.sp) for key, region in regions.items()
+            }
 
     def _region(self, stack: Stack, regather: bool | Literal["auto"]) -> SequenceRegion:
         region = SequenceRegion(self._groups["tp"], stack.dim, sp=stack.sp, name=stack.shown, regather=regather)
@@ -64,6 +74,8 @@ class _Swap:
         # Modules before parameters and buffers: a count that a module reads off its tensors is the whole model's.
         for match in sorted(plan.decided, key=lambda match: match.of_tensor):
             match.rule.apply(match.name, application)
+            if self._is_lowered(match.name):
+                match.rule.lower(match.name, application)
         for name, region in recomputing.items():
             make_recomputing(plan.modules[name], region.policy.remakes_between_blocks)
         make_recomputed(plan, self._recomputed, self._recompute, application.region_of)
@@ -82,17 +94,37 @@ class _Swap:
             ),
         )
         record.hooks = list(self._hooks(record))
+        record.graphs = self._compiler
+        if self._compiler is not None:
+            self._compile_blocks(self._compiler, record.layout)
         for name in dict.fromkeys(name.rpartition(".")[0] for name in self._sharded_names(record.layout)):
             plan.modules[name].__dict__[PART_KEY] = name
         record.changes, record.restore = changes_since(before), application.restore
         self._model.__dict__[RECORD_KEY] = record
         return record
 
+    def _is_lowered(self, name: str) -> bool:
+        """Whether the module or tensor lies in a block that is compiled."""
+        return self._compiler is not None and any(stack.covers(name) for stack in self.plan.stacks)
+
+    def _compile_blocks(self, compiler: BlockGraphs, layouts: ModelLayout) -> None:
+        count = sum(len(stack.blocks) for stack in self.plan.stacks)
+        for stack in self.plan.stacks:
+            lowered = self._application.lowered[stack.blocks[0]]
+
+            def check(graph: Any, inputs: Sequence[Any], lowered: LoweredRegion = lowered) -> str | None:
+                return GraphDraws(graph, inputs, layouts, lowered).refusal()
+
+            for name in stack.blocks:
+                compiler.compile(self.plan.modules[name], name, count, check)
+
     def _recomputing_modules(self) -> dict[str, SequenceRegion]:
         """Norms and dropouts of the regions: what they keep for the backward can be less."""
         found: dict[str, SequenceRegion] = {}
         for name, module in self.plan.modules.items():
             if self.plan.canonical[name] != name or not (is_norm(module) or type(module) is nn.Dropout):
+                continue
+            if self._is_lowered(name):
                 continue
             if (stack := self.plan.stack_reaching(name)) is not None:
                 found[name] = self._application.region_at(stack)
@@ -104,23 +136,35 @@ class _Swap:
         """All forward hooks, in the order in which those of one module run."""
         for stack in self.plan.stacks:
             yield from hook_stack(stack, self._application)
+            if self._compiler is not None:
+                yield from self._hook_lowered_blocks(stack)
             owner = self.plan.modules[stack.owner]
             yield owner.register_forward_pre_hook(_refuse_other_strategies(self._model), prepend=True)
         for name in dict.fromkeys(match.name for match in self.plan.decided):
             rules = [match.rule for match in self.plan.at(name)]
+            lowered = self._is_lowered(name)
             for rule in rules:
-                yield from rule.before(name, self._application)
+                yield from (rule.lowered_before if lowered else rule.before)(name, self._application)
             for rule in reversed(rules):
-                yield from rule.after(name, self._application)
+                yield from (rule.lowered_after if lowered else rule.after)(name, self._application)
         yield from self._hook_dropouts()
         yield from self._hook_shard_readers(record.layout)
         yield from self._hook_modules_around()
         for module in self._holders(record.layout):
             yield module.register_state_dict_pre_hook(_guard(record))
 
+    def _hook_lowered_blocks(self, stack: Stack) -> Iterator[RemovableHandle]:
+        """What is traced in a block is told how long the sequence is, behind the hook by which the block enters the region."""
+        frames = self._application.region_at(stack).frames
+        lowered = self._application.lowered[stack.blocks[0]]
+        for name in stack.blocks:
+            yield self.plan.modules[name].register_forward_pre_hook(begin_lowered_block(lowered, frames))
+
     def _hook_dropouts(self) -> Iterator[RemovableHandle]:
         """What drops whole activations, and stochastic depth, draws alike on all ranks."""
         for name, module in self.plan.modules.items():
+            if self._is_lowered(name):
+                continue  # the graph's draws are checked when it is made
             stochastic = type(module).__name__.lower().endswith(("droppath", "stochasticdepth"))
             if (stochastic or isinstance(module, _DropoutNd)) and any(stack.covers(name) for stack in self.plan.stacks):
                 before, behind = draw_alike(self._application.region_of(name), always=stochastic)
@@ -138,7 +182,7 @@ class _Swap:
         }
         for name in sorted(readers):
             stack = self.plan.stack_reaching(name)
-            if stack is not None and name not in stack.blocks:
+            if stack is not None and name not in stack.blocks and not self._is_lowered(name):
                 module, region = self.plan.modules[name], self._application.region_at(stack)
                 yield module.register_forward_pre_hook(require_shard(region, name))
                 yield module.register_forward_hook(note_shards(region, name))
@@ -211,7 +255,8 @@ def refuse_compiled(model: nn.Module, planned: Iterable[str]) -> None:
         if is_compiled and any(not name or inside(one, name) or inside(name, one) for one in names):
             raise ValueError(
                 f"{name or 'the model'} was compiled (torch.compile, or the module's own compile()), and a compiled graph knows "
-                "nothing of shards. With tp > 1 leave torch.compile away; tp=1 runs it"
+                "nothing of shards. Leave torch.compile away and set compile: true (SeqParallelStrategy(compile=True)): the "
+                "strategy then compiles each block after it has sharded the model"
             )
 
 
@@ -224,17 +269,19 @@ def parallelize(
     regather: bool | Literal["auto"] = "auto",
     loss_chunk: int | None = None,
     recompute: Recompute = "none",
+    compiler: BlockGraphs | None = None,
 ) -> ShardedModel:
     """Shard ``model`` in place by ``plans`` over the axis ``tp``.
 
-    Every rank must hold the same whole model. Modules and parameters stay the same objects; shapes shrink.
+    Every rank must hold the same whole model. Modules and parameters stay the same objects; shapes shrink. With a ``compiler`` the
+    blocks take their lowered form, and their forward is compiled.
 
     Raises:
         ValueError: for a plan that can't be carried out right; the model is untouched then.
     """
     if record_of(model) is not None:
         raise ValueError("the model is parallelised already; call unshard(model) first")
-    swap = _Swap(model, plans, groups, sp, regather, loss_chunk, recompute)
+    swap = _Swap(model, plans, groups, sp, regather, loss_chunk, recompute, compiler)
     refuse_compiled(model, [match.name for match in swap.plan.matches])
     return swap.apply()
 
@@ -247,6 +294,34 @@ def whole_model(model: nn.Module, groups: ParallelGroups) -> ShardedModel:
     record.hooks = [module.register_state_dict_pre_hook(_guard(record)) for module in model.modules()]
     model.__dict__[RECORD_KEY] = record
     return record
+
+
+def refuse_unlowered(plan: ResolvedPlan) -> None:
+    """Every style inside the blocks must have a lowered form, and no region may begin or end in a block of another one.
+
+    Raises:
+        ValueError: naming the module and the style, before anything is changed.
+    """
+    for match in plan.decided:
+        if not any(stack.covers(match.name) for stack in plan.stacks):
+            continue
+        if (why := match.rule.unfit_to_lower(match.name, plan)) is not None:
+            raise ValueError(f"{match.name}: compile=True, but {why}; use compile=False")
+    for stack in plan.stacks:
+        blocks = [block for other in plan.stacks for block in other.blocks]
+        for name in (stack.owner, *stack.exits):
+            around = None if name in stack.blocks else next((block for block in blocks if inside(name, block)), None)
+            if around is not None:
+                raise ValueError(
+                    f"{name}: compile=True, but the sequence region of {stack.shown} begins or ends there, inside the block "
+                    f"{around}, and a compiled block can't hold the end of a region; use compile=False"
+                )
+        for name in stack.blocks:
+            if "forward" in vars(plan.modules[name]):
+                raise ValueError(
+                    f"{name}: compile=True, but the block's forward was replaced on the instance, and its class's would be "
+                    "compiled; use compile=False, or change the class"
+                )
 
 
 def whole_tensor(local: Tensor, layout: ParamLayout, groups: ParallelGroups) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.distributed.rng import Drawn
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
+from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
 from lightning_seqpar.parallel.module_changes import ModuleChange
 from lightning_seqpar.parallel.unsharded_view import as_written
 from lightning_seqpar.region.sequence_region import SequenceRegion
@@ -51,6 +52,7 @@ class ShardedModel:
         on_shards: parameters whose gradient is partial because they are read inside a sequence region.
         is_copy: the model is a copy that no trainer trains.
         replicas: what splits the parts over the data-parallel replicas too; None if every replica holds all of them.
+        graphs: what compiled the blocks; None if they run eagerly.
     """
 
     model: nn.Module
@@ -72,6 +74,7 @@ class ShardedModel:
     changes: list[ModuleChange] = field(default_factory=list)
     restore: list[Callable[[], None]] = field(default_factory=list)
     replicas: SplitReplicas | None = None
+    graphs: BlockGraphs | None = None
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:

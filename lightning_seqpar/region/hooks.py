@@ -22,7 +22,7 @@ from lightning_seqpar.region.partial_sum_check import MarkRow
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
-def _argument(name: str, arg: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any]:
+def find_argument(name: str, arg: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any]:
     """Where an argument stands in a call (its index, or its keyword), and its value."""
     if isinstance(arg, int):
         if arg < len(args):
@@ -38,9 +38,10 @@ def _argument(name: str, arg: Argument, args: tuple[Any, ...], kwargs: dict[str,
     )
 
 
-def _replace(
+def put_argument(
     where: int | str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with another value where :func:`find_argument` found one."""
     if isinstance(where, int):
         return (*args[:where], value, *args[where + 1 :]), kwargs
     return args, {**kwargs, where: value}
@@ -94,14 +95,14 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        where, x = _argument(name, arg, args, kwargs)
+        where, x = find_argument(name, arg, args, kwargs)
         if not isinstance(x, Tensor) or x.is_nested:
             raise ValueError(
                 f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'"
             )
         entered = region.path.enter(x, name)
         region.rng.begin_block()
-        return _replace(where, entered, args, kwargs)
+        return put_argument(where, entered, args, kwargs)
 
     return hook
 
@@ -179,9 +180,9 @@ def gather_arguments(
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         done: dict[int, Tensor] = {}  # one gather serves an argument that is passed twice
-        widest = _widest(_argument(name, arg, args, kwargs)[1] for arg in (*gathered, *copied))
+        widest = _widest(find_argument(name, arg, args, kwargs)[1] for arg in (*gathered, *copied))
         for arg in (*gathered, *copied):
-            where, x = _argument(name, arg, args, kwargs)
+            where, x = find_argument(name, arg, args, kwargs)
             if x is None and arg in copied:
                 continue  # an encoder's states that this call does without
             if not isinstance(x, Tensor):
@@ -196,7 +197,7 @@ def gather_arguments(
                 if widest not in (None, x.dtype) and not casts and any(p.dtype == x.dtype for p in module.parameters()):
                     whole = whole.to(x.dtype)  # products want their input in the weights' type
                 done[id(x)] = stand_in(whole, region.size) if local_width and arg in gathered else whole
-            args, kwargs = _replace(where, done[id(x)], args, kwargs)
+            args, kwargs = put_argument(where, done[id(x)], args, kwargs)
         return args, kwargs
 
     return hook
@@ -346,12 +347,12 @@ def make_whole(region: SequenceRegion, name: str, wanted: Sequence[Argument]) ->
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         done: dict[int, Tensor] = {}
         for arg in wanted:
-            where, x = _argument(name, arg, args, kwargs)
+            where, x = find_argument(name, arg, args, kwargs)
             if not isinstance(x, Tensor):
                 raise ValueError(f"{name}: argument {arg!r} is a {type(x).__name__}; 'whole' takes tensors")
             if id(x) not in done:
                 done[id(x)] = region.path.suspend(x, name)
-            args, kwargs = _replace(where, done[id(x)], args, kwargs)
+            args, kwargs = put_argument(where, done[id(x)], args, kwargs)
         return args, kwargs
 
     return hook
@@ -384,9 +385,9 @@ def slice_arguments(region: SequenceRegion, name: str, wanted: Sequence[Argument
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for arg in wanted:
-            where, x = _argument(name, arg, args, kwargs)
+            where, x = find_argument(name, arg, args, kwargs)
             if isinstance(x, Tensor) and x.shape[dim] > 1:  # one head stands for all
-                args, kwargs = _replace(where, region.path.slice(x, dim, f"{name}, argument {arg!r}"), args, kwargs)
+                args, kwargs = put_argument(where, region.path.slice(x, dim, f"{name}, argument {arg!r}"), args, kwargs)
         return args, kwargs
 
     return hook

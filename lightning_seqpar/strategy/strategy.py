@@ -33,6 +33,7 @@ from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
 from lightning_seqpar.layout.replica_rows import is_split
 from lightning_seqpar.parallel.apply import parallelize, unshard, whole_model
+from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, compile_plain_blocks
 from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.module_changes import ModuleChange
@@ -45,10 +46,10 @@ from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.precision import share_overflows
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
 from lightning_seqpar.strategy.saving import SavingStrategy
-from lightning_seqpar.strategy.summary import summarize
+from lightning_seqpar.strategy.summary import describe_compiled, summarize
 from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
-from lightning_seqpar.verify.guards.config import check_ddp_options, refuse_unsupported
+from lightning_seqpar.verify.guards.config import check_compile_options, check_ddp_options, refuse_unsupported
 from lightning_seqpar.verify.prover import Prover
 
 P = ParamSpec("P")
@@ -104,7 +105,8 @@ class SeqParallelStrategy(SavingStrategy):
             they are found and a plan that you write whole does not say otherwise.
         loss_chunk: Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary; the
             backward makes them once more. None makes all at once.
-        compile: Compile the model. Not run yet.
+        compile: Compile each block by ``torch.compile`` after it was sharded, one graph for each kind of block.
+        compile_options: Options passed on to ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``.
         self_check: Prove the plan before training: a copy of the model whole against sharded, losses and gradients.
         check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ...
         broadcast_batch: One rank of each replica reads the batches and sends them to the others: for iterable
@@ -150,6 +152,7 @@ class SeqParallelStrategy(SavingStrategy):
         vocab: bool = True,
         loss_chunk: int | None = None,
         compile: bool = False,
+        compile_options: dict[str, Any] | None = None,
         self_check: bool = True,
         check_every: int = 0,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
@@ -175,6 +178,7 @@ class SeqParallelStrategy(SavingStrategy):
                 "or leave it out"
             )
         fully_shard_options(merged.fsdp)
+        check_compile_options(merged.compile_options)
         check_plan(merged.plan)  # here, so that wrong rules raise before any process starts
         super().__init__(
             merged,
@@ -273,7 +277,7 @@ class SeqParallelStrategy(SavingStrategy):
         config = self.config
         made_by = (
             *(self.groups.topology, config.sp, config.plan, config.regather, config.vocab, config.loss_chunk),
-            *(config.recompute, config.data_parallel, config.fsdp),
+            *(config.recompute, config.data_parallel, config.fsdp, config.compile, repr(config.compile_options)),
             tp > 1 or config.recompute == "none" or self._trainer.state.fn == TrainerFn.FITTING,
         )
         if earlier is not None:
@@ -284,13 +288,17 @@ class SeqParallelStrategy(SavingStrategy):
             check_agreement(describe_model(module), self._world, self.root_device)
         self._make_replicas_equal(module)
         if tp == 1:
-            recomputed = self._recompute_unsharded(module)
-            self._log_summary(["none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"])
+            changes = self._recompute_unsharded(module)
+            if config.compile:
+                changes += compile_plain_blocks(module, BlockGraphs(config.compile_options))
+            compiled = [f"compile: {len(changes)} blocks"] if config.compile else []
+            nothing = "none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"
+            self._log_summary([nothing, *compiled])
             if not self._splits:
-                self._unsharded_changes = recomputed
+                self._unsharded_changes = changes
                 return None
             record = whole_model(module, self.groups)
-            record.made_by, record.changes = made_by, recomputed
+            record.made_by, record.changes = made_by, changes
             return record
         phases = self._phases
         proved = Prover(module, self._trainer, self.config, self.groups, self.root_device, phases).prove()
@@ -300,17 +308,18 @@ class SeqParallelStrategy(SavingStrategy):
         hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
         with phases.phase("cutting the model"):
             record = parallelize(
-                module,
-                plans,
-                self.groups,
+                *(module, plans, self.groups),
                 sp=config.sp,
                 regather=config.regather,
                 loss_chunk=config.loss_chunk,
                 recompute=config.recompute,
+                compiler=BlockGraphs(config.compile_options) if config.compile else None,
             )
         record.made_by = made_by
         coverage = cover(record, plans, proved.known, sp=config.sp)
-        self._log_summary([_describe_plan(record, plans, coverage), *coverage.reasons, *proved.lines], coverage)
+        compiled = [] if record.graphs is None else [describe_compiled(record)]
+        lines = [_describe_plan(record, plans, coverage), *coverage.reasons, *proved.lines, *compiled]
+        self._log_summary(lines, coverage)
         for warning in coverage.warnings:
             rank_zero_warn(warning)
         vocabulary = {match.name for match in record.matches if match.rule.style == "vocab"}  # their outputs look whole
@@ -478,7 +487,7 @@ def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> Pa
     keywords: dict[str, Any] = {
         name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for name, value in given.items()
-        if value is not None or name not in ("ddp", "fsdp", "checkpoint")
+        if value is not None or name not in ("ddp", "fsdp", "checkpoint", "compile_options")
     }
     if config is None:
         return ParallelConfig(**keywords)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.nn.lowered_linear import LoweredColumnLinear
+from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.coverage import Coverage
 
@@ -107,6 +111,8 @@ def _memory(config: ParallelConfig, tp: int) -> str:
         True: "what norms, activations and gathers make is made again in the backward",
         False: "what norms, activations and gathers make is kept for the backward",
     }[config.regather]
+    if config.compile:
+        kept = f"{kept}, outside of the compiled blocks"
     recompute = {
         "none": "",
         "selective": "recompute selective: the attention of each block runs again in the backward",
@@ -115,6 +121,26 @@ def _memory(config: ParallelConfig, tp: int) -> str:
     chunk = "" if config.loss_chunk is None else f"loss_chunk: logits of {config.loss_chunk} tokens at once"
     regather = f"regather {str(config.regather).lower()}: {kept}" if tp > 1 else ""
     return "; ".join(part for part in (regather, recompute, chunk if tp > 1 else "") if part)
+
+
+def describe_compiled(record: ShardedModel) -> str:
+    """A line on compiled blocks: how many, and what compiling gives up."""
+    blocks = {name for region in record.regions for name in region.blocks}
+    kept = 0
+    for name in dict.fromkeys(match.name for match in record.matches if match.rule.style in ("gather", "replace")):
+        if not record.on_shard(name):
+            continue  # whole activations are kept by either form
+        modules = [*record.model.get_submodule(name).modules()]
+        columns = [one for one in modules if isinstance(one, LoweredColumnLinear)]
+        attentions = [one for one in modules if isinstance(one, nn.MultiheadAttention)]
+        widths = [one.in_features * one.weight.element_size() for one in columns]
+        widths += [one.embed_dim * one.in_proj_weight.element_size() for one in attentions]
+        kept += max(widths, default=0)
+    return (
+        f"compile: {len(blocks)} blocks, one graph for each kind. In them regather and the overlap of weight-gradient products "
+        f"with collectives are off: results of norms and activation functions are kept, and {kept:,} bytes a token and rank of "
+        "gathered inputs"
+    )
 
 
 def summarize(
@@ -147,7 +173,7 @@ def summarize(
         *([("memory", [_memory(config, tp)])] if tp > 1 or config.recompute != "none" else []),
         ("on", [", ".join(on) or "nothing"]),
         ("off", [", ".join(off) or "nothing"]),
-        ("later", ["cp, pp, compile (not run yet)"]),
+        ("later", ["cp, pp (not run yet)"]),
     ]
     lines = [f"lightning_seqpar {version}: {world} rank{'s' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}{sizes}"]
     for name, body in rows:

@@ -8,7 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.layout.adapters import BASE
 from lightning_seqpar.region.hooks import switch_streams
-from lightning_seqpar.styles.style import Application
+from lightning_seqpar.styles.style import Application, PlannedModel
 
 
 def hook_adapter_dropout(name: str, application: Application, *, alike: bool) -> Iterator[RemovableHandle]:
@@ -23,3 +23,16 @@ def hook_adapter_dropout(name: str, application: Application, *, alike: bool) ->
     for module in dropout.children():
         yield module.register_forward_pre_hook(switch_streams(region, "pause" if alike else "begin"))
         yield module.register_forward_hook(switch_streams(region, "resume" if alike else "end"))
+
+
+def unfit_adapter(name: str, plan: PlannedModel) -> str | None:
+    """Why the linear inside an adapter has no compiled form, in words; None if it has one.
+
+    What the adapter drops out of its input comes from another random stream than the draws around it, and a compiled block draws
+    from one.
+    """
+    around, _, leaf = name.rpartition(".")
+    dropout = plan.modules.get(f"{around}.lora_dropout")
+    if leaf == BASE and dropout is not None and any(getattr(one, "p", 0) for one in dropout.modules()):
+        return "the dropout of the adapter around it would draw from another random stream than the block; set it to 0"
+    return None

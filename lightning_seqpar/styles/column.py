@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator
 from torch.utils.hooks import RemovableHandle
@@ -13,7 +13,8 @@ from lightning_seqpar.layout.linear_kind import features
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import ColumnParallelLinear, shrink
-from lightning_seqpar.styles.adapter_draws import hook_adapter_dropout
+from lightning_seqpar.nn.lowered_linear import LoweredColumnLinear
+from lightning_seqpar.styles.adapter_draws import hook_adapter_dropout, unfit_adapter
 from lightning_seqpar.styles.cutting import kind_of_linear, segment_lengths, unit_counts, unwrapped_dim
 from lightning_seqpar.styles.style import LINEAR, Application, PlannedModel, Rule, Target
 
@@ -105,3 +106,15 @@ class ColumnRule(Rule):
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Of an adapter around it: what is dropped out of its input is the same on all ranks."""
         yield from hook_adapter_dropout(name, application, alike=True)
+
+    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
+        """A linear has a lowered form; a parameter that its module multiplies itself has none, and an active adapter dropout."""
+        if name not in plan.modules:
+            return "the style 'column' on a parameter that its module multiplies itself has no compiled form"
+        return unfit_adapter(name, plan)
+
+    def lower(self, name: str, application: Application) -> None:
+        """Its forward becomes a product and the plan's collectives alone."""
+        if name in application.plan.modules:
+            layer: Any = application.module(name)
+            layer.__class__, layer.lowered = LoweredColumnLinear, application.lowered_at(name)

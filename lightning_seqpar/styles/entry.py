@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.layout.module_names import Argument, inside
+from lightning_seqpar.region import lowered
 from lightning_seqpar.region.hooks import close_gather, gather_arguments
 from lightning_seqpar.styles.style import Application
 
@@ -41,3 +42,16 @@ def _query_heads(name: str, application: Application) -> int | None:
     plan = application.plan
     columns = (n for n, m in plan.named("column").items() if inside(n, name) and not m.of_tensor)
     return next((plan.units[column] for column in columns), None)
+
+
+def lower_entry(
+    name: str,
+    application: Application,
+    gathered: Sequence[Argument] = (),
+    copied: Sequence[Argument] = (),
+    *,
+    local_width: bool = False,
+) -> Iterator[RemovableHandle]:
+    """The hook of :func:`hook_entry` in its lowered form."""
+    hook = lowered.gather_arguments(application.lowered_at(name), name, gathered, copied, local_width=local_width)
+    yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)

@@ -7,8 +7,9 @@ from typing import ClassVar, Literal
 
 from torch.utils.hooks import RemovableHandle
 
+from lightning_seqpar.region.lowered import forget_gathered
 from lightning_seqpar.styles.copy import CopyRule
-from lightning_seqpar.styles.entry import close_entry, hook_entry
+from lightning_seqpar.styles.entry import close_entry, hook_entry, lower_entry
 from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedModel
 
 
@@ -40,3 +41,20 @@ class GatherRule(ArgumentsRule):
         plan = application.plan
         if name in plan.named("copy") or name not in plan.named("column"):
             yield from close_entry(name, application)
+
+    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
+        """It has a lowered form."""
+        return None
+
+    def lowered_before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """The arguments are gathered or copied by functional collectives. A column gathers by itself."""
+        plan = application.plan
+        copied = next((rule.args for rule in (m.rule for m in plan.at(name)) if isinstance(rule, CopyRule)), ())
+        if copied or name not in plan.named("column"):
+            yield from lower_entry(name, application, self.args, copied, local_width=self.local_width)
+
+    def lowered_after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """Columns behind it must not read what was gathered for it."""
+        plan = application.plan
+        if self.local_width and (name in plan.named("copy") or name not in plan.named("column")):
+            yield application.module(name).register_forward_hook(forget_gathered(application.lowered_at(name)))

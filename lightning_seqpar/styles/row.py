@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch.utils.hooks import RemovableHandle
 
@@ -12,7 +12,8 @@ from lightning_seqpar.layout.linear_kind import features
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import RowParallelLinear, shrink
-from lightning_seqpar.styles.adapter_draws import hook_adapter_dropout
+from lightning_seqpar.nn.lowered_linear import LoweredRowLinear
+from lightning_seqpar.styles.adapter_draws import hook_adapter_dropout, unfit_adapter
 from lightning_seqpar.styles.cutting import (
     Segments,
     Units,
@@ -99,3 +100,17 @@ class RowRule(Rule):
     def before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Of an adapter around it: what is dropped out of its input is each rank's own features."""
         yield from hook_adapter_dropout(name, application, alike=False)
+
+    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
+        """A linear has a lowered form; a parameter that its module multiplies itself has none, and an active adapter dropout."""
+        if name not in plan.modules:
+            return "the style 'row' on a parameter that its module multiplies itself has no compiled form"
+        if (owner := plan.reduced_at(name)) is not None:
+            return f"its partial sums are reduced in {owner}, by the style 'reduce', which has no compiled form"
+        return unfit_adapter(name, plan)
+
+    def lower(self, name: str, application: Application) -> None:
+        """Its forward becomes a product and the plan's collectives alone."""
+        if name in application.plan.modules:
+            layer: Any = application.module(name)
+            layer.__class__, layer.lowered = LoweredRowLinear, application.lowered_at(name)

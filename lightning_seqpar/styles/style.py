@@ -24,6 +24,7 @@ from lightning_seqpar.layout.linear_kind import LinearKind, linear_kind
 from lightning_seqpar.layout.module_names import Argument, inside
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.region.lowered import LoweredRegion
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 LINEAR = "linear"
@@ -114,6 +115,24 @@ class Rule(FrozenModel):
 
     def after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
         """Forward hooks behind the module, where the outermost style's come last."""
+        yield from ()
+
+    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
+        """Why what the style does inside a block can't be traced by ``torch.compile``, in words; None if it can.
+
+        A style that says nothing of this has no lowered form.
+        """
+        return f"the style {self.style!r} has no compiled form"
+
+    def lower(self, name: str, application: Application) -> None:
+        """Behind :meth:`apply`, turn the module inside a compiled block into its lowered form."""
+
+    def lowered_before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """The hooks of :meth:`before` in a form that ``torch.compile`` traces."""
+        yield from ()
+
+    def lowered_after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """The hooks of :meth:`after` in a form that ``torch.compile`` traces."""
         yield from ()
 
 
@@ -409,6 +428,7 @@ class Application:
         buffers: layouts of the buffers that styles have cut.
         restore: calls that give properties their values back: what they store elsewhere no comparison of a module shows.
             They are made in reverse order.
+        lowered: what compiled blocks know of their region, by the first block of their stack; empty where none is compiled.
     """
 
     plan: PlannedModel
@@ -417,6 +437,7 @@ class Application:
     regions: dict[str, SequenceRegion]
     buffers: dict[str, ParamLayout] = field(default_factory=dict)
     restore: list[Callable[[], None]] = field(default_factory=list)
+    lowered: dict[str, LoweredRegion] = field(default_factory=dict)
 
     def module(self, name: str) -> nn.Module:
         """The module of that name."""
@@ -430,3 +451,7 @@ class Application:
     def region_at(self, stack: Stack) -> SequenceRegion:
         """The region of a stack."""
         return self.regions[stack.blocks[0]]
+
+    def lowered_at(self, name: str) -> LoweredRegion:
+        """The lowered form of the region whose blocks hold the module."""
+        return self.lowered[self.plan.stack_of(name).blocks[0]]

@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
+from lightning_seqpar.region import lowered
 from lightning_seqpar.region.hooks import make_shards, make_whole
 from lightning_seqpar.styles.style import Application, ArgumentsRule, PlannedModel
 
@@ -62,6 +63,19 @@ class WholeRule(ArgumentsRule):
         if application.plan.stack_reaching(name) is None:
             return
         yield application.module(name).register_forward_hook(make_shards(application.region_of(name), name))
+
+    def unfit_to_lower(self, name: str, plan: PlannedModel) -> str | None:
+        """It has a lowered form."""
+        return None
+
+    def lowered_before(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """Its arguments are gathered."""
+        hook = lowered.make_whole(application.lowered_at(name), name, self.args)
+        yield application.module(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def lowered_after(self, name: str, application: Application) -> Iterator[RemovableHandle]:
+        """Its output is sliced again."""
+        yield application.module(name).register_forward_hook(lowered.make_shards(application.lowered_at(name)))
 
 
 def _holds_blocks(name: str, plan: PlannedModel) -> bool:

@@ -27,9 +27,10 @@ from lightning_seqpar.distributed.rng import OneStream, kept_streams
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.parallel.apply import parallelize, refuse_compiled
+from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_unlowered
 from lightning_seqpar.parallel.grad_sync import step_traffic
 from lightning_seqpar.parallel.recompute import NoAttentionError, recompute_unsharded
+from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -195,12 +196,15 @@ def describe(
                 known.vocabulary = dict.fromkeys(find_vocabulary(plans, planned, config.tp, config.sp), VOCAB_OFF)
             refuse_compiled(model, (match.name for plan in plans for match in plan.match(planned)))
             silent = ParallelGroups.silent(topology)
+            if config.compile:
+                refuse_unlowered(ResolvedPlan(planned, plans, config.tp, config.sp, config.loss_chunk))
             record = parallelize(
                 planned,
                 plans,
                 silent,
                 sp=config.sp,
-                regather=config.regather,
+                # Compiled blocks keep what eager ones keep that gather and make nothing again.
+                regather=False if config.compile else config.regather,
                 loss_chunk=config.loss_chunk,
                 recompute=config.recompute,
             )

@@ -491,7 +491,7 @@ CASES = {
         {"plan": "torch_encoder_batch_first"},
         r"the model has no module of class torch.nn",
     ),
-    "a compiled module": ("Compiled", {}, r"model was compiled .*\. With tp > 1 leave torch.compile away"),
+    "a compiled module": ("Compiled", {}, r"model was compiled .*\. Leave torch.compile away and set compile: true"),
     "blocks that were compiled, own plan": ("CompiledBlocks", {"plan": models.plan()}, r"model.blocks.0 was compiled"),
     "auto finds nothing": (
         "NoBlocks",

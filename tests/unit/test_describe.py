@@ -56,6 +56,17 @@ def test_a_model_that_a_plan_can_not_shard_is_refused_in_the_words_of_the_strate
     assert describe(model, ParallelConfig(tp=1))
 
 
+def test_compiled_blocks_keep_what_regather_would_make_again_and_must_have_a_lowered_form():
+    model = build("llama")
+    made_again, kept, compiled = (
+        describe(model, ParallelConfig(tp=2, **one)).activation_bytes
+        for one in ({"regather": True}, {"regather": False}, {"regather": True, "compile": True})
+    )
+    assert made_again < kept == compiled
+    with pytest.raises(ValueError, match=r"gate_up_proj: compile=True, but the style 'column' on a parameter"):
+        describe(build("mixtral"), ParallelConfig(tp=2, compile=True))
+
+
 def test_an_unknown_model_is_inferred_from_its_example():
     example = torch.zeros(2, 12, dtype=torch.long)
     said = describe(GPT().model, ParallelConfig(tp=2, plan="infer"), example=example)

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch._inductor
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +18,6 @@ LATER = {
     "pp": "pipeline parallelism; config, topology and groups know it, the layers do not",
     "virtual_pp": "interleaved stages",
     "pp_split_rank": "pipelines of encoder-decoder models",
-    "compile": "compilation by the strategy",
     "fp8_groups": "fp8 training",
 }
 """Fields of :class:`ParallelConfig` that the strategy does not run yet, and what each of them would turn on."""
@@ -26,13 +27,18 @@ def refuse_unsupported(config: ParallelConfig) -> None:
     """Refuse a field of :data:`LATER` that differs from its default: the configuration knows it, the strategy does not run it.
 
     Raises:
-        ValueError: naming the field, its value and the default to use instead.
+        ValueError: naming the field, its value and the default to use instead; for fields that do not go together, both.
     """
     default = ParallelConfig()
     for field, what in LATER.items():
         value, idle = getattr(config, field), getattr(default, field)
         if value != idle and not (field == "virtual_pp" and value == 1):
             raise ValueError(f"{field}={value!r} does not run yet; use {field}={idle!r} ({what})")
+    if config.compile and config.recompute == "selective":
+        raise ValueError(
+            "recompute='selective' with compile=True: the attention can't be run again from inside a block's one graph; use "
+            "recompute='full', or compile=False"
+        )
 
 
 def refuse_notebook(processes: int) -> None:
@@ -90,6 +96,38 @@ def check_backend(backend: str | None, device_type: str) -> None:
             )
         if backend is not None and not dist.is_backend_available(name):
             raise ValueError(f"process_group_backend={backend!r}: this build of torch has no {name}; use 'gloo'")
+
+
+COMPILE_OPTIONS = ("backend", "mode", "options", "dynamic")
+"""Arguments of ``torch.compile`` that the field ``compile_options`` may hold."""
+
+
+def check_compile_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of the field ``compile_options`` that are not passed on to ``torch.compile``, or that it does not take.
+
+    Raises:
+        ValueError: naming the option, and the nearest name or value that exists.
+    """
+    for name in options:
+        if name in ("model", "fullgraph", "disable"):
+            raise ValueError(f"compile_options={{{name!r}: ...}}: the strategy sets {name} itself; leave it out")
+        if name not in COMPILE_OPTIONS:
+            raise ValueError(
+                f"compile_options={{{name!r}: ...}}: it is not passed on; did you mean {nearest(name, COMPILE_OPTIONS)}?"
+            )
+    backend, known = options.get("backend", "inductor"), torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ValueError(
+            f"compile_options={{'backend': {backend!r}}}: torch knows no such backend; did you mean {nearest(str(backend), known)}?"
+        )
+    mode, modes = options.get("mode"), ("default", *torch._inductor.list_mode_options())
+    if mode is not None and (backend != "inductor" or mode not in modes):
+        raise ValueError(
+            f"compile_options={{'mode': {mode!r}}}: write one of inductor's modes ({', '.join(dict.fromkeys(modes))}), and no "
+            "other backend beside it"
+        )
+    if not isinstance(options.get("dynamic"), bool | None):
+        raise ValueError(f"compile_options={{'dynamic': {options['dynamic']!r}}}: write true, false or null")
 
 
 TAKEN_DDP_OPTIONS = ("module", "device_ids", "output_device", "process_group", "device_mesh")

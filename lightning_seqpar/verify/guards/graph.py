@@ -30,7 +30,10 @@ def check_readers(loss: Tensor, record: ShardedModel, *, inside: bool = True) ->
         PartialSumError: naming a module whose partial sum reaches the loss before it is reduced.
     """
     check_sums(loss, record)
-    allowed = backward_classes((ShardedLinear, GatherLinear, *READERS, *vocab.READERS))
+    compiled = (
+        record.graphs.node_types if record.graphs is not None else set()
+    )  # of our own blocks, each a node of the graph
+    allowed = {*backward_classes((ShardedLinear, GatherLinear, *READERS, *vocab.READERS)), *compiled}
 
     def made_inside(node: Any) -> bool:
         return any(region.made(node) for region in record.regions)

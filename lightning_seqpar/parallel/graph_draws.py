@@ -1,0 +1,203 @@
+"""Random draws of a traced block: whether all of them may come from the one stream that the block runs on.
+
+Eagerly a region switches between two random streams as modules begin and end. A graph can't: with sequence parallelism a compiled
+block draws from the rank's own stream throughout, and without it from the replicated one. So what would need the other stream is
+refused when the graph is made, as are draws of which a graph does not tell what they are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_seqpar.distributed.padding import shard_length
+from lightning_seqpar.layout.param_layout import ModelLayout
+from lightning_seqpar.region.lowered import LoweredRegion
+
+_ELEMENTWISE = (F.dropout, torch.dropout)
+"""What drops out single elements."""
+_ATTENTION = (F.scaled_dot_product_attention,)
+"""What drops out single elements of what attention looks at."""
+
+
+class _Draws(TorchDispatchMode):
+    """Notes whether any operation draws random numbers."""
+
+    drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            schema = func._schema.arguments
+            given = {one.name: one.default_value for one in schema if one.has_default_value()}
+            given |= dict(zip((one.name for one in schema), args, strict=False)) | kwargs
+            rate = given.get("dropout_p", given.get("p"))
+            self.drew = self.drew or rate != 0.0
+        return func(*args, **kwargs)
+
+
+class _WrongDrawError(ValueError):
+    """A graph has a draw that the block's stream is wrong for."""
+
+
+def _state_of_input(value: Any, layout: ModelLayout) -> str:
+    known = layout.of(value) if isinstance(value, Tensor) else None
+    return "cut" if known is not None and known.is_sharded else ""
+
+
+def _parts(node: fx.Node, graph: fx.GraphModule) -> list[fx.GraphModule]:
+    """The graphs that a node runs: an activation checkpoint's, or the forward and the backward of an autograd function."""
+    held = [getattr(graph, str(one.target), None) for one in node.all_input_nodes if one.op == "get_attr"]
+    return [one for one in held if isinstance(one, fx.GraphModule)]
+
+
+def _is_function(node: fx.Node) -> bool:
+    return "autograd_function_apply" in str(node.target)
+
+
+def _inputs(graph: fx.GraphModule) -> int:
+    return sum(node.op == "placeholder" for node in graph.graph.nodes)
+
+
+def _collectives(graph: fx.GraphModule) -> list[str]:
+    """The collectives of a graph, by name."""
+    kinds = ("all_gather", *_SUMS)
+    return [kind for node in graph.graph.nodes for kind in kinds if kind in str(node.target)]
+
+
+def _value(node: Any) -> Any:
+    """The example of what a node gives."""
+    return node.meta.get("example_value")
+
+
+def _draws(node: fx.Node, mode: Any) -> bool:
+    """Whether what a node computes draws random numbers: its operation is run on examples that hold no numbers."""
+    args: Any = fx.node.map_arg(node.args, _value)
+    kwargs: Any = fx.node.map_arg(node.kwargs, _value)
+    draws = _Draws()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), mode, draws:  # without a gradient, since saved-tensor hooks of the user's may be active
+        if node.op == "call_method":
+            getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            node.target(*args, **kwargs)  # type: ignore[operator]
+    return draws.drew
+
+
+_QUIET = ("c10d_functional", "wait_tensor", "getitem", "getattr", "setitem")
+"""Parts of names of operations that draw nothing and better not run: collectives, and what reads parts."""
+_SUMS = ("reduce_scatter", "all_reduce")
+"""Parts of names of collectives behind which a value is no term of a sum any more."""
+
+
+class GraphDraws:
+    """Follows through a graph which values are whole, and which are this rank's features.
+
+    Args:
+        graph: a block's, as it was traced.
+        inputs: what it was traced with.
+        layout: of the model's parameters.
+        lowered: the block's region.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], layout: ModelLayout, lowered: LoweredRegion
+    ) -> None:
+        self._graph, self._lowered = graph, lowered
+        # The mode that the examples were made in; while a backend runs, another one is current.
+        examples = [value for node in graph.graph.nodes if isinstance(value := _value(node), FakeTensor)]
+        self._mode = examples[0].fake_mode if examples else None
+        self._given = [_state_of_input(value, layout) for value in inputs]
+
+    def refusal(self) -> str | None:
+        """The first draw that the block's stream is wrong for, in words; None if there is none."""
+        if self._mode is None:
+            return None
+        try:
+            self._follow(self._graph, self._given)
+        except _WrongDrawError as wrong:
+            return str(wrong)
+        return None
+
+    def _follow(self, graph: fx.GraphModule, given: Sequence[str]) -> str:
+        """The state of what a graph returns, given those of its inputs.
+
+        Raises:
+            _WrongDrawError: for a draw that the block's stream is wrong for.
+        """
+        state: dict[fx.Node, str] = {}
+        inputs = iter(given)
+        for node in graph.graph.nodes:
+            state[node] = next(inputs, "") if node.op == "placeholder" else self._state(node, state, graph)
+            if node.op not in ("call_function", "call_method") or _parts(node, graph):
+                continue
+            if not any(text in str(node.target) for text in _QUIET) and _draws(node, self._mode):
+                self._check(node, state[node])
+        return next((state[node] for node in graph.graph.nodes if node.op == "output"), "")
+
+    def _state(self, node: fx.Node, state: Mapping[fx.Node, str], graph: fx.GraphModule) -> str:
+        """``features`` of this rank, ``whole`` on a way to columns, ``cut`` for a parameter of which this is a part, or neither."""
+        inputs = [state[one] for one in node.all_input_nodes]
+        if parts := _parts(node, graph):
+            inner = [state[one] for one in node.all_input_nodes if one.op != "get_attr"]
+            # Of a function with its own backward the first graph is the forward, which may be given its context first.
+            forward, used = parts[0], [text for part in parts for text in _collectives(part)]
+            behind = self._follow(forward, [""] * (_inputs(forward) - len(inner)) + inner)
+            if not used or not _is_function(node):
+                return behind
+            first = _collectives(forward)
+            return (
+                "whole"
+                if self._lowered.sp and (first == ["all_gather"] or (not first and used == ["all_reduce"]))
+                else ""
+            )
+        if "all_gather" in str(node.target):
+            return "whole"
+        if any(text in str(node.target) for text in _SUMS):
+            return ""
+        if "cut" in inputs or "features" in inputs:
+            return "features"
+        return "whole" if "whole" in inputs else ""
+
+    def _check(self, node: fx.Node, state: str) -> None:
+        if (why := self._refuse(node, state)) is not None:
+            raise _WrongDrawError(why)
+
+    def _refuse(self, node: fx.Node, state: str) -> str | None:
+        what = getattr(node.target, "__name__", str(node.target))
+        if not self._lowered.sp:
+            if state != "features":
+                return None
+            return (
+                f"{what} draws for this rank's features, but without sequence parallelism a compiled block draws alike on all "
+                "ranks: use sp=True, or set that dropout to 0"
+            )
+        if state == "whole":
+            return (
+                f"{what} draws for whole activations between a gather and its columns, where all ranks must draw alike, but a "
+                "compiled block draws for each rank by itself: set that dropout to 0"
+            )
+        shape = tuple(getattr(_value(node), "shape", ()))
+        elementwise = node.target in _ELEMENTWISE and (state == "features" or self._is_shard(node))
+        if elementwise or node.target in _ATTENTION:
+            return None
+        return (
+            f"{what} draws a tensor of shape {[int(n) if isinstance(n, int) else str(n) for n in shape]}, which is not dropout of "
+            "each element of an activation: for all positions alike (stochastic depth) the ranks would have to draw alike"
+        )
+
+    def _is_shard(self, node: fx.Node) -> bool:
+        """Whether a node gives an activation's shard, in which every position is one of this rank alone."""
+        value, lowered = _value(node), self._lowered
+        if not isinstance(value, Tensor) or value.ndim != lowered.ndim:
+            return False
+        length = value.shape[lowered.dim]
+        length = (
+            length if isinstance(length, int) else length.node.hint
+        )  # asking a symbol would bind the graph to one length
+        return bool(length == shard_length(lowered.length, lowered.size))

@@ -1,0 +1,330 @@
+"""``compile: true``: each block one graph, and what it computes is what one process computes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from byte_gpt import Block
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_seqpar
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.strategy.summary import describe_compiled
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import Trace, compare
+from tests.helpers import models
+from tests.helpers.fit import fit, quiet_trainer
+
+EAGER = {"compile": True, "compile_options": {"backend": "aot_eager"}}
+"""Graphs are traced, and their operations run as they are: fast to make, and nothing but the graphs differs."""
+
+Case = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
+
+CASES: dict[str, tuple[Case, dict[str, int]]] = {
+    # Nine positions, which do not divide by two.
+    "padded, accumulation, clipping": (("GPT", {}, {}, {"steps": 2, "accumulate": 2, "clip": 0.05}), {"Block": 1}),
+    "without sp": (("GPT", {}, {"sp": False}, {"steps": 2}), {"Block": 1}),
+    # One graph for the first length; then one for any that is odd, and one for any that is even.
+    "many lengths": (("Cropped", {}, {}, {"steps": 6}), {"Block": 3}),
+    "Conv1D, set": (("HuggingFace", {"family": "gpt2"}, {}, {"steps": 2}), {"GPT2Block": 1}),
+    "a view of the config": (("HuggingFace", {"family": "phi3"}, {}, {"steps": 2}), {"Phi3DecoderLayer": 1}),
+    "local heads": (("Zoo", {"kind": "bias_table"}, {}, {"steps": 2}), {"PreNorm": 1}),
+    "local width": (("Zoo", {"kind": "nano"}, {}, {"steps": 2}), {"PreNorm": 1}),
+    "full width": (("Zoo", {"kind": "full_norm"}, {}, {"steps": 1}), {"PreNorm": 1}),
+    "whole": (("Zoo", {"kind": "hard_coded"}, {}, {"steps": 1}), {"PreNorm": 1}),
+    "copy": (("Zoo", {"kind": "encoder_decoder"}, {}, {"steps": 2}), {"PreNorm": 1, "CrossBlock": 1}),
+    "MultiheadAttention": (("Encoder", {"batch_first": False}, {}, {"steps": 2}), {"TransformerEncoderLayer": 1}),
+    # The graph is chosen by what the forward saw, the default dtype too, which a backward does not have.
+    "checkpointed blocks": (("Recomputed", {}, {}, {"steps": 2}), {"Block": 1}),
+}
+
+
+class Graphs(Callback):
+    """What was traced of each class of blocks, and how often torch broke a graph."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        record = record_of(pl_module)
+        self.traced = dict(record.graphs.traced) if record is not None else {}
+        self.breaks = sum(counters["graph_break"].values())
+
+
+def fit_compiled(world: int, cases: list[Case]) -> list[tuple[Trace, dict[str, int], int]]:
+    out = []
+    for model, args, strategy, more in cases:
+        torch._dynamo.reset()
+        counters.clear()
+        graphs = Graphs()
+        options = {"tp": world, **EAGER, **strategy}
+        trace = fit(model, args, world=world, strategy=options, callbacks=[graphs], **more)
+        out.append((trace, graphs.traced, graphs.breaks))
+    return out
+
+
+def check(world: int, cases: dict[str, tuple[Case, dict[str, int]]]) -> None:
+    results = run_distributed(fit_compiled, world, world, [case for case, _ in cases.values()], timeout=300)
+    for at, (name, ((model, args, _, more), traced)) in enumerate(cases.items()):
+        expected = fit(model, args, **more)
+        for rank in results:
+            trace, graphs, breaks = rank[at]
+            compare(expected, trace).raise_if_failed()
+            assert (graphs, breaks) == (traced, 0), name
+
+
+def test_compiled_blocks_train_as_one_process_does():
+    check(2, CASES)
+
+
+def test_over_replicas_and_with_shared_heads():
+    check(
+        4,
+        {
+            "dp 2": (("GPT", {}, {"tp": 2}, {"steps": 2, "accumulate": 2}), {"Block": 1}),
+            "dp 2, no sp": (("GPT", {}, {"tp": 2, "sp": False}, {"steps": 2}), {"Block": 1}),
+            "fsdp": (("GPT", {}, {"tp": 2, "data_parallel": "fsdp"}, {"steps": 2, "accumulate": 2}), {"Block": 1}),
+            "fsdp, recomputed": (
+                ("GPT", {}, {"tp": 2, "data_parallel": "fsdp", "recompute": "full"}, {"steps": 2}),
+                {"Block": 1},
+            ),
+            "tp 4, shared kv heads": (("HuggingFace", {"family": "llama"}, {}, {"steps": 2}), {"LlamaDecoderLayer": 1}),
+        },
+    )
+
+
+@pytest.mark.skipif(
+    all(shutil.which(name) is None for name in ("g++", "clang++", "c++")), reason="inductor needs a C++ compiler"
+)
+def test_inductor():
+    check(2, {"inductor": (("GPT", {}, {"compile_options": {}}, {"steps": 2}), {"Block": 1})})
+
+
+# ---- every loop, and the way back ------------------------------------------------------------------------------------
+
+
+def loops(compiled: bool, folder: str) -> dict[str, Any]:
+    """Validate before, within and behind training, predict, save, and undo it all."""
+    strategy = SeqParallelStrategy(tp=2, **(EAGER if compiled else {}))
+    module = models.Watched()
+    kinds = [type(part) for part in module.modules()]
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=4, limit_val_batches=2, val_check_interval=2)
+    loader = models.loader(8, length=8)
+    trainer.fit(module, loader, models.loader(8, length=9))
+    out: dict[str, Any] = {"val": float(trainer.callback_metrics["val"])}
+    out["predicted"] = torch.cat(trainer.predict(module, models.loader(4, count=8)))
+    record = record_of(module)
+    out["traced"] = dict(record.graphs.traced) if record.graphs is not None else {}
+    out["summary"] = describe_compiled(record)
+    trainer.save_checkpoint(f"{folder}/{compiled}.ckpt")
+    lightning_seqpar.unshard(module)
+    out["as written"] = [type(part) for part in module.modules()] == kinds
+    tokens = torch.arange(8)[None]
+    out["logits"] = module.double().model(tokens).detach()
+    return out
+
+
+def test_evaluation_checkpoints_and_the_way_back(tmp_path: Path):
+    eager, compiled = (run_distributed(loops, 2, one, str(tmp_path))[0] for one in (False, True))
+    # Training, and evaluation without gradients; and each again for lengths that vary.
+    assert compiled["traced"]["Block"] <= 6
+    assert compiled["as written"]
+    # Two blocks, in each two gathered inputs of 16 float64 a token.
+    assert "compile: 2 blocks, one graph for each kind. " in compiled["summary"]
+    assert "and 512 bytes a token and rank of gathered inputs" in compiled["summary"]
+    assert compiled["val"] == pytest.approx(eager["val"], abs=1e-12)
+    assert torch.equal(compiled["predicted"], eager["predicted"])
+    assert torch.allclose(compiled["logits"], eager["logits"], rtol=0, atol=1e-9)
+    saved = [torch.load(tmp_path / f"{one}.ckpt", weights_only=False)["state_dict"] for one in (False, True)]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.allclose(saved[0][key], saved[1][key], rtol=0, atol=1e-9) for key in saved[0])
+
+
+def without_tp(dp: int) -> tuple[Trace, bool]:
+    trace = fit("GPT", {}, world=dp, strategy={"tp": 1, **EAGER}, steps=2)
+    module = models.GPT()
+    trainer = quiet_trainer(devices=dp, strategy=SeqParallelStrategy(tp=1, **EAGER), max_steps=1)
+    trainer.fit(module, models.loader(4))
+    return trace, type(module.model.blocks[0]) is Block
+
+
+def test_without_tp_the_repeated_blocks_are_compiled():
+    (trace, undone), _ = run_distributed(without_tp, 2, 2)
+    compare(fit("GPT", {}, steps=2), trace).raise_if_failed()
+    assert undone
+    trainer = quiet_trainer(devices=1, strategy=SeqParallelStrategy(tp=1, compile=True), max_steps=1)
+    with pytest.raises(ValueError, match=r"compile=True with tp=1: .* no list of repeated blocks was found"):
+        trainer.fit(BoringModel())
+
+
+# ---- random draws ----------------------------------------------------------------------------------------------------
+
+
+class Noted(nn.Dropout):
+    """Keeps what it kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.kept = (out != 0).detach()
+        return out
+
+
+class Attention(nn.Module):
+    def __init__(self, before: float) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.proj = 4, nn.Linear(16, 48), nn.Linear(16, 16)
+        self.before, self.probs, self.behind = nn.Dropout(before), Noted(0.25), Noted(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = self.probs((q @ k.transpose(-1, -2)).softmax(-1)) @ v
+        return self.behind(self.proj(y.transpose(1, 2).reshape(b, s, -1)))
+
+
+class DropBlock(nn.Module):
+    def __init__(self, before: float = 0.0, path: bool = False, breaks: bool = False) -> None:
+        super().__init__()
+        self.norm, self.attn, self.path, self.breaks = nn.LayerNorm(16), Attention(before), path, breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attn(self.norm(x))
+        if self.path and self.training:
+            y = y * (torch.rand(y.shape[0], 1, 1) < 0.9)
+        if self.breaks and float(y.detach().sum()) > 1e9:
+            y = y * 2
+        return x + y
+
+
+class Dropping(L.LightningModule):
+    def __init__(self, **block: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.drop = nn.Embedding(31, 16), Noted(0.25)
+        self.blocks = nn.ModuleList(DropBlock(**block) for _ in range(2))
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 31)
+        self.masks: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (ids,) = batch
+        x = self.drop(self.embed(ids))
+        for block in self.blocks:
+            x = block(x)
+        loss = F.cross_entropy(self.out(self.norm(x)).flatten(0, 1), ids.flatten())
+        self.masks.append({name: part.kept for name, part in self.named_modules() if isinstance(part, Noted)})
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def drop(seeds: list[int]) -> list[tuple[list[dict[str, Tensor]], Tensor]]:
+    out = []
+    for seed in seeds:
+        module = Dropping()
+        L.seed_everything(seed, verbose=False)
+        data = DataLoader(TensorDataset(torch.randint(31, (24, 12))), batch_size=8)
+        quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, **EAGER), max_steps=3).fit(module, data)
+        out.append((module.masks, torch.rand(3)))
+    return out
+
+
+def alike(a: Tensor, b: Tensor) -> float:
+    """Correlation of two masks, in standard deviations of chance."""
+    a, b = a.flatten().double(), b.flatten().double()
+    return abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) * a.numel() ** 0.5
+
+
+def test_masks_are_shared_or_independent_as_the_activation_is():
+    ours, others = run_distributed(drop, 2, [5, 5])
+    (masks, after), (again, _) = ours
+    assert torch.equal(after, others[0][1])  # the replicated stream is where it is on the other rank
+    for step, (mine, other, repeated) in enumerate(zip(masks, others[0][0], again, strict=True)):
+        for name, kept in mine.items():
+            assert torch.equal(kept, repeated[name])  # a seed decides it all
+            rate, spread = float(kept.double().mean()), (0.25 * 0.75 / kept.numel()) ** 0.5
+            assert abs(rate - 0.75) < 5 * spread, name
+            if name == "drop":
+                assert torch.equal(kept, other[name])
+                continue
+            assert alike(kept, other[name]) < 5, name
+            assert step == 0 or alike(kept, masks[step - 1][name]) < 5, name
+        assert alike(mine["blocks.0.attn.probs"], mine["blocks.1.attn.probs"]) < 5
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refused(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[str]:
+    told = []
+    for model, args, strategy in cases:
+        try:
+            if model == "Dropping":
+                data = DataLoader(TensorDataset(torch.randint(31, (8, 12))), batch_size=8)
+                chosen = SeqParallelStrategy(tp=2, **{**EAGER, **strategy})
+                quiet_trainer(devices=2, strategy=chosen, max_steps=1).fit(Dropping(**args), data)
+            else:
+                fit(model, args, world=2, strategy={"tp": 2, **EAGER, **strategy}, steps=1)
+            told.append("trained")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+PLAN = {
+    "base": "none",
+    "rules": [
+        {"pattern": "blocks.*", "style": "blocks"},
+        {"pattern": "blocks.*.attn", "style": "gather"},
+        {"pattern": "blocks.*.attn", "style": "set", "divide": ["heads"]},
+        {"pattern": "blocks.*.attn.qkv", "style": "column", "segments": 3, "units": "heads"},
+        {"pattern": "blocks.*.attn.proj", "style": "row", "units": "heads"},
+        {"pattern": "norm", "style": "exit"},
+    ],
+}
+REFUSALS = {
+    "experts": ("Zoo", {"kind": "list_moe"}, {}, "by the style 'reduce', which has no compiled form"),
+    "a parameter": ("Zoo", {"kind": "dense_moe"}, {}, "w1: compile=True, but the style 'column' on a parameter"),
+    "whole activations": (
+        "Dropping",
+        {"before": 0.1},
+        {},
+        "blocks.0: compile=True: dropout draws for whole activations",
+    ),
+    # With a plan of its own: one that is found has no sequence parallelism here, since an eager run would be refused too.
+    "stochastic depth": (
+        "Dropping",
+        {"path": True},
+        {"plan": PLAN, "self_check": False},
+        "blocks.0: compile=True: rand draws a tensor of shape [8, 1, 1]",
+    ),
+    "features without sp": (
+        "Dropping",
+        {},
+        {"sp": False},
+        "dropout draws for this rank's features, but without sequence",
+    ),
+    "a graph break": (
+        "Dropping",
+        {"breaks": True},
+        {},
+        "blocks.0: compile=True, but torch.compile can't make one graph",
+    ),
+}
+
+
+def test_what_has_no_lowered_form_is_refused():
+    cases = [(model, args, strategy) for model, args, strategy, _ in REFUSALS.values()]
+    told = run_distributed(refused, 2, cases)
+    for name, first, second in zip(REFUSALS, *told, strict=True):
+        assert REFUSALS[name][3] in first, (name, first)
+        assert first == second
