@@ -282,10 +282,12 @@ class SavingStrategy(SteppingStrategy):
         super().teardown()
 
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of all optimizers on this rank; raises ValueError if they are another number."""
+        """Load the states of all optimizers on this rank; raises ValueError if they are another number, unless there are none."""
         record, opened = record_of(self._module), self._opened
         layout = None if record is None else record.layout
         states = checkpoint["optimizer_states"]
+        if not states:  # a hook has emptied them, so that the optimizers begin anew
+            return
         if len(states) != len(self.optimizers):
             raise ValueError(
                 f"the checkpoint holds the states of {len(states)} optimizers, and configure_optimizers returns "

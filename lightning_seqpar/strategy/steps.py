@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -79,6 +81,7 @@ class SteppingStrategy(TopologyStrategy):
         self._reduced: list[Tensor] = []  # parameters whose gradients DDP reduces over the replicas
         self._outputs = OutputWatch()
         self._gradients_may_change = True
+        self._validated_at = 0.0  # by time.monotonic()
 
     def _share_metrics(self) -> None:
         """Let the metrics of the model and of callbacks sync over the replicas."""
@@ -135,6 +138,8 @@ class SteppingStrategy(TopologyStrategy):
         if self._sync is not None:
             self._sync.attach()
             self._flushed = self._others_flushed = False
+        if (record := record_of(self._module)) is not None:
+            record.versions.clear()  # updates change shards from now on; a learning-rate finder begins another training then
         if isinstance(self.model, DistributedDataParallel):
             self._follow_training_parameters(self.model)
         return self._step("training", super().training_step, args, kwargs)
@@ -273,7 +278,8 @@ class SteppingStrategy(TopologyStrategy):
         for optimizer in plain:
             if optimizer not in self._guarded:  # gradients must be synced too if it is stepped without the strategy
                 self._guarded.add(optimizer)
-                optimizer.register_step_pre_hook(self._before_raw_step)
+                if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # one around another may not call Optimizer.__init__
+                    optimizer.register_step_pre_hook(self._before_raw_step)
         super(SteppingStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
     def _watch_all_steps(self) -> None:
@@ -423,7 +429,9 @@ class SteppingStrategy(TopologyStrategy):
             "gradient_clip_val": trainer.gradient_clip_val,
             "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm),
             "precision": str(trainer.precision),
-            "val_check_interval": trainer.val_check_interval,
+            # A time interval ("00:01:00:00") is kept elsewhere, and the Trainer then has no attribute of the first name.
+            "val_check_interval": getattr(trainer, "val_check_interval", None),
+            "val_check_interval in seconds": trainer._val_check_time_interval,
             "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
             **{
                 f"optimizer {number}": describe_optimizer(plain_optimizer(optimizer))
@@ -433,12 +441,30 @@ class SteppingStrategy(TopologyStrategy):
         }
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Compare the number of batches over the ranks at the start of an epoch: loaders may have been made anew."""
+        """Compare the number of batches over the ranks at the start of an epoch: loaders may have been made anew.
+
+        With a time interval between validations the ranks agree at each batch whether one is due. Collective.
+        """
+        self._agree_on_time()
         if batch_idx == 0:
             self._schedule.begin_loop("training")
             check_agreement(
                 {"training batches in an epoch": self._trainer.num_training_batches}, self._world, self.root_device
             )
+
+    def _agree_on_time(self) -> None:
+        """Let all ranks validate behind this batch if the interval is over on one: each reads a clock of its own.
+
+        Lightning compares ``_last_val_time`` with the clock once the batch is done, on every rank for itself, and ranks that
+        decide differently would wait for each other. An infinite time in its place makes that comparison certain.
+        """
+        interval = self._trainer._val_check_time_interval
+        if interval is None:
+            return
+        if math.isfinite(self._trainer._last_val_time):  # Lightning's, from the start or the end of a validation
+            self._validated_at = self._trainer._last_val_time
+        due = self.reduce_boolean_decision(time.monotonic() - self._validated_at >= interval, all=False)
+        self._trainer._last_val_time = -math.inf if due else math.inf
 
     def _agree_on_batches(self, loop: str, counts: list[int | float]) -> None:
         """The ranks of a replica would wait for each other in different loops if one had fewer batches."""

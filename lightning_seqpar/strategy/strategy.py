@@ -345,6 +345,7 @@ class SeqParallelStrategy(SavingStrategy):
 
         One that every rank raises before it trains is told by rank 0 alone.
         """
+        super().on_exception(exception)
         self._unmute_writers()
         without_inner_frames(exception)
         if isinstance(self.launcher, SeqParallelLauncher):
