@@ -25,6 +25,33 @@ RECORD_KEY = "_seqpar_record"
 PART_KEY = "_seqpar_part"
 """Under which a module that holds a shard has its name, by which copies of it are known."""
 
+PICKLE_KEY = "_seqpar_pickle_guard"
+"""Under which a module that holds a shard, at any depth, has what refuses to be pickled."""
+NEVER_SHARDS = (
+    "shards, which must never pass for the model. Use trainer.save_checkpoint(path), which writes the whole model, or "
+    "lightning_seqpar.unshard(model) first (both on all ranks)"
+)
+"""What an error says to one who asks a sharded model for its tensors."""
+
+
+class PickleGuard:
+    """The first attribute of a module that holds shards: pickling it, and so the module, raises. Copies of the module have it too."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PickleGuard:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(f"pickling (torch.save) of a parallelised model, or of a part, would write {NEVER_SHARDS}")
+
+
+def guard_pickling(module: nn.Module) -> None:
+    """Refuse to pickle a module, in place: hooks and shards come behind the first of its attributes, which raises."""
+    own = vars(module)
+    others = dict(own)
+    own.clear()
+    own[PICKLE_KEY] = PickleGuard()
+    own.update(others)
+
 
 @dataclass
 class ShardedModel:

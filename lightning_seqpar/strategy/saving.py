@@ -5,6 +5,7 @@ Either can be read at any topology.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -44,6 +45,29 @@ from lightning_seqpar.verify.guards.callbacks import refuse_links
 T = TypeVar("T")
 OWN = "lightning_seqpar"
 """Key of this package's own entry in a checkpoint; plain Lightning ignores it."""
+
+
+class _FileExists:
+    """``ModelCheckpoint.file_exists`` where the name of a checkpoint that is being written is taken too.
+
+    A copy of the callback, and what is pickled of it, has the original in its place.
+
+    Args:
+        original: the callback's method.
+        background: what writes checkpoints.
+    """
+
+    def __init__(self, original: Callable[[Any, Any], bool], background: Background) -> None:
+        self.original, self._background = original, background
+
+    def __call__(self, filepath: Any, trainer: Any) -> bool:
+        return bool(self.original(filepath, trainer)) or local_path(filepath) == self._background.path is not None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.original, memo)
+
+    def __reduce__(self) -> Any:
+        return copy.copy, (self.original,)
 
 
 class SavingStrategy(SteppingStrategy):
@@ -257,12 +281,7 @@ class SavingStrategy(SteppingStrategy):
         present = getattr(callback, "file_exists", None)
         original = getattr(present, "original", present)
         if callable(original):
-
-            def file_exists(filepath: Any, trainer: Any) -> bool:
-                return bool(original(filepath, trainer)) or local_path(filepath) == self._background.path is not None
-
-            file_exists.original = original  # type: ignore[attr-defined]
-            callback.file_exists = file_exists
+            callback.file_exists = _FileExists(original, self._background)
 
     def on_train_end(self) -> None:
         """Wait until the last checkpoint is on the disk."""

@@ -273,7 +273,7 @@ class SteppingStrategy(TopologyStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         plain = [plain_optimizer(optimizer) for optimizer in optimizers]
-        refuse_optimizers(plain, self.groups.size("tp") if plain else 1)
+        refuse_optimizers(plain, self.config.tp)
         self._guarded = self._guarded or weakref.WeakSet()
         for optimizer in plain:
             if optimizer not in self._guarded:  # gradients must be synced too if it is stepped without the strategy

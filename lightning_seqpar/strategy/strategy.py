@@ -37,6 +37,7 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
+from lightning_seqpar.strategy.precision import without_global_clipping
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
 from lightning_seqpar.strategy.saving import SavingStrategy
 from lightning_seqpar.strategy.summary import summarize
@@ -171,6 +172,34 @@ class SeqParallelStrategy(SavingStrategy):
         )
         self._summarized = False
         self._recorder: DeferredInit | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled or copied: what the Trainer gave, the model and the optimizers, and nothing of a run under way."""
+        return {
+            "model": self.lightning_module,  # first: a sharded one raises
+            "arguments": {
+                "config": self.config,
+                "accelerator": self.accelerator,
+                "parallel_devices": self.parallel_devices,
+                "cluster_environment": self.cluster_environment,
+                "checkpoint_io": self.checkpoint_io,
+                "precision_plugin": without_global_clipping(self.precision_plugin),
+            },
+            "num_nodes": self.num_nodes,
+            "launched": self._launcher is not None,
+            "optimizers": self.optimizers,
+            "lr_scheduler_configs": self.lr_scheduler_configs,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A strategy that was given the same, and is not set up."""
+        SeqParallelStrategy.__init__(self, **state["arguments"])
+        self.num_nodes = state["num_nodes"]
+        self._lightning_module = self.model = state["model"]
+        self.optimizers, self.lr_scheduler_configs = state["optimizers"], state["lr_scheduler_configs"]
+        if state["launched"]:
+            assert self.cluster_environment is not None
+            self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
