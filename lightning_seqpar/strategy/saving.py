@@ -87,8 +87,8 @@ class SavingStrategy(SteppingStrategy):
 
     @property
     def _in_parts(self) -> bool:
-        """Whether checkpoints are written as folders with a part of each rank."""
-        return self.config.checkpoint.format == "sharded"
+        """Whether checkpoints are written as folders with a part of each rank. Before set-up there is one process's to write."""
+        return self.config.checkpoint.format == "sharded" and self._groups is not None
 
     def setup_environment(self) -> None:
         """Connect the processes, and make a group for the thread that writes checkpoints."""
@@ -139,6 +139,9 @@ class SavingStrategy(SteppingStrategy):
         Raises:
             SaveError: on every rank, if this checkpoint, or the one before that was written meanwhile, can't be written.
         """
+        if self._groups is None:  # before set-up
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         self._background.wait()
         if "callbacks" in checkpoint:  # a checkpoint of weights alone has none, and needs no random states
             streams: list[Any] = [None] * self.dp_size
@@ -196,6 +199,8 @@ class SavingStrategy(SteppingStrategy):
         """
         self._background.wait()
         checkpoint = self._reading(lambda: self._load(checkpoint_path, weights_only), checkpoint_path)
+        if self._groups is None:
+            return checkpoint
         streams = checkpoint.get(OWN, {}).get("streams", [])
         self._order_seed.value = checkpoint.get(OWN, {}).get("order_seed", self._order_seed.value)
         self._streams = streams[self.dp_rank] if len(streams) == self.dp_size else None
@@ -216,6 +221,8 @@ class SavingStrategy(SteppingStrategy):
             path: the checkpoint, for the error.
         """
         self._read_from = path
+        if self._groups is None:  # before set-up
+            return read()
         return on_every_rank(read, self._world, f"the checkpoint {path} can't be restored")
 
     def _load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
