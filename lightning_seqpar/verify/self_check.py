@@ -77,12 +77,12 @@ def self_check(
     rules = _rules_by_name(model, plans)
 
     def compare_copies() -> Verdict:  # a function of its own, so that the copies are freed when it returns
-        whole = detached_copy(model, device, dtype, example.reduction, rules)
+        whole = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
         prepare(whole)
         names = _planned_modules(whole, plans)
         dense = observe_run(whole, None, example, names, groups)
         release(whole)  # the run's record has the gradients
-        copied = detached_copy(model, device, dtype, example.reduction, rules)
+        copied = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
         prepare(copied)
         try:
             record = parallelize(copied, plans, groups, sp=sp, regather=regather, loss_chunk=loss_chunk)
