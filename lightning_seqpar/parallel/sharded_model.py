@@ -67,6 +67,8 @@ class ShardedModel:
         restore: gives properties of modules their values back: what they store elsewhere no comparison of the module shows.
         matches: the plan's rules with the modules and tensors that they hold for, in order.
         buffers: layouts of the buffers that are cut.
+        stay_frozen: parameters that may not begin to train, as the plan was proved with them frozen alone.
+        why_frozen: what is wrong when they train.
         on_shards: parameters whose gradient is partial because they are read inside a sequence region.
         is_copy: the model is a copy that no trainer trains.
     """
@@ -85,6 +87,8 @@ class ShardedModel:
     made_by: object = None
     is_copy: bool = False
     on_shards: frozenset[str] = frozenset()
+    stay_frozen: frozenset[str] = frozenset()
+    why_frozen: str = ""
     versions: dict[str, int] = field(default_factory=dict)
     changes: list[ModuleChange] = field(default_factory=list)
     restore: list[Callable[[], None]] = field(default_factory=list)
@@ -111,6 +115,19 @@ class ShardedModel:
                 raise ValueError(
                     f"{name}: changed in place after the model was sharded and before training; initialise weights in "
                     "__init__ or configure_model, while they are whole"
+                )
+
+    def check_frozen(self) -> None:
+        """What was frozen in the proof must not train, if the proof holds for that alone.
+
+        Raises:
+            RuntimeError: naming a parameter that has thawed.
+        """
+        for name in sorted(self.stay_frozen):
+            if self.layout.parameter(name).requires_grad:
+                raise RuntimeError(
+                    f"{name}: it trains now, and the plan could be proved only with it frozen ({self.why_frozen}). Thaw it before "
+                    "trainer.fit, and write or mend the plan (plan={'rules': [...]}) until the self-check passes"
                 )
 
     def as_written(self) -> AbstractContextManager[None]:

@@ -139,6 +139,7 @@ class SteppingStrategy(TopologyStrategy):
             self._sync.attach()
             self._flushed = self._others_flushed = False
         if (record := record_of(self._module)) is not None:
+            record.check_frozen()
             record.versions.clear()  # updates change shards from now on; a learning-rate finder begins another training then
         if isinstance(self.model, DistributedDataParallel):
             self._follow_training_parameters(self.model)

@@ -294,6 +294,10 @@ class SeqParallelStrategy(SavingStrategy):
                 module, plans, self.groups, sp=config.sp, regather=config.regather, loss_chunk=config.loss_chunk
             )
         record.made_by = made_by
+        if proved.frozen:
+            record.why_frozen = proved.frozen
+            record.stay_frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
+            rank_zero_warn(f"lightning_seqpar: the plan is proved only while what is frozen stays so: {proved.frozen}")
         coverage = cover(record, plans, proved.known, sp=config.sp)
         self._log_summary([_describe_plan(record, plans, coverage), *coverage.reasons, *proved.lines], coverage)
         for warning in coverage.warnings:
