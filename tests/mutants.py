@@ -1356,7 +1356,7 @@ MUTANTS = [
     Mutant(
         "an optimizer that comes later not looked at",
         "SteppingStrategy.optimizers",
-        'refuse_optimizers(plain, self.groups.size("tp") if plain else 1)',
+        "refuse_optimizers(plain, self.config.tp)",
         "refuse_optimizers(plain, 1)",
         "tests/test_guards.py -k refused",
     ),
@@ -2581,8 +2581,8 @@ MUTANTS = [
             (
                 "why a plan is as it is is not remembered with a proof",
                 "Prover._proved",
-                "self._reasons = remembered.reasons",
-                "pass",
+                "self._reasons, self._frozen = remembered.reasons, remembered.frozen",
+                "self._frozen = remembered.frozen",
                 "test_selfcheck.py -k says_what_the_first",
             ),
             (

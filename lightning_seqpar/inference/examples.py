@@ -225,7 +225,7 @@ def _dummies(module: nn.Module) -> Iterator[Example]:
 
 
 def _step_args(method: Callable[..., Any], batch: Any, several: bool) -> tuple[Any, ...]:
-    """The arguments that a loop gives to a step: the batch, its number if the step takes it, and the loader's if there are several."""
+    """The arguments that a loop gives to a step: the batch, its number if that is taken, and the loader's if there are several."""
     number = (0,) if is_param_in_hook_signature(method, "batch_idx", min_args=2) else ()
     takes_loader = several and (method.__name__ != "training_step")
     return (batch, *number, *((0,) if takes_loader else ()))

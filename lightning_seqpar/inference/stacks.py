@@ -82,7 +82,9 @@ def _without_lone_mlps(trace: ForwardTrace, calls: Sequence[Call], model: nn.Mod
     An MLP in front of the transformer is none of its blocks, also where it stands in the same list. One behind the first block of
     a list (a feed-forward module of its own) is, and so are several of one class in a list, which repeat.
     """
-    mixing = [call for call in calls if any(op.name in _RELATING for op in trace.ops_in(call)) or _multiplies(trace, call)]
+    mixing = [
+        call for call in calls if any(op.name in _RELATING for op in trace.ops_in(call)) or _multiplies(trace, call)
+    ]
     first = {_parent(call.name): call.id for call in reversed(mixing)}
     if not first:
         return list(calls)

@@ -166,7 +166,7 @@ class _NoStep:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.optimizer)
 

@@ -35,7 +35,7 @@ NEVER_SHARDS = (
 
 
 class PickleGuard:
-    """The first attribute of a module that holds shards: pickling it, and so the module, raises. Copies of the module have it too."""
+    """The first attribute of a module that holds shards: pickling it, and so the module, raises. Copies have it too."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PickleGuard:
         return self

@@ -86,7 +86,7 @@ def without_global_clipping(plugin: Precision) -> Precision:
     """A copy of a plugin that :func:`with_global_clipping` made, of the user's own class; any other plugin is returned as it is."""
     if not isinstance(plugin, _ShardedPrecision):
         return plugin
-    own = copy.copy(plugin)
-    own.__class__ = plugin._own_class
+    own: Precision = copy.copy(plugin)
+    own.__class__ = plugin._own_class  # type: ignore[assignment]
     vars(own).pop("_owner")
     return own

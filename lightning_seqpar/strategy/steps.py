@@ -279,7 +279,9 @@ class SteppingStrategy(TopologyStrategy):
         for optimizer in plain:
             if optimizer not in self._guarded:  # gradients must be synced too if it is stepped without the strategy
                 self._guarded.add(optimizer)
-                if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # one around another may not call Optimizer.__init__
+                if hasattr(
+                    optimizer, "_optimizer_step_pre_hooks"
+                ):  # one around another may not call Optimizer.__init__
                     optimizer.register_step_pre_hook(self._before_raw_step)
         super(SteppingStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
@@ -432,7 +434,7 @@ class SteppingStrategy(TopologyStrategy):
             "precision": str(trainer.precision),
             # A time interval ("00:01:00:00") is kept elsewhere, and the Trainer then has no attribute of the first name.
             "val_check_interval": getattr(trainer, "val_check_interval", None),
-            "val_check_interval in seconds": trainer._val_check_time_interval,
+            "val_check_interval in seconds": trainer._val_check_time_interval,  # type: ignore[attr-defined]
             "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
             **{
                 f"optimizer {number}": describe_optimizer(plain_optimizer(optimizer))
@@ -459,13 +461,14 @@ class SteppingStrategy(TopologyStrategy):
         Lightning compares ``_last_val_time`` with the clock once the batch is done, on every rank for itself, and ranks that
         decide differently would wait for each other. An infinite time in its place makes that comparison certain.
         """
-        interval = self._trainer._val_check_time_interval
+        trainer: Any = self._trainer
+        interval = trainer._val_check_time_interval
         if interval is None:
             return
-        if math.isfinite(self._trainer._last_val_time):  # Lightning's, from the start or the end of a validation
-            self._validated_at = self._trainer._last_val_time
+        if math.isfinite(trainer._last_val_time):  # Lightning's, from the start or the end of a validation
+            self._validated_at = trainer._last_val_time
         due = self.reduce_boolean_decision(time.monotonic() - self._validated_at >= interval, all=False)
-        self._trainer._last_val_time = -math.inf if due else math.inf
+        trainer._last_val_time = -math.inf if due else math.inf
 
     def _agree_on_batches(self, loop: str, counts: list[int | float]) -> None:
         """The ranks of a replica would wait for each other in different loops if one had fewer batches."""

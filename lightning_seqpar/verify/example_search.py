@@ -77,11 +77,11 @@ class ExampleSearch:
         try:
             for candidate in self.candidates():
                 reductions = Reduction.variants(self._module, self._tp, candidate.length, candidate.longest)
-                for narrow, how in self._ways():
+                for narrow, tried in self._ways(candidate):
                     wrong = None
                     for reduction in reductions:
                         dtype = None if narrow else reduction.dtype(self._module)
-                        example = replace(candidate, **how).reduced(reduction)
+                        example = tried.reduced(reduction)
                         if (wrong := self._try(example, dtype)) is None:
                             return FoundExample(example.to(torch.device("cpu"), None), dtype, failures)
                         if wrong.at_any_size:
@@ -94,13 +94,13 @@ class ExampleSearch:
             failures.append(f"the loader raised {type(error).__name__}: {error}")
         return FoundExample(None, None, failures)
 
-    def _ways(self) -> Iterator[tuple[bool, dict[str, bool]]]:
-        """How an input is tried: whether in the model's own types, and fields of :class:`Example`. Those that prove most go first."""
-        manual = isinstance(self._module, LightningModule) and not self._module.automatic_optimization
+    def _ways(self, candidate: Example) -> Iterator[tuple[bool, Example]]:
+        """How an input is tried, and whether in the model's own types alone. What proves most goes first."""
+        manual = not self._module.automatic_optimization
         for frozen in (False, True) if any(not p.requires_grad for p in self._module.parameters()) else (False,):
             for narrow, draws in ((False, False), (False, True), (True, False)):
                 for reads_gradients in (False, True) if manual else (False,):
-                    yield narrow, {"draws": draws, "reads_gradients": reads_gradients, "frozen": frozen}
+                    yield narrow, replace(candidate, draws=draws, reads_gradients=reads_gradients, frozen=frozen)
 
     def _try(self, example: Example, dtype: torch.dtype | None) -> _Failure | None:
         """Run the example on a whole copy; what is wrong, or None."""
