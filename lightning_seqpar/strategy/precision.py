@@ -87,6 +87,6 @@ def without_global_clipping(plugin: Precision) -> Precision:
     if not isinstance(plugin, _ShardedPrecision):
         return plugin
     own: Precision = copy.copy(plugin)
-    own.__class__ = plugin._own_class  # type: ignore[assignment]
+    own.__class__ = plugin._own_class
     vars(own).pop("_owner")
     return own
