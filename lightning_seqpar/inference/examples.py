@@ -200,19 +200,19 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
 def _of_loaders(module: LightningModule, trainer: Trainer) -> Iterator[Example]:
     """The first batch of the running loop, for each step that takes it. The user's hooks are called once, on this rank alone."""
     loop, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
-    steps = [getattr(module, one) for one in dict.fromkeys(("training_step", step)) if is_overridden(one, module)]
-    iterating = [is_param_in_hook_signature(one, "dataloader_iter", explicit=True) for one in steps]
+    steps = {one: getattr(module, one) for one in ("training_step", step) if is_overridden(one, module)}
+    iterating = {one for one in steps if is_param_in_hook_signature(steps[one], "dataloader_iter", explicit=True)}
     cpu = torch.device("cpu")
     # The user's hooks may draw (augment), and count.
     with kept_streams(cpu), _contents_kept([module, getattr(trainer, "datamodule", None)]):
         batch, several = _peek(getattr(trainer, loop)._data_source.dataloader(), name, in_turn=loop != "fit_loop")
         read = small(batch)
-        if not all(iterating):
+        if iterating != set(steps):
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = small(module._apply_batch_transfer_handler(batch, device=cpu, dataloader_idx=0))
-    for method, iterates in zip(steps, iterating, strict=True):
-        args = (read, 0, 0) if iterates else _step_args(method, batch, several)
-        yield Example(f"the first {name} batch", method.__name__, args, {}, iterates=iterates)
+    for one, method in steps.items():
+        takes = (read, 0, 0) if one in iterating else _step_args(method, batch, several and one != "training_step")
+        yield Example(f"the first {name} batch", one, takes, {}, iterates=one in iterating)
 
 
 def _dummies(module: nn.Module) -> Iterator[Example]:
@@ -227,8 +227,7 @@ def _dummies(module: nn.Module) -> Iterator[Example]:
 def _step_args(method: Callable[..., Any], batch: Any, several: bool) -> tuple[Any, ...]:
     """The arguments that a loop gives to a step: the batch, its number if that is taken, and the loader's if there are several."""
     number = (0,) if is_param_in_hook_signature(method, "batch_idx", min_args=2) else ()
-    takes_loader = several and (method.__name__ != "training_step")
-    return (batch, *number, *((0,) if takes_loader else ()))
+    return (batch, *number, *((0,) if several else ()))
 
 
 def peek_batch(make_loaders: Callable[[], Any], what: str, *, in_turn: bool = False) -> Any:
