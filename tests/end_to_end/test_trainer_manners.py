@@ -219,7 +219,9 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
 
 @pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2)])
 def test_what_users_write_trains_as_in_one_process(world, tp, tmp_path):
-    names = list(TRAINED) if world == 2 else ["an iterator", "manual", "thawing raw parameters", "thawing by a callback"]
+    names = (
+        list(TRAINED) if world == 2 else ["an iterator", "manual", "thawing raw parameters", "thawing by a callback"]
+    )
     expected = outcomes("TRAINED", names, 1, str(tmp_path))
     for found in run_distributed(outcomes, world, "TRAINED", names, tp, str(tmp_path)):
         for name in names:
@@ -360,7 +362,9 @@ def wrong_gradient_of_the_frozen(tp: int, folder: str) -> Any:
     """A rule of the user's that is wrong for a frozen parameter's gradient alone."""
     said: list[str] = []
     for at in (5, 1):  # the first stays frozen
-        trainer = trainer_of(tp, max_steps=-1, max_epochs=2, fields={"plan": {"base": "none", "rules": WRONG}, "sp": False})
+        trainer = trainer_of(
+            tp, max_steps=-1, max_epochs=2, fields={"plan": {"base": "none", "rules": WRONG}, "sp": False}
+        )
         module = Thawing("head_norm", "head", at)
         try:
             trainer.fit(module, loader(tp))
@@ -437,7 +441,9 @@ def test_the_rest_of_a_run(tmp_path):
         assert found["missing"] == (True, "/nothing.ckpt: there is no such checkpoint")
         said, copies_well = found["pickled"]
         assert len(said) == 4
-        assert all("would write shards" in one and "trainer.save_checkpoint" in one and "unshard" in one for one in said)
+        assert all(
+            "would write shards" in one and "trainer.save_checkpoint" in one and "unshard" in one for one in said
+        )
         assert copies_well
         metrics, predicted = found["evaluated"]
         assert metrics == [pytest.approx(one, rel=1e-9) for one in alone["evaluated"][0]]
