@@ -61,7 +61,7 @@ def test_collectives_give_this_processes_own():
     with pytest.raises(
         RuntimeError, match="made in setup_environment"
     ):  # not 0 on every rank, by which data would be dealt out
-        strategy.dp_rank
+        _ = strategy.dp_rank
 
 
 def test_an_exception_is_told_to_lightnings_strategy_too(monkeypatch):
