@@ -2634,6 +2634,13 @@ MUTANTS = [
                 "trainer_manners.py -k 2-2",
             ),
             (
+                "a backward within a step is recorded with its forward",
+                "ForwardTrace.run_backward",
+                "self._is_paused = True",
+                "pass",
+                "trainer_manners.py -k 2-2",
+            ),
+            (
                 "a step reads no gradients on the copy",
                 "ExampleSearch._ways",
                 "for reads_gradients in (False, True) if",
