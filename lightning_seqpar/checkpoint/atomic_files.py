@@ -34,6 +34,10 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written; one that had its name before is still there."""
 
 
+class NoCheckpointError(FileNotFoundError, ValueError):
+    """There is no checkpoint under the path that was given."""
+
+
 def beside(path: Path, suffix: str) -> Path:
     """The path in the same folder whose name has ``suffix`` added."""
     return path.with_name(path.name + suffix)
@@ -141,14 +145,14 @@ def describe_error(error: BaseException) -> str:
     return str(cause) if cause is not None else f"{type(error).__name__}: {error}"
 
 
-def missing(path: Path) -> ValueError:
+def missing(path: Path) -> NoCheckpointError:
     """The error for a checkpoint that is not there; it names what an interrupted run may have left beside it."""
     hint = ""
     if beside(path, UNFINISHED).exists():
         hint = f"; {beside(path, UNFINISHED)} is one that was being written when its run ended, so go on from the one before"
     if beside(path, REPLACED).exists():
         hint += f"; {beside(path, REPLACED)} is one that was being replaced, or a part of it"
-    return ValueError(f"{path}: there is no such checkpoint{hint}")
+    return NoCheckpointError(f"{path}: there is no such checkpoint{hint}")
 
 
 class WholeFileIO(TorchCheckpointIO):
@@ -180,7 +184,8 @@ class WholeFileIO(TorchCheckpointIO):
         """Read a file. A local one is mapped into memory, so that a rank reads only the parts of tensors that it uses.
 
         Raises:
-            ValueError: if it is missing or damaged.
+            NoCheckpointError: if it is missing; a ``FileNotFoundError`` and a ``ValueError``.
+            ValueError: if it is damaged.
         """
         place = local_path(path)
         if place is not None and not place.exists():

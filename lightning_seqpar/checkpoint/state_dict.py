@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_seqpar.checkpoint.folder import Opened, Part, own_memory
+from lightning_seqpar.checkpoint.folder import Opened, Part, own_memory, walk
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split, take_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel, refuse_copies
@@ -120,6 +120,12 @@ def optimizer_parts(optimizer: Optimizer, layout: ModelLayout | None, groups: Pa
     """
     state: dict[str, Any] = optimizer.state_dict()
     parameters, writers = _parameters(optimizer), _WriterChoice(groups)
+    if not _is_torchs_layout(state):
+        _refuse_own_layout(optimizer, state, layout)
+        return cast(
+            "dict[str, Any]",
+            walk(state, lambda _, leaf: writers.part(leaf, None) if isinstance(leaf, Tensor) else leaf),
+        )
     parts = {}
     for index, entry in state["state"].items():
         parameter = parameters[index]
@@ -198,6 +204,28 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _is_torchs_layout(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state dict is laid out as torch's own are: ``{"state": {index: {name: moment}}, ...}``."""
+    entries = state.get("state")
+    return isinstance(entries, Mapping) and all(
+        isinstance(index, int) and isinstance(entry, Mapping) for index, entry in entries.items()
+    )
+
+
+def _refuse_own_layout(optimizer: Optimizer, state: Mapping[str, Any], layout: ModelLayout | None) -> None:
+    """Refuse a state dict of a layout of its own where parameters are sharded; an empty one has nothing to shard.
+
+    Raises:
+        ValueError: naming the optimizer and what its state dict holds.
+    """
+    if layout is not None and state:
+        raise ValueError(
+            f"{type(optimizer).__name__}: its state dict holds {', '.join(map(str, state))} in a layout of its own, of which it is "
+            "not known what belongs to which parameter, so it can't be sharded or made whole; use the optimizer with tp=1, or let "
+            "its state_dict() be torch's, {'state': {index: {name: tensor}}, 'param_groups': [...]}"
+        )
+
+
 def full_optimizer_state(
     optimizer: Optimizer, layout: ModelLayout, groups: ParallelGroups, device: torch.device
 ) -> dict[str, Any]:
@@ -213,6 +241,9 @@ def full_optimizer_state(
         Whole moments on the first rank, which writes; meta tensors of their shapes elsewhere.
     """
     state: dict[str, Any] = optimizer.state_dict()
+    if not _is_torchs_layout(state):
+        _refuse_own_layout(optimizer, state, layout)
+        return state
     parameters = _parameters(optimizer)
     whole: dict[Any, Any] = {}
     for index, entry in state["state"].items():
@@ -247,9 +278,13 @@ def load_full_optimizer_state(
         opened: the folder from which tensors are read that are meta tensors in ``state``.
 
     Raises:
-        ValueError: if the state was written for other parameters.
+        ValueError: if the state was written for other parameters, or has a layout of its own and the model is sharded.
     """
     parameters, rank = _parameters(optimizer), groups.rank("tp")
+    if not _is_torchs_layout(state):
+        _refuse_own_layout(optimizer, state, layout)
+        optimizer.load_state_dict(_read_whole(state, rank, opened))
+        return
     flat = {(index, key): value for index, entry in state["state"].items() for key, value in entry.items()}
     layouts: dict[tuple[Any, str], ParamLayout | None] = {}
     for index, key in flat:
@@ -270,3 +305,17 @@ def load_full_optimizer_state(
         # A copy in memory of its own: the optimizer keeps it, and what was read may be mapped from a file.
         local[index][key] = own_memory(value) if value is flat[index, key] else value
     optimizer.load_state_dict({**state, "state": local})
+
+
+def _read_whole(state: Mapping[str, Any], rank: int, opened: Opened | None) -> dict[str, Any]:
+    """A state dict of any layout with whole tensors, in memory of their own."""
+    meta: dict[str, Any] = {}
+
+    def note(key: str, leaf: Any) -> Any:
+        if opened is not None and opened.key_of(leaf) is not None:
+            meta[key] = leaf
+        return leaf
+
+    walk(dict(state), note)
+    read = {} if opened is None else opened.take(meta, {}, rank)
+    return cast("dict[str, Any]", own_memory(walk(dict(state), lambda key, leaf: read.get(key, leaf))))

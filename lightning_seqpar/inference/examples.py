@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import random
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
@@ -28,6 +28,11 @@ from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.reduction import IDS, WHOLE, Reduction
 from lightning_seqpar.inference.repeats import Repeats
 from lightning_seqpar.inference.trainer_view import NoExampleError, answer_harmlessly
+
+
+def backward_at_once(loss: Tensor) -> None:
+    """Compute gradients of a loss whose graph stays, for the backward of all losses together."""
+    loss.backward(retain_graph=True)
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,11 @@ class Example:
         draws: whether the method needs random draws to be random.
         path: name of the submodule that takes it; empty for the model itself.
         reduction: how a copy that takes it is smaller than the model.
+        iterates: whether the step is given an iterator of batches (``training_step(self, dataloader_iter)``); ``args`` is what
+            that gives.
+        reads_gradients: whether ``manual_backward`` computes gradients at once, for a step that reads them.
+        frozen: whether parameters that are frozen stay so in copies that take it. Else all of them ask for gradients, so that
+            what is found is right when they thaw.
     """
 
     source: str
@@ -51,6 +61,9 @@ class Example:
     draws: bool = False
     path: str = ""
     reduction: Reduction = WHOLE
+    iterates: bool = False
+    reads_gradients: bool = False
+    frozen: bool = False
 
     @property
     def length(self) -> int | None:
@@ -95,8 +108,12 @@ class Example:
         args, kwargs = map_tensors(move, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
-    def run(self, model: nn.Module) -> Tensor:
+    def run(self, model: nn.Module, backward: Callable[[Tensor], None] = backward_at_once) -> Tensor:
         """Run it on a model: a scalar with a gradient, which is the step's loss or a fixed projection of the outputs.
+
+        Args:
+            model: a copy.
+            backward: computes the gradients of a loss where the step reads them; the loss's graph must stay.
 
         Raises:
             NoExampleError: if no output has a gradient, or the step reads more of the trainer than a copy has.
@@ -104,10 +121,10 @@ class Example:
         logged: list[Tensor] = []
         losses: list[Tensor] = []
         if isinstance(model, LightningModule):
-            answer_harmlessly(model, logged, losses)
+            answer_harmlessly(model, logged, losses, backward if self.reads_gradients else None)
         target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
         args, kwargs = _own_tensors((self.args, dict(self.kwargs)))
-        out = target(*args, **kwargs)
+        out = target(_batches(args), **kwargs) if self.iterates else target(*args, **kwargs)
         if self.method != "forward":
             loss = out.get("loss") if isinstance(out, Mapping) else out
             if losses:
@@ -118,6 +135,13 @@ class Example:
         if not found:
             raise NoExampleError(f"{self.method} with {self.source} gives nothing that has a gradient")
         return torch.stack([_project(leaf) for leaf in found]).sum()
+
+
+def _batches(given: tuple[Any, ...]) -> Iterator[tuple[Any, int, int]]:
+    """What a loader's iterator gives to a step: the batch with its number and its loader's, as often as the step asks."""
+    batch, _, loader = given
+    for number in count():
+        yield _own_tensors(batch), number, loader
 
 
 def _own_tensors(batch: Any) -> Any:
@@ -163,22 +187,32 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
             yield Example("example_input_array", "forward", (), own)
         else:
             yield Example("example_input_array", "forward", own if isinstance(own, tuple) else (own,), {})
-    loop, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
     refused: NoExampleError | None = None
     try:
-        batch = peek_batch(getattr(trainer, loop)._data_source.dataloader, name)
+        yield from _of_loaders(module, trainer)
     except NoExampleError as error:
         refused = error
-    else:
-        with kept_streams(torch.device("cpu")):  # the user's transfer hooks may augment
-            batch = small(module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0))
-        for method in dict.fromkeys(("training_step", step)):
-            if is_overridden(method, module):
-                takes = _step_args(getattr(module, method), batch)
-                yield Example(f"the first {name} batch", method, takes, {})
     yield from _dummies(module)
     if refused is not None:
         raise refused
+
+
+def _of_loaders(module: LightningModule, trainer: Trainer) -> Iterator[Example]:
+    """The first batch of the running loop, for each step that takes it. The user's hooks are called once, on this rank alone."""
+    loop, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
+    steps = {one: getattr(module, one) for one in ("training_step", step) if is_overridden(one, module)}
+    iterating = {one for one in steps if is_param_in_hook_signature(steps[one], "dataloader_iter", explicit=True)}
+    cpu = torch.device("cpu")
+    # The user's hooks may draw (augment), and count.
+    with kept_streams(cpu), _contents_kept([module, getattr(trainer, "datamodule", None)]):
+        batch, several = _peek(getattr(trainer, loop)._data_source.dataloader(), name, in_turn=loop != "fit_loop")
+        read = small(batch)
+        if iterating != set(steps):
+            batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = small(module._apply_batch_transfer_handler(batch, device=cpu, dataloader_idx=0))
+    for one, method in steps.items():
+        takes = (read, 0, 0) if one in iterating else _step_args(method, batch, several and one != "training_step")
+        yield Example(f"the first {name} batch", one, takes, {}, iterates=one in iterating)
 
 
 def _dummies(module: nn.Module) -> Iterator[Example]:
@@ -190,32 +224,54 @@ def _dummies(module: nn.Module) -> Iterator[Example]:
             return
 
 
-def _step_args(method: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
-    """The arguments of a step: ``(batch,)``, or ``(batch, 0)`` if it takes the batch's index; others have defaults."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    takes = [p for p in inspect.signature(method).parameters.values() if p.kind in kinds]
-    return (batch, 0)[: max(1, len(takes))]
+def _step_args(method: Callable[..., Any], batch: Any, several: bool) -> tuple[Any, ...]:
+    """The arguments that a loop gives to a step: the batch, its number if that is taken, and the loader's if there are several."""
+    number = (0,) if is_param_in_hook_signature(method, "batch_idx", min_args=2) else ()
+    return (batch, *number, *((0,) if several else ()))
 
 
-def peek_batch(make_loaders: Callable[[], Any], what: str) -> Any:
+def peek_batch(make_loaders: Callable[[], Any], what: str, *, in_turn: bool = False) -> Any:
     """The first batch, read in this process; random streams and generators are put back as they were.
 
     Args:
         make_loaders: gives the user's loader, or a container of loaders.
         what: for messages: ``training``, ``validation``, ...
+        in_turn: loaders in a container are read one after the other, as in evaluation; else each gives a part of a batch.
 
     Raises:
         NoExampleError: for an empty loader, or a stream that can be read only once.
     """
     with kept_streams(torch.device("cpu")):
-        loaders = make_loaders()
-        if isinstance(loaders, DataLoader):
-            return _first(loaders, what)
-        if isinstance(loaders, list | tuple | dict | CombinedLoader):
-            combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "min_size")
-            flat = [_first(one, what) for one in combined.flattened]
-            return tree_unflatten(flat, combined._spec)
-        return _first(loaders, what)
+        return _peek(make_loaders(), what, in_turn=in_turn)[0]
+
+
+def _peek(loaders: Any, what: str, *, in_turn: bool) -> tuple[Any, bool]:
+    """:func:`peek_batch` of loaders that are made, and whether there are several that are read one after the other."""
+    if isinstance(loaders, DataLoader) or not isinstance(loaders, list | tuple | dict | CombinedLoader):
+        return _first(loaders, what), False
+    mode: Any = "sequential" if in_turn else "min_size"
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)
+    if in_turn and combined._mode == "sequential":
+        if not combined.flattened:
+            raise NoExampleError(f"there is no {what} loader")
+        return _first(combined.flattened[0], what), len(combined.flattened) > 1
+    return tree_unflatten([_first(one, what) for one in combined.flattened], combined._spec), False
+
+
+@contextmanager
+def _contents_kept(holders: Sequence[Any]) -> Iterator[None]:
+    """While open, hooks of the user's may run: the numbers that these objects hold are put back after, and so are their lists."""
+    held = [vars(holder) for holder in holders if holder is not None]
+    numbers = [{key: value for key, value in own.items() if type(value) in (int, float)} for own in held]
+    lists = [(value, list(value)) for own in held for value in own.values() if type(value) is list]
+    try:
+        yield
+    finally:
+        for own, before in zip(held, numbers, strict=True):
+            own.update(before)
+        for value, items in lists:
+            if len(value) != len(items):
+                value[:] = items
 
 
 @contextmanager

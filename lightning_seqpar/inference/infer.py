@@ -115,7 +115,8 @@ def _copy_for(
     if dtype is torch.float64 and is_large(model):
         dtype = torch.float32
     with kept_streams(cpu), default_dtype(dtype):
-        copied = without_checkpoints(without_adapters(detached_copy(model, cpu, dtype, example.reduction)))
+        detached = detached_copy(model, cpu, dtype, example.reduction, frozen=example.frozen)
+        copied = without_checkpoints(without_adapters(detached))
         prepare(copied)
         yield copied, example.to(cpu, dtype)
 
@@ -185,7 +186,7 @@ def _infer(
     user_rules = _UserRules(model, own)
     with example.repeats(model), trace.watch(), Quiet(draws=example.draws):
         seed_streams()
-        example.run(model)
+        example.run(model, trace.run_backward)
     if not trace.calls:
         raise CantInferError(
             f"{type(model).__name__}: a copy of it runs none of its own modules (its forward is a closure over the original?)"

@@ -72,6 +72,8 @@ def detached_copy(
     dtype: torch.dtype | None = torch.float64,
     reduction: Reduction = WHOLE,
     rules: Mapping[str, str] | None = None,
+    *,
+    frozen: bool = False,
 ) -> nn.Module:
     """A copy of ``model`` that no trainer knows, with weights at which no wrong gradient stays hidden.
 
@@ -84,6 +86,8 @@ def detached_copy(
         dtype: of the copy; None keeps the model's own types.
         reduction: how the copy is smaller than the model.
         rules: what a plan says of modules and parameters, by name; only blocks of which it says the same share one module.
+        frozen: leave frozen parameters frozen. Else all of the copy's ask for gradients: those of the model may thaw while it
+            trains, and what nobody computed a gradient of would be unproved then.
     """
     memo: dict[int, Any] = {}
     for attribute in ("_trainer", "_fabric"):
@@ -109,6 +113,9 @@ def detached_copy(
     if dtype is not None:
         copied = copied.double() if dtype is torch.float64 else copied.float()  # complex tables stay complex
     _move_weights(copied)
+    if not frozen:
+        for parameter in copied.parameters():
+            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
     copied.train()
     for name, module in model.named_modules():
         if not module.training and name:

@@ -67,12 +67,53 @@ def find_stacks(trace: ForwardTrace, model: nn.Module) -> list[list[Call]]:
         ):
             repeated |= {call.name for call in calls}
     outermost = [call for call in fitting if call.name in repeated and not _encloses(trace, call, repeated)]
+    outermost = _without_lone_mlps(trace, outermost, model)
     stacks: dict[str, list[Call]] = defaultdict(list)
     for call in outermost:
         stack = stacks[_parent(call.name)]
         if all(call.name != other.name for other in stack):
             stack.append(call)
     return list(stacks.values())
+
+
+def _without_lone_mlps(trace: ForwardTrace, calls: Sequence[Call], model: nn.Module) -> list[Call]:
+    """Candidates for blocks without those that stand for themselves and relate no positions, if others do relate them.
+
+    An MLP in front of the transformer is none of its blocks, also where it stands in the same list. One behind the first block of
+    a list (a feed-forward module of its own) is, and so are several of one class in a list, which repeat.
+    """
+    mixing = [
+        call for call in calls if any(op.name in _RELATING for op in trace.ops_in(call)) or _multiplies(trace, call)
+    ]
+    first = {_parent(call.name): call.id for call in reversed(mixing)}
+    if not first:
+        return list(calls)
+    alike: dict[tuple[str, type], set[str]] = defaultdict(set)
+    for call in (one for one in calls if _is_listed(model, one.name)):
+        alike[_parent(call.name), type(call.module)].add(call.name)
+    mixes = {call.name for call in mixing}
+    return [
+        call
+        for call in calls
+        if call.name in mixes
+        or len(alike[_parent(call.name), type(call.module)]) > 1
+        or first.get(_parent(call.name), call.id) < call.id
+    ]
+
+
+_RELATING = ("convolution", "cumsum", "_fft_r2c", "_fft_c2c", "flip", "roll")
+"""Operations by which positions see each other, besides attention's own and products of two activations."""
+
+
+def _multiplies(trace: ForwardTrace, call: Call) -> bool:
+    """Whether activations are multiplied with each other inside a call, as attention does: no factor is a parameter."""
+    for op in trace.ops_in(call):
+        if "scaled_dot_product" in op.name or "attention" in op.name:
+            return True
+        factors = [trace.values[one] for one in op.inputs if len(trace.values[one].shape) > 1]
+        if op.name in ("mm", "bmm", "baddbmm") and len(factors) > 1 and all(one.parameter is None for one in factors):
+            return True
+    return False
 
 
 def only_convolutions(model: nn.Module) -> str:

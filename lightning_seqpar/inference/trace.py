@@ -234,6 +234,7 @@ class ForwardTrace(TorchDispatchMode):
         for name, parameter in model.named_parameters():
             self._parameters[storage_id(parameter)] = name
         self._model = model
+        self._is_paused = False
 
     # ---- values ------------------------------------------------------------------------------------------------
 
@@ -285,6 +286,8 @@ class ForwardTrace(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         tensors = self._strided((args, kwargs))
         inputs = [self.value_of(tensor) for tensor in tensors]
         out = func(*args, **kwargs)
@@ -362,6 +365,14 @@ class ForwardTrace(TorchDispatchMode):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Compute gradients of a loss in the middle of a step, for code that reads them; nothing of that is recorded."""
+        self._is_paused = True
+        try:
+            loss.backward(retain_graph=True)
+        finally:
+            self._is_paused = False
 
     def forget(self) -> None:
         """Free the tensors; the record stays."""

@@ -57,13 +57,19 @@ def attach_view(model: nn.Module, trainer: Trainer | None) -> None:
                 module.__dict__["_trainer"] = view
 
 
-def answer_harmlessly(model: LightningModule, logged: list[Tensor], losses: list[Tensor]) -> None:
+def answer_harmlessly(
+    model: LightningModule,
+    logged: list[Tensor],
+    losses: list[Tensor],
+    at_once: Callable[[Tensor], None] | None = None,
+) -> None:
     """Replace what a step calls on its module, in place, so that running a step on a copy has no effects.
 
     Args:
         model: the copy.
         logged: gets the tensors with a gradient that the step logs.
         losses: gets the losses that it passes to ``manual_backward``.
+        at_once: computes the gradients of such a loss, for a step that reads them; None for not at all.
     """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -76,6 +82,8 @@ def answer_harmlessly(model: LightningModule, logged: list[Tensor], losses: list
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         losses.append(loss)
+        if at_once is not None:
+            at_once(loss)
 
     steps = _Steps(model)
     answers: dict[str, Any] = {
@@ -83,7 +91,9 @@ def answer_harmlessly(model: LightningModule, logged: list[Tensor], losses: list
         "log_dict": log_dict,
         "print": _nothing,
         "manual_backward": backward,
-        "optimizers": lambda *args, **kwargs: _one_or_all(steps.optimizers()),
+        "optimizers": lambda use_pl_optimizer=True: _one_or_all(
+            [_NoStep(one) for one in steps.optimizers()] if use_pl_optimizer else steps.optimizers()
+        ),
         "lr_schedulers": lambda: _one_or_all(steps.schedulers()) or None,
         "toggle_optimizer": _nothing,
         "untoggle_optimizer": _nothing,
@@ -134,35 +144,38 @@ class OneRankOnly(TorchDispatchMode):
 # ---- optimizers and schedulers -------------------------------------------------------------------------------------
 
 
-class _NoStep:
-    """Stands for an optimizer or a scheduler of the copy: what it holds can be read, and it does nothing.
+def _without_steps(real: Any) -> None:
+    """Let an optimizer or a scheduler of the copy do nothing when it is stepped, in place; an optimizer runs its closure."""
 
-    Args:
-        real: made by the copy's own ``configure_optimizers``.
-    """
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-
-    def step(self, *args: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Run the closure, which computes the losses, and nothing else."""
+    def step(*args: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         closure = closure or next((arg for arg in args if callable(arg)), None)
         return None if closure is None else closure()
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Gradients are those of the example alone."""
+    real.step = step
+    if hasattr(real, "zero_grad"):
+        real.zero_grad = _nothing  # gradients are those of the example alone
+
+
+class _NoStep:
+    """Stands for Lightning's wrapper of an optimizer of the copy, which does nothing either.
+
+    Args:
+        optimizer: made by the copy's own ``configure_optimizers``.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.optimizer)
 
     def toggle_model(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         """Which parameters train is the example's matter."""
         return nullcontext()
 
-    @property
-    def optimizer(self) -> Any:
-        """Of a scheduler or Lightning's wrapper, the optimizer."""
-        return _NoStep(getattr(self._real, "optimizer", self._real))
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+        return getattr(self.optimizer, name)
 
 
 class _Steps:
@@ -174,24 +187,24 @@ class _Steps:
 
     def __init__(self, model: LightningModule) -> None:
         self._model = model
-        self._made: tuple[list[_NoStep], list[Any]] | None = None
+        self._made: tuple[list[Any], list[Any]] | None = None
 
-    def _configured(self) -> tuple[list[_NoStep], list[Any]]:
+    def _configured(self) -> tuple[list[Any], list[Any]]:
         """Optimizers, and Lightning's configurations of schedulers."""
         if self._made is None:
-            answer: Any = type(self._model).configure_optimizers(self._model)
+            answer: Any = self._model.configure_optimizers()
             optimizers, schedulers, monitor = _configure_optimizers(answer) if answer is not None else ([], [], None)
             configs: list[Any] = (
                 _configure_schedulers_automatic_opt(schedulers, monitor)
                 if self._model.automatic_optimization
                 else _configure_schedulers_manual_opt(schedulers)
             )
-            for config in configs:
-                config.scheduler = _NoStep(config.scheduler)
-            self._made = [_NoStep(optimizer) for optimizer in optimizers], configs
+            for one in (*optimizers, *(config.scheduler for config in configs)):
+                _without_steps(one)
+            self._made = optimizers, configs
         return self._made
 
-    def optimizers(self) -> list[_NoStep]:
+    def optimizers(self) -> list[Any]:
         """All optimizers."""
         return list(self._configured()[0])
 
@@ -310,7 +323,7 @@ def _of_strategy(steps: _Steps) -> dict[str, Any]:
         "all_gather": all_gather,
         "reduce": reduce,
         "optimizers": property(lambda self: steps.optimizers()),
-        "_lightning_optimizers": property(lambda self: steps.optimizers()),
+        "_lightning_optimizers": property(lambda self: [_NoStep(one) for one in steps.optimizers()]),
         "lr_scheduler_configs": property(lambda self: steps.configs()),
     }
 

@@ -23,7 +23,15 @@ from lightning_seqpar.parallel.graph_draws import GraphDraws
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.recompute import Recompute, make_recomputed, recomputed
 from lightning_seqpar.parallel.resolve import ResolvedPlan
-from lightning_seqpar.parallel.sharded_model import PART_KEY, RECORD_KEY, ShardedModel, record_of, refuse_copies
+from lightning_seqpar.parallel.sharded_model import (
+    NEVER_SHARDS,
+    PART_KEY,
+    RECORD_KEY,
+    ShardedModel,
+    guard_pickling,
+    record_of,
+    refuse_copies,
+)
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.hooks import draw_alike, note_shards, require_shard, return_whole
 from lightning_seqpar.region.lowered import LoweredRegion, begin_lowered_block
@@ -99,6 +107,8 @@ class _Swap:
             self._compile_blocks(self._compiler, record.layout)
         for name in dict.fromkeys(name.rpartition(".")[0] for name in self._sharded_names(record.layout)):
             plan.modules[name].__dict__[PART_KEY] = name
+        for module in self._holders(record.layout):
+            guard_pickling(module)
         record.changes, record.restore = changes_since(before), application.restore
         self._model.__dict__[RECORD_KEY] = record
         return record
@@ -234,11 +244,7 @@ def _refuse_other_strategies(model: nn.Module) -> Callable[..., None]:
 def _guard(record: ShardedModel) -> Callable[..., None]:
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not record.reading:
-            raise RuntimeError(
-                "state_dict() of a parallelised model would return shards, which must never pass for the model. Use "
-                "trainer.save_checkpoint(path), which writes the whole model, or lightning_seqpar.unshard(model) first "
-                "(both on all ranks)"
-            )
+            raise RuntimeError(f"state_dict() of a parallelised model would return {NEVER_SHARDS}")
 
     return hook
 

@@ -26,6 +26,33 @@ RECORD_KEY = "_seqpar_record"
 PART_KEY = "_seqpar_part"
 """Under which a module that holds a shard has its name, by which copies of it are known."""
 
+PICKLE_KEY = "_seqpar_pickle_guard"
+"""Under which a module that holds a shard, at any depth, has what refuses to be pickled."""
+NEVER_SHARDS = (
+    "shards, which must never pass for the model. Use trainer.save_checkpoint(path), which writes the whole model, or "
+    "lightning_seqpar.unshard(model) first (both on all ranks)"
+)
+"""What an error says to one who asks a sharded model for its tensors."""
+
+
+class PickleGuard:
+    """The first attribute of a module that holds shards: pickling it, and so the module, raises. Copies have it too."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PickleGuard:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(f"pickling (torch.save) of a parallelised model, or of a part, would write {NEVER_SHARDS}")
+
+
+def guard_pickling(module: nn.Module) -> None:
+    """Refuse to pickle a module, in place: hooks and shards come behind the first of its attributes, which raises."""
+    own = vars(module)
+    others = dict(own)
+    own.clear()
+    own[PICKLE_KEY] = PickleGuard()
+    own.update(others)
+
 
 class SplitReplicas(Protocol):
     """What splits a model's parts over the data-parallel replicas."""
@@ -49,6 +76,8 @@ class ShardedModel:
         matches: the plan's rules with the modules and tensors that they hold for, in order.
         buffers: layouts of the buffers that are cut.
         recomputed: names of the modules that run again in the backward: the blocks, or their attention.
+        stay_frozen: parameters that may not begin to train, as the plan was proved with them frozen alone.
+        why_frozen: what is wrong when they train.
         on_shards: parameters whose gradient is partial because they are read inside a sequence region.
         is_copy: the model is a copy that no trainer trains.
         replicas: what splits the parts over the data-parallel replicas too; None if every replica holds all of them.
@@ -70,6 +99,8 @@ class ShardedModel:
     is_copy: bool = False
     on_shards: frozenset[str] = frozenset()
     recomputed: tuple[str, ...] = ()
+    stay_frozen: frozenset[str] = frozenset()
+    why_frozen: str = ""
     versions: dict[str, int] = field(default_factory=dict)
     changes: list[ModuleChange] = field(default_factory=list)
     restore: list[Callable[[], None]] = field(default_factory=list)
@@ -98,6 +129,19 @@ class ShardedModel:
                 raise ValueError(
                     f"{name}: changed in place after the model was sharded and before training; initialise weights in "
                     "__init__ or configure_model, while they are whole"
+                )
+
+    def check_frozen(self) -> None:
+        """What was frozen in the proof must not train, if the proof holds for that alone.
+
+        Raises:
+            RuntimeError: naming a parameter that has thawed.
+        """
+        for name in sorted(self.stay_frozen):
+            if self.layout.parameter(name).requires_grad:
+                raise RuntimeError(
+                    f"{name}: it trains now, and the plan could be proved only with it frozen ({self.why_frozen}). Thaw it before "
+                    "trainer.fit, and write or mend the plan (plan={'rules': [...]}) until the self-check passes"
                 )
 
     def as_written(self) -> AbstractContextManager[None]:

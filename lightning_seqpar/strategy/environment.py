@@ -138,7 +138,13 @@ class TopologyStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of a ``DistributedSampler``: it counts replicas, since the ranks of one read the same samples."""
+        """Arguments of a ``DistributedSampler``: it counts replicas, since the ranks of one read the same samples.
+
+        Lightning asks before set-up too, where a loader is only counted (``trainer.estimated_stepping_batches``).
+        """
+        if self._groups is None:
+            topology = ProcessTopology.from_config(self.config, self.num_nodes * self.num_processes)
+            return {"num_replicas": topology.get_dim("dp"), "rank": topology.get_coord(self.global_rank).dp}
         return {"num_replicas": self.dp_size, "rank": self.dp_rank}
 
     # ---- environment -------------------------------------------------------------------------------------------
@@ -256,10 +262,11 @@ class TopologyStrategy(ParallelStrategy):
         return self.lightning_module
 
     # ---- collectives for Lightning: values over the replicas, barriers and decisions over the world ---------------
+    # Before set-up, when there are no groups yet, each of them answers as on one process.
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the replicas; the ranks of one replica have the same value. Other objects stay as they are."""
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or self._groups is None:
             return tensor
         tensor = whole_logits(tensor)
         return _sync_ddp_if_available(tensor, self.groups["dp"] if group is None else group, reduce_op=reduce_op)
@@ -272,6 +279,8 @@ class TopologyStrategy(ParallelStrategy):
         losses: a loss that all replicas compute alike of the gathered tensors is the one of a single process with the whole
         batch, and so are its gradients once they are averaged over the replicas. Sharded logits are gathered over tp first.
         """
+        if self._groups is None:
+            return tensor
         tensor = whole_logits(tensor)
         over = self.groups["dp"] if group is None or group is dist.group.WORLD else group
         if over.size() == 1:
@@ -282,6 +291,8 @@ class TopologyStrategy(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether ``decision`` is true on all ranks of the world, or with ``all=False`` on any."""
+        if self._groups is None:
+            return decision
         reduced = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(reduced, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self._world)
         return bool(reduced)
@@ -312,6 +323,8 @@ class TopologyStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
+        if self._groups is None:
+            return dataloader  # it is only counted; fit makes loaders anew
         if isinstance(dataloader, BroadcastLoader):
             dataloader = dataloader.loader  # Lightning processes a loader that it keeps once more
         if isinstance(dataloader, DataLoader):

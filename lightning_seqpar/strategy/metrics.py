@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,37 @@ def share_metrics(holders: Sequence[Any], group: ProcessGroup) -> None:
         if group_of_metric is None or getattr(metric, _SHARED_GROUP, None) == id(group_of_metric):
             metric.process_group = group
             setattr(metric, _SHARED_GROUP, id(metric.process_group))
+            if not isinstance(metric, _Copyable):
+                kind = type(metric)
+                names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_own_class": kind}
+                metric.__class__ = type(kind.__name__, (_Copyable, kind), names)
+
+
+class _Copyable(Metric):
+    """Copying and pickling of a metric that was given a process group, which can be neither copied nor pickled.
+
+    The class of such a metric is derived from this one and its own. A copy (``clone``, ``deepcopy`` of a callback) has the same
+    group; what is pickled has none, and is of the metric's own class.
+    """
+
+    _own_class: type
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.process_group)] = self.process_group
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = self.__getstate__()
+        if state.pop(_SHARED_GROUP, None) is not None:
+            state["process_group"] = None
+        return _bare, (self._own_class,), state
+
+
+def _bare(kind: type[Metric]) -> Metric:
+    """An object of a class that has no attributes yet."""
+    return kind.__new__(kind)
 
 
 _SHARED_GROUP = "_lightning_seqpar_group"

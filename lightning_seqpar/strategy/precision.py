@@ -37,6 +37,7 @@ class _ShardedPrecision(Precision):
     """Methods that take the place of those of the user's plugin, in a class that is derived from this one and the plugin's."""
 
     _owner: Callable[[], GradientOwner | None]
+    _own_class: type[Precision]
 
     def _strategy(self) -> GradientOwner:
         """The strategy, to which the plugin has a weak reference."""
@@ -80,7 +81,8 @@ def with_global_clipping(plugin: Precision, owner: GradientOwner) -> Precision:
     clipping = copy.copy(plugin)
     plugin_class = type(plugin)
     if not issubclass(plugin_class, _ShardedPrecision):
-        bases, names = (_ShardedPrecision, plugin_class), {"__qualname__": plugin_class.__qualname__}
+        bases = _ShardedPrecision, plugin_class
+        names = {"__qualname__": plugin_class.__qualname__, "_own_class": plugin_class}
         clipping.__class__ = type(plugin_class.__name__, bases, names)
     vars(clipping)["_owner"] = weakref.ref(owner)
     return clipping
@@ -136,3 +138,13 @@ def share_overflows(plugin: Precision, group: ProcessGroup) -> None:
     if scaler.is_enabled():
         shared.load_state_dict(scaler.state_dict())
     plugin.scaler = shared
+
+
+def without_global_clipping(plugin: Precision) -> Precision:
+    """A copy of a plugin that :func:`with_global_clipping` made, of the user's own class; any other plugin is returned as it is."""
+    if not isinstance(plugin, _ShardedPrecision):
+        return plugin
+    own: Precision = copy.copy(plugin)
+    own.__class__ = plugin._own_class
+    vars(own).pop("_owner")
+    return own

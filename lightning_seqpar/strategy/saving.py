@@ -5,6 +5,7 @@ Either can be read at any topology.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -46,6 +47,29 @@ OWN = "lightning_seqpar"
 """Key of this package's own entry in a checkpoint; plain Lightning ignores it."""
 
 
+class _FileExists:
+    """``ModelCheckpoint.file_exists`` where the name of a checkpoint that is being written is taken too.
+
+    A copy of the callback, and what is pickled of it, has the original in its place.
+
+    Args:
+        original: the callback's method.
+        background: what writes checkpoints.
+    """
+
+    def __init__(self, original: Callable[[Any, Any], bool], background: Background) -> None:
+        self.original, self._background = original, background
+
+    def __call__(self, filepath: Any, trainer: Any) -> bool:
+        return bool(self.original(filepath, trainer)) or local_path(filepath) == self._background.path is not None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.original, memo)
+
+    def __reduce__(self) -> Any:
+        return copy.copy, (self.original,)
+
+
 class SavingStrategy(SteppingStrategy):
     """The part of the strategy that saves and restores. All of its methods are collective over the world."""
 
@@ -63,8 +87,8 @@ class SavingStrategy(SteppingStrategy):
 
     @property
     def _in_parts(self) -> bool:
-        """Whether checkpoints are written as folders with a part of each rank."""
-        return self.config.checkpoint.format == "sharded"
+        """Whether checkpoints are written as folders with a part of each rank. Before set-up there is one process's to write."""
+        return self.config.checkpoint.format == "sharded" and self._groups is not None
 
     def setup_environment(self) -> None:
         """Connect the processes, and make a group for the thread that writes checkpoints."""
@@ -115,6 +139,9 @@ class SavingStrategy(SteppingStrategy):
         Raises:
             SaveError: on every rank, if this checkpoint, or the one before that was written meanwhile, can't be written.
         """
+        if self._groups is None:  # before set-up
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         self._background.wait()
         if "callbacks" in checkpoint:  # a checkpoint of weights alone has none, and needs no random states
             streams: list[Any] = [None] * self.dp_size
@@ -172,6 +199,8 @@ class SavingStrategy(SteppingStrategy):
         """
         self._background.wait()
         checkpoint = self._reading(lambda: self._load(checkpoint_path, weights_only), checkpoint_path)
+        if self._groups is None:
+            return checkpoint
         streams = checkpoint.get(OWN, {}).get("streams", [])
         self._order_seed.value = checkpoint.get(OWN, {}).get("order_seed", self._order_seed.value)
         self._streams = streams[self.dp_rank] if len(streams) == self.dp_size else None
@@ -192,6 +221,8 @@ class SavingStrategy(SteppingStrategy):
             path: the checkpoint, for the error.
         """
         self._read_from = path
+        if self._groups is None:  # before set-up
+            return read()
         return on_every_rank(read, self._world, f"the checkpoint {path} can't be restored")
 
     def _load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
@@ -257,12 +288,7 @@ class SavingStrategy(SteppingStrategy):
         present = getattr(callback, "file_exists", None)
         original = getattr(present, "original", present)
         if callable(original):
-
-            def file_exists(filepath: Any, trainer: Any) -> bool:
-                return bool(original(filepath, trainer)) or local_path(filepath) == self._background.path is not None
-
-            file_exists.original = original  # type: ignore[attr-defined]
-            callback.file_exists = file_exists
+            callback.file_exists = _FileExists(original, self._background)
 
     def on_train_end(self) -> None:
         """Wait until the last checkpoint is on the disk."""
@@ -282,10 +308,12 @@ class SavingStrategy(SteppingStrategy):
         super().teardown()
 
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of all optimizers on this rank; raises ValueError if they are another number."""
+        """Load the states of all optimizers on this rank; raises ValueError if they are another number, unless there are none."""
         record, opened = record_of(self._module), self._opened
         layout = None if record is None else record.layout
         states = checkpoint["optimizer_states"]
+        if not states:  # a hook has emptied them, so that the optimizers begin anew
+            return
         if len(states) != len(self.optimizers):
             raise ValueError(
                 f"the checkpoint holds the states of {len(states)} optimizers, and configure_optimizers returns "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
@@ -81,6 +83,7 @@ class SteppingStrategy(TopologyStrategy):
         self._split: FullySharded | None = None
         self._outputs = OutputWatch()
         self._gradients_may_change = True
+        self._validated_at = 0.0  # by time.monotonic()
 
     def _share_metrics(self) -> None:
         """Let the metrics of the model and of callbacks sync over the replicas."""
@@ -149,6 +152,9 @@ class SteppingStrategy(TopologyStrategy):
         if self._sync is not None:
             self._sync.attach()
             self._flushed = self._others_flushed = False
+        if (record := record_of(self._module)) is not None:
+            record.check_frozen()
+            record.versions.clear()  # updates change shards from now on; a learning-rate finder begins another training then
         if isinstance(self.model, DistributedDataParallel):
             self._follow_training_parameters(self.model)
         return self._step("training", super().training_step, args, kwargs)
@@ -297,13 +303,16 @@ class SteppingStrategy(TopologyStrategy):
         for optimizer in plain:
             if optimizer not in self._guarded:  # gradients must be synced too if it is stepped without the strategy
                 self._guarded.add(optimizer)
-                optimizer.register_step_pre_hook(self._before_raw_step)
+                if hasattr(
+                    optimizer, "_optimizer_step_pre_hooks"
+                ):  # one around another may not call Optimizer.__init__
+                    optimizer.register_step_pre_hook(self._before_raw_step)
         super(SteppingStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
     @property
     def _shards(self) -> int:
         """Over how many ranks parameters are divided."""
-        return self.groups.size("tp") * (self.dp_size if self._split is not None else 1)
+        return self.config.tp * (self.dp_size if self._split is not None else 1)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -469,7 +478,9 @@ class SteppingStrategy(TopologyStrategy):
             "gradient_clip_val": trainer.gradient_clip_val,
             "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm),
             "precision": str(trainer.precision),
-            "val_check_interval": trainer.val_check_interval,
+            # A time interval ("00:01:00:00") is kept elsewhere, and the Trainer then has no attribute of the first name.
+            "val_check_interval": getattr(trainer, "val_check_interval", None),
+            "val_check_interval in seconds": trainer._val_check_time_interval,  # type: ignore[attr-defined]
             "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
             **{
                 f"optimizer {number}": describe_optimizer(plain_optimizer(optimizer))
@@ -479,12 +490,31 @@ class SteppingStrategy(TopologyStrategy):
         }
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Compare the number of batches over the ranks at the start of an epoch: loaders may have been made anew."""
+        """Compare the number of batches over the ranks at the start of an epoch: loaders may have been made anew.
+
+        With a time interval between validations the ranks agree at each batch whether one is due. Collective.
+        """
+        self._agree_on_time()
         if batch_idx == 0:
             self._schedule.begin_loop("training")
             check_agreement(
                 {"training batches in an epoch": self._trainer.num_training_batches}, self._world, self.root_device
             )
+
+    def _agree_on_time(self) -> None:
+        """Let all ranks validate behind this batch if the interval is over on one: each reads a clock of its own.
+
+        Lightning compares ``_last_val_time`` with the clock once the batch is done, on every rank for itself, and ranks that
+        decide differently would wait for each other. An infinite time in its place makes that comparison certain.
+        """
+        trainer: Any = self._trainer
+        interval = trainer._val_check_time_interval
+        if interval is None:
+            return
+        if math.isfinite(trainer._last_val_time):  # Lightning's, from the start or the end of a validation
+            self._validated_at = trainer._last_val_time
+        due = self.reduce_boolean_decision(time.monotonic() - self._validated_at >= interval, all=False)
+        trainer._last_val_time = -math.inf if due else math.inf
 
     def _agree_on_batches(self, loop: str, counts: list[int | float]) -> None:
         """The ranks of a replica would wait for each other in different loops if one had fewer batches."""

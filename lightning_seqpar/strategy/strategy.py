@@ -43,7 +43,7 @@ from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully_shard_options, units_among
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
-from lightning_seqpar.strategy.precision import share_overflows
+from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
 from lightning_seqpar.strategy.saving import SavingStrategy
 from lightning_seqpar.strategy.summary import describe_compiled, summarize
@@ -193,6 +193,34 @@ class SeqParallelStrategy(SavingStrategy):
         self._failed = False
         self._unsharded_changes: list[ModuleChange] = []  # of a model that is recomputed and not sharded
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled or copied: what the Trainer gave, the model and the optimizers, and nothing of a run under way."""
+        return {
+            "model": self.lightning_module,  # first: a sharded one raises
+            "arguments": {
+                "config": self.config,
+                "accelerator": self.accelerator,
+                "parallel_devices": self.parallel_devices,
+                "cluster_environment": self.cluster_environment,
+                "checkpoint_io": self.checkpoint_io,
+                "precision_plugin": without_global_clipping(self.precision_plugin),
+            },
+            "num_nodes": self.num_nodes,
+            "launched": self._launcher is not None,
+            "optimizers": self.optimizers,
+            "lr_scheduler_configs": self.lr_scheduler_configs,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A strategy that was given the same, and is not set up."""
+        SeqParallelStrategy.__init__(self, **state["arguments"])
+        self.num_nodes = state["num_nodes"]
+        self._lightning_module = self.model = state["model"]
+        self.optimizers, self.lr_scheduler_configs = state["optimizers"], state["lr_scheduler_configs"]
+        if state["launched"]:
+            assert self.cluster_environment is not None
+            self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Register names for ``Trainer(strategy=...)``: ``seqpar``, and ``seqpar_tp2`` to ``seqpar_tp64``."""
@@ -316,6 +344,10 @@ class SeqParallelStrategy(SavingStrategy):
                 compiler=BlockGraphs(config.compile_options) if config.compile else None,
             )
         record.made_by = made_by
+        if proved.frozen:
+            record.why_frozen = proved.frozen
+            record.stay_frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
+            rank_zero_warn(f"lightning_seqpar: the plan is proved only while what is frozen stays so: {proved.frozen}")
         coverage = cover(record, plans, proved.known, sp=config.sp)
         compiled = [] if record.graphs is None else [describe_compiled(record)]
         lines = [_describe_plan(record, plans, coverage), *coverage.reasons, *proved.lines, *compiled]
@@ -436,6 +468,7 @@ class SeqParallelStrategy(SavingStrategy):
         One that every rank raises before it trains is told by rank 0 alone.
         """
         self._failed = True
+        super().on_exception(exception)
         self._unmute_writers()
         without_inner_frames(exception)
         if isinstance(self.launcher, SeqParallelLauncher):

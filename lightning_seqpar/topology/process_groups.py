@@ -344,3 +344,7 @@ class ParallelGroups:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelGroups:
         return self  # a process group can't be copied; a copied model keeps talking over the same one
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled (a sampler's, for a worker or with a Trainer): it answers ranks and sizes, and has no groups."""
+        return {**vars(self), "_fake": True, "_groups": {}, "_twins": {}, "_made": []}

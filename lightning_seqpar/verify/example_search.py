@@ -77,11 +77,11 @@ class ExampleSearch:
         try:
             for candidate in self.candidates():
                 reductions = Reduction.variants(self._module, self._tp, candidate.length, candidate.longest)
-                for narrow, draws in ((False, False), (False, True), (True, False)):
+                for narrow, tried in self._ways(candidate):
                     wrong = None
                     for reduction in reductions:
                         dtype = None if narrow else reduction.dtype(self._module)
-                        example = replace(candidate, draws=draws).reduced(reduction)
+                        example = tried.reduced(reduction)
                         if (wrong := self._try(example, dtype)) is None:
                             return FoundExample(example.to(torch.device("cpu"), None), dtype, failures)
                         if wrong.at_any_size:
@@ -94,18 +94,27 @@ class ExampleSearch:
             failures.append(f"the loader raised {type(error).__name__}: {error}")
         return FoundExample(None, None, failures)
 
+    def _ways(self, candidate: Example) -> Iterator[tuple[bool, Example]]:
+        """How an input is tried, and whether in the model's own types alone. What proves most goes first."""
+        manual = not self._module.automatic_optimization
+        for frozen in (False, True) if any(not p.requires_grad for p in self._module.parameters()) else (False,):
+            for narrow, draws in ((False, False), (False, True), (True, False)):
+                for reads_gradients in (False, True) if manual else (False,):
+                    yield narrow, replace(candidate, draws=draws, reads_gradients=reads_gradients, frozen=frozen)
+
     def _try(self, example: Example, dtype: torch.dtype | None) -> _Failure | None:
         """Run the example on a whole copy; what is wrong, or None."""
         device = self.room(example, dtype)
         with kept_streams(self._device), default_dtype(dtype):
             try:
-                copied = detached_copy(self._module, device, dtype, example.reduction)
+                copied = detached_copy(self._module, device, dtype, example.reduction, frozen=example.frozen)
                 attach_view(copied, self._trainer)
                 seed_streams()
                 with example.repeats(copied) as repeats, Quiet(draws=example.draws):
                     loss = example.to(device, dtype).run(copied)
                     if not bool(torch.isfinite(loss.detach())):
                         return _Failure(f"the loss is {float(loss.detach())}", at_any_size=True)
+                    copied.zero_grad()
                     repeats.compute_all()
                     loss.backward()
                 if all(parameter.grad is None for parameter in copied.parameters()):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_seqpar.distributed.rng import Drawn, drawn_by, seed_streams
-from lightning_seqpar.inference.examples import Example
+from lightning_seqpar.inference.examples import Example, backward_at_once
 from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
 from lightning_seqpar.parallel.grad_sync import GradSync
@@ -150,11 +150,17 @@ def observe_run(
     observer = _Observer(draws=example.draws, regions=record.regions if record is not None else [])
     seed_streams()
     sync = GradSync(record.layout, groups, record.doubtful) if record is not None else None
+
+    def backward(loss: Tensor) -> None:  # of a step that reads gradients, which must be whole then
+        backward_at_once(loss)
+        if sync is not None:
+            sync.flush_all()
+
     noting = _noting_outputs(model, names, outputs), _noting_modules(model, ran, observer)
     with torch.enable_grad(), noting[0], noting[1], example.repeats(model) as repeats, observer:
         if record is not None:
             record.reset_calls()
-        loss = example.run(model)
+        loss = example.run(model, backward)
         drawn = list(observer.drawn)  # of the forward; an activation checkpoint draws again in the backward
         if record is not None:
             record.check_closed(loss)

@@ -227,6 +227,7 @@ class Proof:
         why_whole: patterns of modules that were left whole, each with the reason.
         no_sp: patterns of blocks that are given whole sequences, each with the reason.
         rest: why nothing was inferred for what shipped plans leave whole; empty if something was, or nothing is left.
+        frozen: why the proof holds only while frozen parameters stay so; empty if it holds when they thaw too.
     """
 
     plan: str = ""
@@ -235,6 +236,7 @@ class Proof:
     why_whole: dict[str, str] = field(default_factory=dict)
     no_sp: dict[str, str] = field(default_factory=dict)
     rest: str = ""
+    frozen: str = ""
 
 
 def read_proof(key: str) -> Proof | None:

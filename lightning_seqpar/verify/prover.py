@@ -55,11 +55,13 @@ class Proved:
         plans: the plans to apply, in order.
         lines: for the start-up summary, what was decided and proved, a sentence each.
         known: why what is not sharded is whole.
+        frozen: why the proof holds only while frozen parameters stay so; empty if it holds when they thaw too.
     """
 
     plans: list[ShardingPlan] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     known: Explanations = field(default_factory=Explanations)
+    frozen: str = ""
 
 
 class Prover:
@@ -99,6 +101,7 @@ class Prover:
         self._known = Explanations()
         self._parts: list[dict[str, Any]] = []  # rules by which a part of the blocks is computed whole
         self._draws_differ = False  # whether random numbers were among what a self-check found wrong
+        self._frozen = ""  # why the proof holds only while frozen parameters stay so
         self._why_wide = ""  # what the self-check found wrong with the plan that shards more
 
     def prove(self) -> Proved:
@@ -164,7 +167,7 @@ class Prover:
             remembered = self._from_first_rank(lambda: None if key is None else read_proof(key))
         cached = None
         if remembered is not None:
-            self._reasons = remembered.reasons
+            self._reasons, self._frozen = remembered.reasons, remembered.frozen
             self._known = Explanations(remembered.why_whole, remembered.no_sp, remembered.rest)
             if remembered.plan:
                 cached = ShardingPlan.from_yaml_text(remembered.plan)
@@ -212,15 +215,18 @@ class Prover:
             return
         if is_remembered:
             out.lines.append("self-check: passed before, for the same model, source, plan and versions")
+            out.frozen = self._frozen
             return
-        passed = self._check_or_widen(out, [plan for plan in out.plans if plan.source == "inferred"])
+        passed = self._check_thawed(out, [plan for plan in out.plans if plan.source == "inferred"])
+        out.frozen = self._frozen
         inferred = [plan for plan in out.plans if plan.source == "inferred"]
         self._explain_widened(inferred)
         if passed:
             if key is not None and dist.get_rank(self._world) == 0:
                 known = self._known
                 plan = inferred[0].to_yaml() if inferred else ""
-                write_proof(key, Proof(plan, self._whole, self._reasons, known.whole, known.no_sp, known.rest))
+                proof = Proof(plan, self._whole, self._reasons, known.whole, known.no_sp, known.rest, self._frozen)
+                write_proof(key, proof)
             example = self._example().example
             assert example is not None
             out.lines.append(f"self-check: passed, with {example.source}, in {time.monotonic() - started:.1f} s")
@@ -330,6 +336,32 @@ class Prover:
         self._reasons, self._parts = inferred.reasons, inferred.parts
         self._known.whole, self._known.no_sp = inferred.whole, inferred.no_sp
         return inferred.plan
+
+    def _check_thawed(self, out: Proved, inferred: list[ShardingPlan]) -> bool:
+        """:meth:`_check_or_widen` on copies whose parameters all train; if nothing passes that, on copies frozen like the model.
+
+        Returns:
+            Whether the plans are proved.
+
+        Raises:
+            SelfCheckError: as :meth:`_check_or_widen`, if the plans are wrong on frozen copies too.
+        """
+        example, _, failures = self._example()
+        if example is not None and example.frozen:
+            self._frozen = failures[0] if failures else "its step runs on no other copy"
+        try:
+            return self._check_or_widen(out, inferred)
+        except ValueError as error:
+            if example is None or example.frozen or all(p.requires_grad for p in self._module.parameters()):
+                raise
+            assert self._found is not None
+            self._found = self._found._replace(example=replace(example, frozen=True))
+            try:
+                passed = self._check_vocabulary(out)
+            except ValueError:
+                raise error from None
+            self._frozen = _cause(error)
+            return passed
 
     def _check_or_widen(self, out: Proved, inferred: list[ShardingPlan]) -> bool:
         """Run the self-check; if an inferred plan fails it on shards of the sequence, try it on whole sequences too.

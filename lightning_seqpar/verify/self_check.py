@@ -88,12 +88,12 @@ def self_check(
             return parallelize(copied, plans, groups, **options)
 
     def compare_copies() -> Verdict:  # a function of its own, so that the copies are freed when it returns
-        whole = detached_copy(model, device, dtype, example.reduction, rules)
+        whole = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
         prepare(whole)
         names = _planned_modules(whole, plans)
         dense = observe_run(whole, None, example, names, groups)
         release(whole)  # the run's record has the gradients
-        copied = detached_copy(model, device, dtype, example.reduction, rules)
+        copied = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
         prepare(copied)
         try:
             record = shard(copied)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
@@ -67,14 +68,22 @@ class TracedStep:
         if isinstance(model, LightningModule):
             answer_harmlessly(model, [], losses)
         target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
-        takes = len(inspect.signature(target).parameters) if self.method != "forward" else len(args)
-        out = target(*args[:takes], **kwargs)
+        if self.method == "training_step":
+            args = _as_lightning_gives(target, *args)
+        out = target(*args, **kwargs)
         if losses:
             return torch.stack(losses).sum()
         loss = out.get("loss") if isinstance(out, Mapping) else out
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.sum()
         return torch.stack([x.sum() for x in tensors_in(out) if x.requires_grad]).sum()
+
+
+def _as_lightning_gives(step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, ...]:
+    """The arguments of a training step for one batch: an iterator of it, or itself, with its number if the step takes that."""
+    if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+        return (iter([(batch, number, 0)]),)
+    return (batch, number) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else (batch,)
 
 
 def _sizes(inputs: Any) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import lightning as L
 import pytest
@@ -37,6 +38,24 @@ def test_nothing_is_touched_started_or_drawn():
     for name, parameter in module.named_parameters():
         assert parameter is before[name][0]
         assert torch.equal(parameter, before[name][1])
+
+
+class AnyArguments(GPT):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args)
+
+
+class FromIterator(GPT):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_is_traced_as_lightning_calls_it():
+    batch = next(iter(loader(2, length=LENGTH, count=2)))
+    said = [describe(kind(), ParallelConfig(tp=2), batch=batch) for kind in (GPT, AnyArguments, FromIterator)]
+    assert said[0].sent_calls
+    assert [one.sent_calls for one in said[1:]] == [said[0].sent_calls] * 2
 
 
 def test_a_model_that_a_plan_can_not_shard_is_refused_in_the_words_of_the_strategy():

@@ -1,0 +1,131 @@
+"""A strategy that is not set up yet answers as one process does; and small rules of what it saves and tells."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.checkpoint.atomic_files import NoCheckpointError, WholeFileIO
+from lightning_seqpar.checkpoint.state_dict import full_optimizer_state, load_full_optimizer_state, optimizer_parts
+from lightning_seqpar.inference.examples import _step_args
+from lightning_seqpar.layout.param_layout import ModelLayout
+from lightning_seqpar.topology.grid import ProcessTopology
+from lightning_seqpar.topology.process_groups import ParallelGroups
+from tests.helpers import models
+from tests.helpers.fit import quiet_trainer
+
+
+class Loading(models.GPT):
+    def train_dataloader(self) -> Any:
+        return models.loader(4, count=32)
+
+
+def connected(**fields: Any) -> tuple[Any, Any]:
+    """A trainer of four devices that knows its model, as Lightning's own tests have it."""
+    trainer, module = quiet_trainer(devices=4, strategy=SeqParallelStrategy(**fields), max_epochs=3), Loading()
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module)
+    return trainer, module
+
+
+@pytest.mark.parametrize(("tp", "batches"), [(4, 8), (2, 4), (1, 2)])
+def test_batches_are_counted_over_the_replicas(tp, batches):
+    trainer, _ = connected(tp=tp)
+    assert trainer.estimated_stepping_batches == 3 * batches
+    assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 4 // tp, "rank": 0}
+
+
+@pytest.mark.parametrize("form", ["single", "sharded"])
+def test_a_checkpoint_is_one_processes(tmp_path, form):
+    trainer, module = connected(tp=2, checkpoint={"format": form})
+    trainer.save_checkpoint(tmp_path / "before.ckpt")
+    state = trainer.strategy.load_checkpoint(tmp_path / "before.ckpt")["state_dict"]
+    assert all(torch.equal(state[name], tensor) for name, tensor in module.state_dict().items())
+
+
+def test_collectives_give_this_processes_own():
+    strategy = connected(tp=2)[0].strategy
+    one = torch.ones(2)
+    assert strategy.reduce(one, reduce_op="sum") is one
+    assert strategy.all_gather(one) is one
+    assert not strategy.reduce_boolean_decision(False, all=False)
+    assert strategy.broadcast(5, src=1) == 5
+    with pytest.raises(
+        RuntimeError, match="made in setup_environment"
+    ):  # not 0 on every rank, by which data would be dealt out
+        _ = strategy.dp_rank
+
+
+def test_an_exception_is_told_to_lightnings_strategy_too(monkeypatch):
+    told = []
+    monkeypatch.setattr(Strategy, "on_exception", lambda self, exception: told.append(exception))
+    error = KeyError("x")
+    strategy = SeqParallelStrategy()
+    strategy.connect(Loading())
+    strategy.on_exception(error)
+    assert told == [error]
+
+
+def test_a_missing_checkpoint_is_a_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no such checkpoint") as caught:
+        WholeFileIO().load_checkpoint(tmp_path / "nothing.ckpt")
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, NoCheckpointError)
+
+
+def test_a_layout_of_its_own_is_refused_where_parameters_are_sharded():
+    groups = ParallelGroups.fake(ProcessTopology(["dp", "tp"], [1, 2]), 0)
+    layer = nn.Linear(2, 2)
+    layout = ModelLayout(layer, {})
+    optimizer: Any = SimpleNamespace(
+        param_groups=[{"params": [layer.weight]}], state_dict=lambda: {"slow": [torch.ones(2)]}
+    )
+    for ask in (
+        lambda: full_optimizer_state(optimizer, layout, groups, torch.device("cpu")),
+        lambda: optimizer_parts(optimizer, layout, groups),
+        lambda: load_full_optimizer_state(optimizer, {"slow": []}, layout, groups),
+    ):
+        with pytest.raises(
+            ValueError, match=r"its state dict holds slow in a layout of its own.*use the optimizer with tp=1"
+        ):
+            ask()
+
+
+class Steps:
+    def named(self, batch, batch_idx): ...
+    def alone(self, batch): ...
+    def any(self, *args, **kwargs): ...
+    def other(self, batch, number): ...
+    def defaults(self, batch, batch_idx, dataloader_idx=0): ...
+
+
+@pytest.mark.parametrize(
+    ("step", "one", "several"),
+    [
+        ("named", (5, 0), (5, 0, 0)),
+        ("alone", (5,), (5, 0)),
+        ("any", (5, 0), (5, 0, 0)),
+        ("other", (5, 0), (5, 0, 0)),
+        ("defaults", (5, 0), (5, 0, 0)),
+    ],
+)
+def test_steps_are_given_what_lightning_gives_them(step, one, several):
+    method = getattr(Steps(), step)
+    assert _step_args(method, 5, False) == one
+    assert _step_args(method, 5, True) == several
+
+
+def test_pickled_groups_answer_ranks_and_sizes():
+    groups = ParallelGroups.silent(ProcessTopology(["dp", "tp"], [2, 2]), 3)
+    again = pickle.loads(pickle.dumps(OrderedDict(groups=groups)))["groups"]
+    assert (again.rank("dp"), again.size("tp"), again.ranks("tp")) == (1, 2, [2, 3])
+    with pytest.raises(RuntimeError, match="fake groups have no process group"):
+        again["tp"]
