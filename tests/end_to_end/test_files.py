@@ -109,7 +109,7 @@ def test_a_missing_or_damaged_file_is_told_on_every_rank(tmp_path):
     (tmp_path / f"missing.ckpt{UNFINISHED}").write_text("")
     torch.save({"state_dict": {}, "callbacks": Evil()}, tmp_path / "evil.ckpt")
     for missing, cut, evil in run_distributed(restore_nothing, 2, str(tmp_path), "single"):
-        assert missing.startswith(f"ValueError: {tmp_path}/missing.ckpt: there is no such checkpoint; ")
+        assert missing.startswith(f"NoCheckpointError: {tmp_path}/missing.ckpt: there is no such checkpoint; ")
         assert "is one that was being written when its run ended" in missing
         assert cut.startswith(f"ValueError: {tmp_path}/cut.ckpt: it can't be read (")
         assert evil.startswith("UnpicklingError: Weights only load failed")
