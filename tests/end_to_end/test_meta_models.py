@@ -58,7 +58,11 @@ def fit_late(cases: list[tuple[str, dict[str, Any]]], world: int, tp: int, how: 
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "how"), [(2, 2, "ddp"), (4, 4, "ddp"), (4, 2, "ddp"), (4, 2, "fsdp"), (4, 1, "fsdp")]
+    ("world", "tp", "how"),
+    [
+        *((2, 2, "ddp"), (4, 4, "ddp"), (4, 2, "ddp"), (4, 2, "fsdp")),
+        pytest.param(4, 1, "fsdp", marks=pytest.mark.matrix),
+    ],
 )
 def test_a_model_of_meta_trains_like_the_one_made_for_real(world, tp, how):
     real = fit("Late", {"how": "real"}, steps=3)
@@ -210,7 +214,10 @@ def peak_of(folder: str, check: bool, tp: int, how: str) -> dict[str, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure a peak")
-@pytest.mark.parametrize(("source", "tp", "how"), [("random", 2, "ddp"), ("file", 2, "ddp"), ("random", 1, "fsdp")])
+@pytest.mark.parametrize(
+    ("source", "tp", "how"),
+    [("random", 2, "ddp"), ("file", 2, "ddp"), pytest.param("random", 1, "fsdp", marks=pytest.mark.matrix)],
+)
 def test_a_rank_never_holds_more_than_its_shards_and_one_tensor(source, tp, how, tmp_path):
     with torch.device("meta"):
         model = ByteGPT(**LARGE)
