@@ -320,7 +320,8 @@ class SeqParallelStrategy(SavingStrategy):
             if config.compile:
                 changes += compile_plain_blocks(module, BlockGraphs(config.compile_options))
             compiled = [f"compile: {len(changes)} blocks"] if config.compile else []
-            nothing = "none: tp is 1, so nothing is sharded and sp is idle; this is plain data parallelism"
+            how = "sharded" if self._splits else "plain"
+            nothing = f"none: tp is 1, so nothing is sharded over tp and sp is idle; this is {how} data parallelism"
             self._log_summary([nothing, *compiled])
             if not self._splits:
                 self._unsharded_changes = changes
