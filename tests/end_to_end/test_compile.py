@@ -21,7 +21,7 @@ import lightning_seqpar
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.strategy.summary import describe_compiled
-from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models
 from tests.helpers.fit import fit, quiet_trainer
@@ -156,13 +156,19 @@ def without_tp(dp: int) -> tuple[Trace, bool]:
     return trace, type(module.model.blocks[0]) is Block
 
 
+def without_blocks() -> None:
+    trainer = quiet_trainer(devices=1, strategy=SeqParallelStrategy(tp=1, compile=True), max_steps=1)
+    trainer.fit(BoringModel())
+
+
 def test_without_tp_the_repeated_blocks_are_compiled():
     (trace, undone), _ = run_distributed(without_tp, 2, 2)
     compare(fit("GPT", {}, steps=2), trace).raise_if_failed()
     assert undone
-    trainer = quiet_trainer(devices=1, strategy=SeqParallelStrategy(tp=1, compile=True), max_steps=1)
-    with pytest.raises(ValueError, match=r"compile=True with tp=1: .* no list of repeated blocks was found"):
-        trainer.fit(BoringModel())
+    with pytest.raises(
+        RankFailedError, match=r"ValueError: compile=True with tp=1: .* no list of repeated blocks was found"
+    ):
+        run_distributed(without_blocks, 1)
 
 
 # ---- random draws ----------------------------------------------------------------------------------------------------
