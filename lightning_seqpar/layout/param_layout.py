@@ -12,7 +12,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.layout.replica_rows import local_rows
+from lightning_seqpar.layout.replica_rows import is_split, local_rows
 from lightning_seqpar.layout.shard import Shard
 
 
@@ -119,17 +119,24 @@ class ModelLayout(Mapping[str, ParamLayout]):
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._computing = {}
 
-    def note_computing(self, model: nn.Module, prefix: str) -> None:
+    def note_computing(self, model: nn.Module, prefix: str) -> dict[str, nn.Parameter]:
         """Note the objects that stand in for parameters while a forward computes with all rows of them.
 
         Args:
             model: the model.
             prefix: the name of the module whose parameters have all rows now, with a dot at its end; empty for the model's.
+
+        Returns:
+            Those that were not known yet, by name.
         """
-        for name, own in self._parameters.items():
-            if name.startswith(prefix) and (now := model.get_parameter(name)) is not own:
-                self._computing[name] = now
-                self._names[id(now)] = name
+        new: dict[str, nn.Parameter] = {}
+        for name in self._parameters:
+            if name.startswith(prefix) and name not in self._computing:
+                now = model.get_parameter(name)
+                if not is_split(now) and now is not self._parameters[name]:
+                    new[name] = self._computing[name] = now
+                    self._names[id(now)] = name
+        return new
 
     def left_computing(self) -> list[str]:
         """Names of parameters whose stand-in of the forward holds a gradient, which nobody has taken over to the parameter."""

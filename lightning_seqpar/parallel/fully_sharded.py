@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.distributed.autograd import tensor_hooks
@@ -98,8 +99,8 @@ class FullySharded:
         parameters = dict(self._model.named_parameters())
         self.whole = {name: p for name, p in parameters.items() if p.ndim == 0}
         self._check(parameters)
-        self._undo: list[Callable[[], None]] = []
         self._own = {name: p for name, p in parameters.items() if name not in self.whole}
+        self._original_names = {id(p): name for name, p in self._own.items()}
         self._own_names = {
             name: self._model.get_parameter(name) for name, _ in self._model.named_parameters(remove_duplicate=False)
         }
@@ -115,6 +116,10 @@ class FullySharded:
             fully_shard(self._model.get_submodule(unit), mesh=mesh, ignored_params=set(self.whole.values()), **options)
             for parameter in within:  # its rows were copied: no more than one unit lies in memory twice
                 set_data(parameter, torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+        self.root.set_reduce_scatter_unused_params(True)  # replicas that use different experts reduce the same tensors
+        self._versions = {name: p._version for name, p in self._own.items()}
+        self._reduces, self._waiting = True, False  # whether gradients of an earlier micro-batch wait
+        self._used: set[str] = set()  # parameters that have got a gradient since they had none
         self._changes = [
             change for change in changes_since(snapshots) if change.own is not change.other or change.added
         ]
@@ -148,19 +153,15 @@ class FullySharded:
                     f"{name}: it has a gradient hook of yours, which data_parallel='fsdp' would never call (it replaces the "
                     "parameter). Change gradients in on_before_optimizer_step, or use data_parallel='ddp'"
                 )
-        for unit in [*self.units, ""]:
-            within = {
-                name: parameter
-                for name, parameter in parameters.items()
-                if parameter.requires_grad
-                and name not in self.whole
-                and next((each for each in self.units if inside(name, each)), "") == unit
-            }
-            types = {parameter.dtype: name for name, parameter in within.items()}
-            if len(types) > 1:
-                (one, first), (other, second) = list(types.items())[:2]
+        seen: dict[str, tuple[torch.dtype, str]] = {}  # of each unit the type of its first parameter that trains
+        for name, parameter in parameters.items():
+            if not parameter.requires_grad or name in self.whole:
+                continue
+            unit = next((each for each in self.units if inside(name, each)), "")
+            one, first = seen.setdefault(unit, (parameter.dtype, name))
+            if parameter.dtype != one:
                 raise ValueError(
-                    f"{first} is {one} and {second} is {other}: data_parallel='fsdp' reduces the gradients of "
+                    f"{first} is {one} and {name} is {parameter.dtype}: data_parallel='fsdp' reduces the gradients of "
                     f"{unit or 'everything outside the blocks'} together, in one type. Give the model one type (model.to), or "
                     "use data_parallel='ddp'"
                 )
@@ -168,8 +169,19 @@ class FullySharded:
     def _note(self, unit: str, module: nn.Module, args: Any) -> None:
         """Note, in a unit's first forward, the parameters that it computes with. A hook that takes itself away."""
         at = [*self.units, ""].index(unit)
-        self._record.layout.note_computing(self._model, f"{unit}." if unit else "")
+        self._note_computing(f"{unit}." if unit else "")
         self._notes[at].remove()
+
+    def _note_computing(self, prefix: str) -> None:
+        """Note what stands in for parameters in a forward, and let each tell when it gets a gradient."""
+        for name, stand_in in self._record.layout.note_computing(self._model, prefix).items():
+            trains = stand_in.requires_grad
+            stand_in.requires_grad_(True)  # a hook can be given to no other; it may be frozen now and train later
+            stand_in.register_post_accumulate_grad_hook(functools.partial(self._note_use, name))
+            stand_in.requires_grad_(trains)
+
+    def _note_use(self, name: str, stand_in: Tensor) -> None:
+        self._used.add(name)
 
     def _outside_modules(self) -> list[nn.Module]:
         """Modules outside of the blocks that hold parameters themselves; not the model, whose call gathers them."""
@@ -189,7 +201,7 @@ class FullySharded:
         held = [parameter for parameter in module._parameters.values() if parameter is not None]
         if any(is_split(parameter) for parameter in held):
             self.root.unshard()
-            self._record.layout.note_computing(self._model, "")
+            self._note_computing("")
         for parameter in module._parameters.values():
             layout = None if parameter is None else self._record.layout.of(parameter)
             if parameter is None or layout is None or layout.name in self.whole:
@@ -216,7 +228,16 @@ class FullySharded:
         return self.root._get_fsdp_state()
 
     def expect_backward(self, loss: Tensor) -> None:
-        """Before a backward: let the root's gradients be reduced at its end, also in the middle of a step."""
+        """Before a backward: let the root's gradients be reduced at its end, also in the middle of a step.
+
+        Raises:
+            RuntimeError: if a parameter's rows are in the loss.
+        """
+        refuse_rows(loss)
+        if not self._waiting:  # a new sum of gradients begins for what was zeroed
+            parameter = self._record.layout.parameter
+            self._used = {name for name in self._used if parameter(name).grad is not None}
+        self._waiting = not self._reduces
         if loss.requires_grad:
             loss.register_hook(self._state._pre_backward)
 
@@ -232,21 +253,73 @@ class FullySharded:
     def settle(self) -> None:
         """Let the model hold rows alone, as between steps: an evaluation leaves what is in no block gathered."""
         self.root.reshard()
+        self.check_originals()
+
+    def check_originals(self) -> None:
+        """Raise RuntimeError if the user's code changed a parameter by an object that it kept from before the split."""
+        for name, version in self._versions.items():
+            if self._own[name]._version != version:
+                raise RuntimeError(_kept(name, "it was changed"))
+
+    def check_leaf(self, leaf: Tensor) -> None:
+        """Raise RuntimeError if a leaf of the loss's graph is a parameter's object from before the split."""
+        if (name := self._original_names.get(id(leaf))) is not None:
+            raise RuntimeError(_kept(name, "the loss reads it"))
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Give an optimizer that was made before the split the parameters in the place of their old objects.
+
+        Raises:
+            ValueError: if it holds state of them already.
+        """
+        for group in optimizer.param_groups:
+            for at, parameter in enumerate(group["params"]):
+                if (name := self._original_names.get(id(parameter))) is not None:
+                    if parameter in optimizer.state:
+                        raise ValueError(
+                            f"{name}: the optimizer was made before configure_optimizers and holds state of it, which "
+                            "data_parallel='fsdp' can't split; make the optimizer in configure_optimizers"
+                        )
+                    group["params"][at] = self._record.layout.parameter(name)
 
     def reset(self) -> None:
         """Forget a step that raised in its middle."""
+        self._waiting = False
         self.root.reset_iter_state()
 
     def reduce_next(self, reduces: bool) -> None:
         """Whether the next backward reduces gradients over the replicas; otherwise they wait, with all rows."""
+        self._reduces = reduces
         self.root.set_requires_gradient_sync(reduces)
 
-    def average(self, parameters: Iterable[Tensor]) -> None:
-        """Average the gradients of those of ``parameters`` that every replica holds whole. Collective over dp.
+    def drop_unused(self, parameters: Sequence[Tensor] | None) -> None:
+        """Take away the gradients of those of ``parameters`` (None for all) that no rank has used.
+
+        They are zeros, which only the reduction needed. An optimizer then leaves them alone, as in one process. Collective over
+        dp and tp.
+        """
+        layout = self._record.layout
+        if parameters is None:
+            parameters = [layout.parameter(name) for name in layout]
+        due = [item.name for p in parameters if is_split(p) and p.requires_grad and (item := layout.of(p)) is not None]
+        if not due:
+            return
+        flags = torch.tensor(
+            [name in self._used for name in due], dtype=torch.uint8, device=layout.parameter(due[0]).device
+        )
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._record.groups["dp", "tp"])
+        for name, used in zip(due, flags.tolist(), strict=True):
+            if used:
+                self._used.add(name)
+            else:
+                layout.parameter(name).grad = None
+
+    def average(self, parameters: Sequence[Tensor] | None) -> None:
+        """Average the gradients of those of ``parameters`` (None for all) that every replica holds whole. Collective over dp.
 
         Averaging again what is equal on all replicas changes nothing.
         """
-        due_ids = {id(parameter) for parameter in parameters}
+        due_ids = {id(parameter) for parameter in (self.whole.values() if parameters is None else parameters)}
         due = [p for p in self.whole.values() if id(p) in due_ids and p.requires_grad]
         if not due:
             return
@@ -295,6 +368,13 @@ class FullySharded:
             holder, _, leaf = name.rpartition(".")
             self._model.get_submodule(holder)._parameters[leaf] = parameter
         self._record.layout.rebind(self._model)
+
+
+def _kept(name: str, what: str) -> str:
+    return (
+        f"{name}: {what} by an object of it that was kept from before the model was split over the replicas (data_parallel='fsdp' "
+        "replaces parameters). Take parameters from their module where you use them: self.layer.weight, not a list made in __init__"
+    )
 
 
 def _refuse_graph(unit: str) -> Callable[..., None]:

@@ -6,7 +6,7 @@ import math
 import signal
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -237,7 +237,7 @@ class SteppingStrategy(TopologyStrategy):
                 check_readers(closure_loss, record)
                 check_parameters(record)
                 check_buffers(record, self.groups, self.root_device)
-            else:
+            elif record.regions:
                 check_readers(closure_loss, record, inside=False)  # a loss may begin to read a parameter at any step
         if isinstance(self.model, DistributedDataParallel):
             thawed = self._thawed()
@@ -255,9 +255,7 @@ class SteppingStrategy(TopologyStrategy):
         if self._sync is None:
             return
         if self._reads_each_backward() or not self._module.automatic_optimization:
-            if self._split is not None:
-                self._split.average(self._module.parameters())
-            self._sync.flush_all(check=self._schedule.is_due("training"))
+            self._sum_gradients(None, check=self._schedule.is_due("training"))
             # Read in automatic optimization alone.
             self._flushed = self._others_flushed = not self._trainer.fit_loop._should_accumulate()
 
@@ -287,6 +285,9 @@ class SteppingStrategy(TopologyStrategy):
         record = record_of(self._module)
         with record.as_written() if record is not None else nullcontext():
             super().setup_optimizers(trainer)
+        if self._split is not None:
+            for optimizer in self.optimizers:
+                self._split.adopt(plain_optimizer(optimizer))
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -384,12 +385,27 @@ class SteppingStrategy(TopologyStrategy):
         if self._sync is None or (automatic and self._flushed):
             return  # in automatic optimization no gradient is added between the backward and the update
         step = self._steps.get(id(optimizer), 0) + 1
-        if self._split is not None:
-            self._split.check_reduced()
-            self._split.average(_parameters(optimizer))
-        self._sync.flush(_parameters(optimizer), check=self._schedule.is_due_at(step))
+        self._sum_gradients(_parameters(optimizer), check=self._schedule.is_due_at(step))
         # Elsewhere (a raw step, grad_norm in some hook) the backward may still be to come.
         self._flushed = automatic and self._optimizing is not None
+
+    def _sum_gradients(self, parameters: Sequence[Tensor] | None, *, check: bool = False) -> None:
+        """Sum what has arrived for ``parameters`` over tp, and over the replicas what their reduction leaves to us. Collective.
+
+        Args:
+            parameters: whose gradients are due; None for all.
+            check: also compare the doubtful gradients across ranks before they are summed.
+        """
+        assert self._sync is not None
+        if self._split is not None:
+            self._split.check_reduced()
+            self._split.average(parameters)
+        if parameters is None:
+            self._sync.flush_all(check=check)
+        else:
+            self._sync.flush(parameters, check=check)
+        if self._split is not None:
+            self._split.drop_unused(parameters)
 
     def sync_others(self) -> None:
         """Sum the partial gradients of parameters that train and are in no optimizer, unless that is done already."""
@@ -399,9 +415,7 @@ class SteppingStrategy(TopologyStrategy):
         in_optimizers = {id(parameter) for optimizer in self.optimizers for parameter in _parameters(optimizer)}
         others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in in_optimizers]
         if others:
-            if self._split is not None:
-                self._split.average(others)
-            self._sync.flush(others)
+            self._sum_gradients(others)
         self._others_flushed = automatic and self._optimizing is not None
 
     def check_step(self, optimizer: Optimizer) -> None:

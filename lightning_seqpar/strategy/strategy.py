@@ -267,6 +267,15 @@ class SeqParallelStrategy(SavingStrategy):
             self._split = self._split_over_replicas(module, record)
         if self._split is not None:
             self._split.begin()
+            for loop in (
+                trainer.validate_loop,
+                trainer.test_loop,
+                trainer.predict_loop,
+                trainer.fit_loop.epoch_loop.val_loop,
+            ):
+                loop.inference_mode = (
+                    False  # what it gathers would be of no use to training; Lightning's own FSDP has it off too
+                )
         if record is not None:
             record.reset_calls()
             record.strategy = weakref.ref(self)

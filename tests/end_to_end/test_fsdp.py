@@ -46,6 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "shared kv heads": ("Zoo", {"kind": "mqa"}, {}, {}),
     "shared fused kv heads": ("Zoo", {"kind": "fused_mqa"}, {}, {}),
     "experts": ("Zoo", {"kind": "routed_moe"}, {}, {}),
+    "other experts on each replica": ("Routed", {}, {"accumulate": 2}, {}),
+    "an optimizer made in __init__": ("EarlyOptimizer", {}, {}, {}),
     "a block that is a list": ("ThirdParty", {"kind": "value_residual"}, {}, {}),
 }
 PLANS = {"Direct": lambda: models.plan("", None)}
@@ -95,7 +97,36 @@ class Switches(models.GPT):
         return loss.detach()
 
 
-models.Tempered, models.Switches = Tempered, Switches
+class Routed(models.GPT):
+    """Each sequence goes to one of two experts by its first token, and to none of the third."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.experts = nn.ModuleList(nn.Linear(31, 31) for _ in range(3))
+        models.perturb(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        logits, expert_of = self.model(tokens[:, :-1]), (tokens[:, 0] > 15).long()
+        out = logits * 1.0
+        for number, expert in enumerate(self.experts):
+            if len(chosen := (expert_of == number).nonzero().flatten()):
+                out = out.index_put((chosen,), logits[chosen] + expert(logits[chosen]))
+        return nn.functional.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class EarlyOptimizer(models.GPT):
+    """Its optimizer holds the parameters as they were in ``__init__``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.made
+
+
+models.Tempered, models.Switches, models.Routed, models.EarlyOptimizer = Tempered, Switches, Routed, EarlyOptimizer
 
 
 def fit_cases(names: list[str], world: int, tp: int) -> list[Trace]:
@@ -256,6 +287,35 @@ class Raw(models.ManualTwo):
         loss.backward(*args, **kwargs)
 
 
+class Kept(models.GPT):
+    """Uses a parameter by a list that it made in ``__init__``: in the loss, or to clamp it."""
+
+    def __init__(self, clamps: bool) -> None:
+        super().__init__()
+        self.clamps, self.kept = clamps, [self.model.blocks[0].mlp.up.weight]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.clamps else loss + self.kept[0].pow(2).sum()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.clamps:
+            with torch.no_grad():
+                self.kept[0].clamp_(-0.1, 0.1)
+
+
+class ReadsByHand(ReadsBlock):
+    """Gives the loss to ``manual_backward`` and returns none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        return torch.zeros(())
+
+
 class Hooked(models.GPT):
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +330,7 @@ class Mixed(models.GPT):
         self.model.blocks[0].mlp.up.double()
 
 
-for each in (ReadsBlock, Penalised, Raw, Hooked, Mixed):
+for each in (ReadsBlock, Penalised, Raw, Kept, ReadsByHand, Hooked, Mixed):
     setattr(models, each.__name__, each)
 
 
@@ -290,6 +350,9 @@ def refusals() -> dict[str, Any]:
         "graph of ddp": told("Penalised", data_parallel="ddp"),
         "raw": told("Raw", args={"style": "keep"}),
         "hook": told("Hooked"),
+        "kept": told("Kept", args={"clamps": False}),
+        "clamped": told("Kept", args={"clamps": True}),
+        "rows by hand": told("ReadsByHand"),
         "types": told("Mixed", precision="32-true"),
         "unit": told("GPT", fsdp={"units": ["model.block.*"]}),
         "units": told("GPT", fsdp={"units": ["model.blocks.*.mlp"]}),
@@ -320,6 +383,13 @@ def test_what_it_sends_and_what_it_refuses():
         ).raise_if_failed()  # a mean over replicas, not one process's
         assert "its gradient was not reduced over the replicas" in found["raw"]
         assert found["hook"].startswith("ValueError: model.norm.weight: it has a gradient hook of yours")
+        assert found["kept"].startswith(
+            "RuntimeError: model.blocks.0.mlp.up.weight: the loss reads it by an object of it that was"
+        )
+        assert found["clamped"].startswith(
+            "RuntimeError: model.blocks.0.mlp.up.weight: it was changed by an object of it that was"
+        )
+        assert "reads a parameter of a block outside of that block's forward" in found["rows by hand"]
         assert found["types"].startswith("ValueError: model.blocks.0.")
         assert "in one type" in found["types"]
         assert "no module has that name; did you mean 'model.blocks." in found["unit"]

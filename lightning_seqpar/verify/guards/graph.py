@@ -46,6 +46,8 @@ def check_readers(loss: Tensor, record: ShardedModel, *, inside: bool = True) ->
             variable = getattr(child, "variable", None)
             layout = record.layout.of(variable) if variable is not None else None
             if layout is None:
+                if variable is not None and record.replicas is not None:
+                    record.replicas.check_leaf(variable)
                 continue
             if layout.is_sharded and not layout.free and type(node) not in allowed:
                 raise RuntimeError(
