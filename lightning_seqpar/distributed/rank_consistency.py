@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.distributed.host import host_device
 
 _SHOWN = 4
 """How many ranks, and how many differing entries, an error names one by one."""
@@ -34,7 +35,7 @@ def check_agreement(own: Mapping[str, Any], group: ProcessGroup, device: torch.d
     Args:
         own: the description of this rank, by name; values that are not texts are compared as JSON.
         group: the ranks that are compared.
-        device: where the group's backend takes tensors.
+        device: where tensors go if the group has no backend for the CPU.
 
     Raises:
         ValueError: on every rank alike, naming the entries that differ and which ranks have which value.
@@ -42,7 +43,7 @@ def check_agreement(own: Mapping[str, Any], group: ProcessGroup, device: torch.d
     texts = {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in own.items()}
     digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
-    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    extremes = torch.tensor([number, -number], dtype=torch.int64, device=host_device(group, device))
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     if int(extremes[0]) == -int(extremes[1]):
         return

@@ -12,7 +12,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.layout.replica_rows import is_split, local_rows
+from lightning_seqpar.layout.replica_rows import is_split, local_rows, rows_held
 from lightning_seqpar.layout.shard import Shard
 
 
@@ -102,6 +102,7 @@ class ModelLayout(Mapping[str, ParamLayout]):
         self._parameters: dict[str, nn.Parameter] = {}
         self._names: dict[int, str] = {}
         self._computing: dict[str, nn.Parameter] = {}
+        self._first_held: dict[tuple[str, torch.device, tuple[int, int] | None], Tensor] = {}
         self.rebind(model)
 
     def __getitem__(self, name: str) -> ParamLayout:
@@ -150,6 +151,27 @@ class ModelLayout(Mapping[str, ParamLayout]):
     def parameter(self, name: str) -> nn.Parameter:
         """The parameter of that name."""
         return self._parameters[name]
+
+    def first_held(self, name: str, rank: int, grad: Tensor) -> Tensor:
+        """Which indices of a rank's part of a gradient no rank before it holds too, along the shard's dim.
+
+        Args:
+            name: of a sharded parameter.
+            rank: the tensor-parallel rank.
+            grad: its gradient, of which the rank may hold some rows alone.
+
+        Returns:
+            int64, on the gradient's device, where it is sent once.
+        """
+        rows, shard = rows_held(grad), self[name].shard
+        key = name, grad.device, rows
+        if key not in self._first_held:
+            assert shard is not None
+            is_first = shard.is_first_holder(rank)
+            if shard.dim == 0 and rows is not None:
+                is_first = is_first[slice(*rows)]
+            self._first_held[key] = is_first.nonzero().flatten().to(grad.device)
+        return self._first_held[key]
 
     def replaced(self, model: nn.Module) -> list[str]:
         """Names under which the model now has another parameter object than when it was parallelised."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 
 class StoredLogits:
@@ -131,8 +130,3 @@ class DeferredLogits(StoredLogits):
         x, weight, _ = self.tensors
         assert weight is not None
         return (*x.shape[:-1], weight.shape[0])
-
-
-def can_read_values(x: Tensor) -> bool:
-    """Whether reading a tensor's values costs nothing: on a GPU the host would wait, and fake tensors have no values."""
-    return x.device.type == "cpu" and not isinstance(x, FakeTensor)

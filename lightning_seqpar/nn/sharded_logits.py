@@ -19,9 +19,10 @@ from lightning_seqpar.distributed.collectives import (
     gather_replicated_from_sequence_parallel_region,
     passes_none,
 )
+from lightning_seqpar.distributed.host import require_inside
 from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.nn.logits_storage import DeferredLogits, StoredLogits, can_read_values
+from lightning_seqpar.nn.logits_storage import DeferredLogits, StoredLogits
 from lightning_seqpar.nn.vocab_loss import VocabParallelCrossEntropy, target_weights
 
 
@@ -603,11 +604,7 @@ def cross_entropy(
         part = part.cast(torch.promote_types(part.dtype, torch.float32))
     valid = target != ignore_index
     inside = ~valid | ((target >= 0) & (target < logits.shape[-1]))
-    if can_read_values(inside):
-        if not bool(inside.all()):
-            raise IndexError(f"Target {int(target[~inside][0])} is out of bounds.")
-    else:
-        torch._assert_async(inside.all(), "a target lies outside the vocabulary")
+    require_inside(target, inside, "Target {} is out of bounds.")
     losses: Tensor = VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
         *part.tensors, part, target, valid, weight, label_smoothing, logits._shard, logits._rank, logits._group
     )

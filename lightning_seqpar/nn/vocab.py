@@ -15,10 +15,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from lightning_seqpar.distributed.host import require_inside
 from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import shrink
-from lightning_seqpar.nn.logits_storage import can_read_values
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
 
 
@@ -174,13 +174,11 @@ class VocabParallelEmbedding(nn.Embedding):
         """
         shard, group, rank = self._vocab_part.shard, self._vocab_part.group, self._vocab_part.rank
         inside = (ids >= 0) & (ids < shard.length)
-        if not can_read_values(inside):
-            torch._assert_async(inside.all(), "a token id lies outside the vocabulary")
-        elif not bool(inside.all()):
-            raise IndexError(
-                f"token id {int(ids[~inside][0])} is out of range: the embedding has {shard.length} rows; resize it to "
-                "the tokenizer before training, or mask the id"
-            )
+        require_inside(
+            *(ids, inside),
+            f"token id {{}} is out of range: the embedding has {shard.length} rows; resize it to the tokenizer before training, "
+            "or mask the id",
+        )
         ((start, stop),) = shard.ranges[rank]
         mine = (ids >= start) & (ids < stop)
         local = (ids - start).masked_fill(~mine, 0)

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_seqpar.distributed.collectives import all_gather, passes_none
+from lightning_seqpar.distributed.host import send_numbers
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.logits_storage import DeferredLogits, StoredLogits
 
@@ -214,7 +215,7 @@ class _ChunkGrads:
         x, head, bias = rows._x, rows._head, rows._bias
         of_x = torch.empty_like(x) if needs[0] else None  # every chunk writes its rows
         if of_x is not None and (head is None or not rows.count):
-            of_x[:, rows.count :] = 0  # padding, or all where this rank has no column
+            of_x[:, rows.count :].zero_()  # padding, or all where this rank has no column
         self._in_place = head is None and of_x is not None and of_x.dtype == rows.wide
         self.grads: list[Tensor | None] = [of_x, None, None]
         # They are sums over chunks, so they are kept in float32 at least.
@@ -247,7 +248,7 @@ class _ChunkGrads:
 
 def _owners(shard: Shard, target: Tensor) -> Tensor:
     """The rank that has each target's column, ``[n]``."""
-    stops = torch.tensor([stop for ((_, stop),) in shard.ranges], device=target.device)
+    stops = send_numbers([stop for ((_, stop),) in shard.ranges], torch.int64, target.device)
     return torch.searchsorted(stops, target, right=True)
 
 
@@ -255,5 +256,5 @@ def _sums(shard: Shard, weights: Tensor | None, like: Tensor) -> Tensor:
     """The sum of the class weights of each rank's columns, ``[tp]``."""
     columns = [slice(start, stop) for ((start, stop),) in shard.ranges]
     if weights is None:
-        return like.new_tensor([float(one.stop - one.start) for one in columns])
+        return send_numbers([float(one.stop - one.start) for one in columns], like.dtype, like.device)
     return torch.stack([weights[one].sum() for one in columns])

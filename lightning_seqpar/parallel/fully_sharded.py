@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_seqpar.distributed.autograd import tensor_hooks
+from lightning_seqpar.distributed.host import send_numbers
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
@@ -296,7 +297,7 @@ class FullySharded:
         """Take away the gradients of those of ``parameters`` (None for all) that no rank has used.
 
         They are zeros, which only the reduction needed. An optimizer then leaves them alone, as in one process. Collective over
-        dp and tp.
+        dp and tp; a rank that has used all of them does not wait for what the others say.
         """
         layout = self._record.layout
         if parameters is None:
@@ -304,10 +305,11 @@ class FullySharded:
         due = [item.name for p in parameters if is_split(p) and p.requires_grad and (item := layout.of(p)) is not None]
         if not due:
             return
-        flags = torch.tensor(
-            [name in self._used for name in due], dtype=torch.uint8, device=layout.parameter(due[0]).device
-        )
+        used_here = [name in self._used for name in due]
+        flags = send_numbers(used_here, torch.uint8, layout.parameter(due[0]).device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._record.groups["dp", "tp"])
+        if all(used_here):
+            return
         for name, used in zip(due, flags.tolist(), strict=True):
             if used:
                 self._used.add(name)
@@ -330,10 +332,16 @@ class FullySharded:
             if parameter.grad is not None:
                 sent[0, at], sent[1, at] = parameter.grad, 1
         dist.all_reduce(sent, group=group)
-        for (total, holders), parameter in zip(sent.t().tolist(), due, strict=True):
-            if holders:
-                grad = parameter.new_full((), total / self._record.groups.size("dp"))
-                parameter.grad = grad if parameter.grad is None else parameter.grad.copy_(grad)
+        lacking = [parameter for parameter in due if parameter.grad is None]
+        anywhere = (
+            sent[1].tolist() if lacking else []
+        )  # a rank that has all gradients does not wait for the others' answer
+        averages = sent[0] / self._record.groups.size("dp")
+        for at, parameter in enumerate(due):
+            if parameter.grad is not None:
+                parameter.grad.copy_(averages[at])
+            elif anywhere[at]:
+                parameter.grad = averages[at].to(parameter.dtype, copy=True)
 
     # ---- the way back ----------------------------------------------------------------------------------------
 

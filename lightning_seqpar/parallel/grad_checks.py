@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_seqpar.distributed.host import LateNumbers
 from lightning_seqpar.layout.param_layout import ModelLayout
 from lightning_seqpar.layout.replica_rows import is_split, local_rows
 from lightning_seqpar.topology.process_groups import ParallelGroups
+
+Comparison = Callable[[], None]
+"""A comparison of the ranks that is under way: calling it reads what was found, and raises RuntimeError if they differ."""
+
+
+def _passes() -> None:
+    """The comparison where there is nothing to compare."""
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -19,37 +27,53 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    """The norm of a tensor in float64, block by block: to copy all of it into float64 takes eight times as long on a CPU."""
+    """The norm of a tensor in its own precision, in float32 at least; no copy of the tensor is made."""
     flat = tensor.detach().reshape(-1)
-    block = 2**18 if flat.device.type == "cpu" else 2**24  # what a CPU's cache holds; few calls elsewhere
-    norm: Tensor = torch.stack([part.double().norm() for part in flat.split(block)]).norm()
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    # Of what a CPU's cache holds at a time: one sum over all would lose digits in float32, and few calls elsewhere.
+    block = 2**18 if flat.device.type == "cpu" else 2**30
+    norms = torch._foreach_norm(flat.split(block), 2, dtype=wide)
+    norm: Tensor = torch.stack(norms).double().norm()
     return norm
 
 
-def spread(tensors: Sequence[Tensor], groups: ParallelGroups, axis: str = "tp") -> tuple[list[float], list[float]]:
-    """The smallest and the largest norm that each tensor has on any rank of an axis; collective over it."""
-    on_gpus = [tensor.device for tensor in tensors if tensor.is_cuda]
-    if not on_gpus and dist.get_backend(groups[axis]) == "nccl":  # numbers of the user's own on the CPU
-        on_gpus = [torch.device("cuda", torch.cuda.current_device())]
-    device = on_gpus[0] if on_gpus else tensors[0].device
-    norms = torch.stack([_norm(tensor).to(device) for tensor in tensors])
-    both = torch.cat([norms, -norms])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups[axis])
-    count = len(tensors)
-    return (-both[count:]).tolist(), both[:count].tolist()
+class Spread:
+    """The smallest and the largest norm that each of some tensors has on any rank of an axis; collective over it when made.
+
+    Args:
+        tensors: the same on every rank, but for their values.
+        groups: the process groups.
+        axis: whose ranks are compared.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], groups: ParallelGroups, axis: str = "tp") -> None:
+        on_gpus = [tensor.device for tensor in tensors if tensor.is_cuda]
+        if not on_gpus and dist.get_backend(groups[axis]) == "nccl":  # numbers of the user's own on the CPU
+            on_gpus = [torch.device("cuda", torch.cuda.current_device())]
+        device = on_gpus[0] if on_gpus else tensors[0].device
+        norms = torch.stack([_norm(tensor).to(device) for tensor in tensors])
+        both = torch.cat([norms, -norms])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups[axis])
+        self._both = LateNumbers(both)
+
+    def read(self) -> tuple[list[float], list[float]]:
+        """The smallest norm of each tensor, and the largest."""
+        both = self._both.read()
+        count = len(both) // 2
+        return [-number for number in both[count:]], both[:count]
 
 
-def check_reduced(parameters: Iterable[Tensor], groups: ParallelGroups) -> None:
+def check_reduced(parameters: Iterable[Tensor], groups: ParallelGroups) -> Comparison:
     """Gradients must be equal on all replicas when the optimizer reads them; collective over dp.
 
-    Raises:
-        RuntimeError: on every rank, if one differs.
+    Returns:
+        What raises RuntimeError on every rank, if one differs. Calling it a step later costs no wait for the device.
     """
     held = [p for p in parameters if p.requires_grad and not is_split(p)]
     if not held or groups.size("dp") == 1:
-        return
+        return _passes
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in held]
-    lows, highs = spread(grads, groups, "dp")
+    shapes, spread = [(list(grad.shape), grad.dtype) for grad in grads], Spread(grads, groups, "dp")
     unused = sum(p.grad is None for p in held)
     hint = (
         f". {unused} parameter{'s' * (unused > 1)} got no gradient: what the loss does not read the reduction waits for; set "
@@ -57,21 +81,26 @@ def check_reduced(parameters: Iterable[Tensor], groups: ParallelGroups) -> None:
         if unused
         else ""
     )
-    for grad, low, high in zip(grads, lows, highs, strict=True):
-        if high - low > tolerance(grad.dtype) * high:
-            raise RuntimeError(
-                f"a gradient of shape {list(grad.shape)} that reaches the optimizer differs between the replicas (its norm is "
-                f"{low:.9g} on one and {high:.9g} on another): it came past the reduction over dp. Call self.manual_backward(loss) "
-                "instead of loss.backward() or torch.autograd.grad, and change gradients behind it alike on every replica"
-                f"{hint}"
-            )
+
+    def comparison() -> None:
+        for (shape, dtype), low, high in zip(shapes, *spread.read(), strict=True):
+            if high - low > tolerance(dtype) * high:
+                raise RuntimeError(
+                    f"a gradient of shape {shape} that reaches the optimizer differs between the replicas (its norm is "
+                    f"{low:.9g} on one and {high:.9g} on another): it came past the reduction over dp. Call "
+                    "self.manual_backward(loss) instead of loss.backward() or torch.autograd.grad, and change gradients behind it "
+                    f"alike on every replica{hint}"
+                )
+
+    return comparison
 
 
-def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: ParallelGroups) -> None:
+def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: ParallelGroups) -> Comparison:
     """Gradients of parameters that every rank holds whole must be equal across tp when the optimizer reads them.
 
-    Raises:
-        RuntimeError: on every rank, naming the parameter that differs most.
+    Returns:
+        What raises RuntimeError on every rank, naming the parameter that differs most. Calling it a step later costs no wait
+        for the device.
     """
     names, grads = [], []
     for parameter in parameters:
@@ -86,18 +115,22 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
         if found is None or not found.is_sharded:
             grads.append(local_rows(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)))
     if not grads:
-        return
-    lows, highs = spread(grads, groups)
-    worst, at = 0.0, -1
-    for index, (low, high, grad) in enumerate(zip(lows, highs, grads, strict=True)):
-        gap = (high - low) / high if high > 0 else 0.0
-        if gap > tolerance(grad.dtype) and gap > worst:
-            worst, at = gap, index
-    if at >= 0:
-        name, reason = names[at]
-        raise RuntimeError(
-            f"{name}: every rank holds it whole, but the gradients that reach the optimizer differ across tp by "
-            f"{worst:.1e} (laid out as: {reason}). Either it also sees sequence shards or lies between a gather and "
-            "a row linear (change the plan), or gradients were clipped by torch.nn.utils.clip_grad_norm_, which knows "
-            "nothing of shards (use self.clip_gradients or Trainer(gradient_clip_val=...))"
-        )
+        return _passes
+    dtypes, spread = [grad.dtype for grad in grads], Spread(grads, groups)
+
+    def comparison() -> None:
+        worst, at = 0.0, -1
+        for index, (low, high, dtype) in enumerate(zip(*spread.read(), dtypes, strict=True)):
+            gap = (high - low) / high if high > 0 else 0.0
+            if gap > tolerance(dtype) and gap > worst:
+                worst, at = gap, index
+        if at >= 0:
+            name, reason = names[at]
+            raise RuntimeError(
+                f"{name}: every rank holds it whole, but the gradients that reach the optimizer differ across tp by "
+                f"{worst:.1e} (laid out as: {reason}). Either it also sees sequence shards or lies between a gather and "
+                "a row linear (change the plan), or gradients were clipped by torch.nn.utils.clip_grad_norm_, which knows "
+                "nothing of shards (use self.clip_gradients or Trainer(gradient_clip_val=...))"
+            )
+
+    return comparison

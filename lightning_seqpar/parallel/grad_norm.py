@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_seqpar.layout.param_layout import ModelLayout
-from lightning_seqpar.layout.replica_rows import is_split, local_rows, rows_held
+from lightning_seqpar.layout.replica_rows import is_split, local_rows
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
@@ -39,11 +39,8 @@ def global_grad_norm(
             continue
         found, grad = layout.of(parameter), local_rows(parameter.grad)
         shard = None if found is None else found.shard
-        if shard is not None and shard.has_shared:  # what several ranks hold counts once
-            is_first = shard.is_first_holder(groups.rank("tp"))
-            if shard.dim == 0 and (rows := rows_held(parameter.grad)) is not None:
-                is_first = is_first[slice(*rows)]
-            grad = grad.index_select(shard.dim, is_first.nonzero().flatten().to(grad.device))
+        if found is not None and shard is not None and shard.has_shared:  # what several ranks hold counts once
+            grad = grad.index_select(shard.dim, layout.first_held(found.name, groups.rank("tp"), parameter.grad))
         divided[("dp",) * is_split(parameter.grad) + ("tp",) * (shard is not None)].append(grad)
 
     def power(grads: list[Tensor]) -> Tensor:

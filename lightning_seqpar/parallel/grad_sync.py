@@ -19,9 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.distributed.autograd import tensor_hooks
 from lightning_seqpar.distributed.collectives import all_reduce
+from lightning_seqpar.distributed.host import any_rank_has, send_numbers
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.layout.replica_rows import is_split, local_rows, rows_held
-from lightning_seqpar.parallel.grad_checks import spread, tolerance
+from lightning_seqpar.parallel.grad_checks import Spread, tolerance
 from lightning_seqpar.parallel.loss_consistency import LossWatch
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
@@ -36,6 +37,8 @@ class _Partial:
         hook: the gradient hook; none while the parameter is frozen.
         version: the parameter's version when the first gradient arrived: nobody may change it before the sum.
         own_term: while the sum is being made, this rank's term, in the memory that takes the sum.
+        shared: what several ranks hold of it, if it is sharded.
+        holders: by how many ranks each index along the shard's dim is held (of this rank's rows, if replicas split it).
     """
 
     layout: ParamLayout
@@ -45,6 +48,19 @@ class _Partial:
     hook: RemovableHandle | None = None
     version: int = -1
     own_term: Tensor | None = None
+    shared: _SharedPart | None = None
+    holders: Tensor | None = None
+
+    @property
+    def may_arrive(self) -> bool:
+        """Whether gradients may have arrived: it trains, or did when it was looked at. So it is on every rank, or on none."""
+        return self.hook is not None or self.parameter.requires_grad
+
+    def unhook(self) -> None:
+        """Take the hook away."""
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
 
 
 class GradSync:
@@ -66,6 +82,8 @@ class GradSync:
         self._doubtful = frozenset(doubtful)
         self.losses = LossWatch(groups)
         self._partials = [_Partial(layout[name], layout.parameter(name)) for name in layout if layout[name].is_partial]
+        # Whether no backward that the strategy knows of has begun since all was summed: so it is on every rank, or on none.
+        self._all_summed = False
         self.attach()
 
     @property
@@ -141,6 +159,7 @@ class GradSync:
 
         Elsewhere the gradient's hook does so, which comes before the addition.
         """
+        self._all_summed = False
         for partial in self._partials:
             grad = partial.parameter.grad
             if is_split(partial.parameter) and grad is not None and not partial.fired:
@@ -151,29 +170,31 @@ class GradSync:
         """By how many ranks each element of a shard (of a rank's rows of it) is held, in a shape that broadcasts to it."""
         shard = partial.layout.shard
         assert shard is not None
+        if partial.holders is None or partial.holders.device != like.device:  # sent to the device once
+            holders = shard.holders[shard.indices(self._groups.rank("tp"))]
+            if shard.dim == 0 and (rows := rows_held(like)) is not None:
+                holders = holders[slice(*rows)]
+            partial.holders = holders.to(like.device)
         shape = [1] * like.ndim
         shape[shard.dim] = -1
-        holders = shard.holders[shard.indices(self._groups.rank("tp"))]
-        if shard.dim == 0 and (rows := rows_held(like)) is not None:
-            holders = holders[slice(*rows)]
-        return holders.view(shape).to(like.device)
+        return partial.holders.view(shape)
 
     def remove(self) -> None:
         """Take the hooks away."""
         for partial in self._partials:
-            if partial.hook is not None:
-                partial.hook.remove()
-                partial.hook = None
+            partial.unhook()
 
     def flush_all(self, *, check: bool = False) -> None:
         """Sum whatever has arrived, for every parameter. Right at any time: see the gradient hook."""
         self.flush([partial.parameter for partial in self._partials], check=check)
+        self._all_summed = True
 
     def flush(self, parameters: Iterable[Tensor], *, check: bool = False) -> None:
         """Sum what has arrived for ``parameters`` (those of one optimizer) since the last flush; idempotent.
 
-        Ranks agree first on which hooks fired. Where no rank's hook fired, nothing happens; where only some did, the others
-        contribute zeros.
+        Ranks agree on which hooks fired. Where no rank's hook fired, the gradient stays as it is; where only some did, the
+        others contribute zeros. A rank all of whose hooks fired knows the outcome and does not wait for the agreement; one
+        that lacks a gradient does, since only the others know whether it is zero or none.
 
         Args:
             parameters: whose gradients are due; others keep collecting.
@@ -184,60 +205,67 @@ class GradSync:
                 the step before differed.
         """
         self.losses.settle()
-        self._sum(parameters, check)
+        due_ids = {id(parameter) for parameter in parameters}
+        due = [p for p in self._partials if id(p.parameter) in due_ids and p.may_arrive]
+        if due:
+            self._sum(due, check)
+        for partial in due:
+            if not partial.parameter.requires_grad:  # frozen meanwhile: nothing arrives until it thaws
+                partial.unhook()
         self.losses.send()
 
-    def _sum(self, parameters: Iterable[Tensor], check: bool) -> None:
-        due_ids = {id(parameter) for parameter in parameters}
-        due = [partial for partial in self._partials if id(partial.parameter) in due_ids]
-        if not due:
-            return
+    def _sum(self, due: Sequence[_Partial], check: bool) -> None:
         flags = self._arrival_flags(due)
-        buckets = self._buckets(due)
-        if not check and self._groups.size("dp") == 1 and (first := self._bucket_with_flags(buckets)):
-            # The agreement on what fired rides along with this sum: what no rank has goes as zeros.
-            counts = self._sum_bucket(("tp",), first, flags)
-            fired = self._fired_anywhere(due, counts)
-        else:
-            # Over dp the agreement is a reduction of its own.
-            first, fired = [], self._agree(due, flags)
-        pending = [partial for partial, any_fired in zip(due, fired, strict=True) if any_fired]
+        arrived, buckets = flags[0::2], self._buckets(due)
+        late: Tensor | None = None  # what the ranks agree on, which only a rank that lacks a gradient waits for
+        ride = next((axes for axes, _ in buckets if axes == ("tp",)), None)
+        if check or self._all_summed:  # there may be nothing to sum
+            ride, arrived = None, self._fired_anywhere(due, self._agreed_now(due, flags))
+            if not any(arrived):
+                return
+        elif ride is None or self._groups.size("dp") > 1:  # over dp the agreement is a reduction of its own
+            ride, late = None, self._agreed_later(due, flags)
+            if not any(arrived):
+                arrived = self._fired_anywhere(due, late.tolist())
+                if not any(arrived):
+                    return
         if check:
-            self._check_doubtful([p for p in pending if p.layout.name in self._doubtful])
-        left = set(pending) - set(first)
+            doubtful = [p for p, fired in zip(due, arrived, strict=True) if fired and p.layout.name in self._doubtful]
+            self._check_doubtful(doubtful)
         for axes, members in buckets:
-            self._sum_bucket(axes, [partial for partial in members if partial in left])
-        for partial in pending:
-            assert partial.own_term is not None
-            partial.parameter.grad = partial.synced = partial.own_term
-            partial.fired = False
-        for partial in due:
+            # What no rank has goes as zeros. The agreement rides along with the first sum over tp.
+            rides = axes == ride and late is None
+            counts = self._sum_bucket(axes, members, flags if rides else ())
+            late = counts if rides else late
+        if late is not None and not all(arrived):
+            arrived = self._fired_anywhere(due, late.tolist())
+        for partial, fired in zip(due, arrived, strict=True):
+            if fired:
+                assert partial.own_term is not None
+                partial.parameter.grad = partial.synced = partial.own_term
+                partial.fired = False
             partial.own_term = None
 
-    def _sum_bucket(
-        self, axes: tuple[str, ...], members: Sequence[_Partial], flags: Sequence[bool] = ()
-    ) -> list[float]:
+    def _sum_bucket(self, axes: tuple[str, ...], members: Sequence[_Partial], flags: Sequence[bool] = ()) -> Tensor:
         """Sum the terms of some gradients of one type over ``axes``; returns how many ranks had each of the flags."""
         for partial in members:
             partial.own_term = self._own_term(partial)
         grads = [(p, p.own_term) for p in members if p.own_term is not None]
-        shared = [_SharedPart(p, self._groups.rank("tp"), grad) for p, grad in grads if p.layout.shard is not None]
+        shared = [(self._shared_part(p, grad), local_rows(grad)) for p, grad in grads if p.layout.shard is not None]
         whole = [local_rows(grad) for p, grad in grads if p.layout.shard is None]
+        sent = [part.given(rows) for part, rows in shared]
         group = self._groups[axes if len(axes) > 1 else axes[0]]
         losses = self.losses if axes == ("tp",) else None
-        counts = _sum_coalesced([*whole, *(part.sent for part in shared)], group, losses, flags)
-        for part in shared:
-            part.take()
+        counts = _sum_coalesced([*whole, *sent], group, losses, flags)
+        for (part, rows), summed in zip(shared, sent, strict=True):
+            part.take(summed, rows)
         return counts
 
-    @staticmethod
-    def _bucket_with_flags(buckets: Sequence[tuple[tuple[str, ...], list[_Partial]]]) -> list[_Partial]:
-        """The sum that the agreement rides along with: the first over tp, of the parameters that are trained; empty if none is."""
-        for axes, members in buckets:
-            trained = [partial for partial in members if partial.parameter.requires_grad]
-            if axes == ("tp",) and trained:
-                return trained
-        return []
+    def _shared_part(self, partial: _Partial, grad: Tensor) -> _SharedPart:
+        """What several ranks hold of a sharded parameter; made once, as its indices have to be sent to the device."""
+        if partial.shared is None or partial.shared.device != grad.device:
+            partial.shared = _SharedPart(partial, self._groups.rank("tp"), grad)
+        return partial.shared
 
     @staticmethod
     def _buckets(due: Sequence[_Partial]) -> list[tuple[tuple[str, ...], list[_Partial]]]:
@@ -274,12 +302,16 @@ class GradSync:
             flags += [partial.fired and grad is not None, missed]
         return flags
 
-    def _agree(self, due: Sequence[_Partial], flags: Sequence[bool]) -> list[bool]:
-        """Which of ``due`` fired on any rank; one small reduction over every rank that holds the same parameters."""
-        highest = torch.tensor(flags, dtype=torch.uint8, device=due[0].parameter.device)
+    def _agreed_now(self, due: Sequence[_Partial], flags: Sequence[bool]) -> list[bool]:
+        """Which of this rank's arrival flags any rank has, over every rank that holds the same parameters."""
         # Over dp too: a replica that did not use a parameter still got the others' average for it.
+        return any_rank_has(flags, self._groups["dp", "tp"], due[0].parameter.device)
+
+    def _agreed_later(self, due: Sequence[_Partial], flags: Sequence[bool]) -> Tensor:
+        """The same, on the parameters' device, where nobody has waited for it yet."""
+        highest = send_numbers(flags, torch.uint8, due[0].parameter.device)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._groups["dp", "tp"])
-        return self._fired_anywhere(due, highest.tolist())
+        return highest
 
     @staticmethod
     def _fired_anywhere(due: Sequence[_Partial], counts: Sequence[float]) -> list[bool]:
@@ -295,7 +327,7 @@ class GradSync:
     def _check_doubtful(self, partials: Sequence[_Partial]) -> None:
         if not partials:
             return
-        lows, highs = spread([local_rows(_grad(p.parameter)) for p in partials], self._groups)
+        lows, highs = Spread([local_rows(_grad(p.parameter)) for p in partials], self._groups).read()
         for partial, low, high in zip(partials, lows, highs, strict=True):
             if high > 0 and high - low <= tolerance(partial.parameter.dtype) * high:
                 raise RuntimeError(
@@ -306,33 +338,35 @@ class GradSync:
 
 
 class _SharedPart:
-    """What several ranks hold of one sharded gradient (kv heads, where there are fewer than ranks), in one tensor that is summed.
+    """What several ranks hold of one sharded parameter (kv heads, where there are fewer than ranks).
 
-    It has a place for every index that is shared; a rank fills in those that it holds.
+    Its gradient is summed in a tensor with a place for every index that is shared; a rank fills in those that it holds.
     """
 
-    def __init__(self, partial: _Partial, rank: int, grad: Tensor) -> None:
+    def __init__(self, partial: _Partial, rank: int, like: Tensor) -> None:
         shard = partial.layout.shard
         assert shard is not None
-        self._grad, self._dim = local_rows(grad), shard.dim
+        self.device, self._dim = like.device, shard.dim
         shared = (shard.holders > 1).nonzero().flatten()
         place = torch.full((shard.length,), -1)
         place[shared] = torch.arange(len(shared))
         at = place[shard.indices(rank)]
-        if shard.dim == 0 and (rows := rows_held(grad)) is not None:
+        if shard.dim == 0 and (rows := rows_held(like)) is not None:
             # Ranks that share heads have them at the same places of their parts, so they hold the same rows of them too.
             at = at[slice(*rows)]
-        self._local = (at >= 0).nonzero().flatten().to(self._grad.device)
-        self._place = at[at >= 0].to(self._grad.device)
-        shape = list(self._grad.shape)
-        shape[self._dim] = len(shared)
-        self.sent = self._grad.new_zeros(shape)
-        self.sent.index_add_(self._dim, self._place, self._grad.index_select(self._dim, self._local))
+        self._count = len(shared)
+        self._local = (at >= 0).nonzero().flatten().to(self.device)
+        self._place = at[at >= 0].to(self.device)
 
-    def take(self) -> None:
+    def given(self, grad: Tensor) -> Tensor:
+        """What a rank gives to the sum, of its gradient (its rows of it)."""
+        shape = list(grad.shape)
+        shape[self._dim] = self._count
+        return grad.new_zeros(shape).index_add_(self._dim, self._place, grad.index_select(self._dim, self._local))
+
+    def take(self, summed: Tensor, grad: Tensor) -> None:
         """Put this rank's share of the sum into its gradient."""
-        summed = self.sent.index_select(self._dim, self._place)
-        self._grad.index_copy_(self._dim, self._local, summed)
+        grad.index_copy_(self._dim, self._local, summed.index_select(self._dim, self._place))
 
 
 def step_traffic(layout: ModelLayout, tp: int, dp: int = 1) -> tuple[int, int]:
@@ -346,7 +380,7 @@ def step_traffic(layout: ModelLayout, tp: int, dp: int = 1) -> tuple[int, int]:
             count = count // parameter.shape[shard.dim] * int((shard.holders > 1).sum())
         key = (tuple(sorted(layout[name].sum_over)), parameter.dtype)
         sums[key] = sums.get(key, 0) + count * max(4, parameter.element_size())  # 16-bit parts are summed in float32
-    flags = 2 * sum(1 for item in layout.values() if item.is_partial)
+    flags = 2 * len(partial)
     over_tp = [max(4, dtype.itemsize) for axes, dtype in sorted(sums, key=lambda key: str(key[1])) if axes == ("tp",)]
     rides = bool(over_tp) and dp == 1
     calls = len(sums) + (0 if over_tp else 1) + (1 if flags and not rides else 0)
@@ -361,22 +395,22 @@ def _grad(parameter: nn.Parameter) -> Tensor:
 
 def _sum_coalesced(
     grads: Sequence[Tensor], group: Any, losses: LossWatch | None = None, flags: Sequence[bool] = ()
-) -> list[float]:
+) -> Tensor:
     """Sum gradients of one type over the group, in place, in one collective; 16-bit parts in float32.
 
-    The losses and the flags ride along; returns how many ranks had each flag.
+    The losses and the flags ride along; returns how many ranks had each flag, which nobody has waited for yet.
     """
-    if not grads:
-        return []
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     row = losses.row(wide) if losses is not None else None
     riders = [] if row is None else [row]
-    riders.append(torch.tensor(flags, dtype=wide, device=grads[0].device))
+    if flags:
+        riders.append(send_numbers(flags, wide, grads[0].device))
     flat = _flatten_dense_tensors([*(grad.to(wide) for grad in grads), *riders])
     flat = all_reduce(flat, group)
     *totals, rest = _unflatten_dense_tensors(flat, [*grads, flat.new_empty(sum(len(rider) for rider in riders))])
     if losses is not None and row is not None:
-        losses.take(rest[: len(row)].clone())
+        losses.take(rest[: len(row)])
     for grad, total in zip(grads, totals, strict=True):
         grad.copy_(total)
-    return list(rest[len(rest) - len(flags) :].tolist()) if flags else []
+    counts: Tensor = rest[len(rest) - len(flags) :]
+    return counts

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_seqpar.distributed.host import LateNumbers
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _CAUSES = (
@@ -53,17 +54,16 @@ class LossWatch:
     """Compares the losses of every step, at no collective of its own where gradients are summed over tp anyway.
 
     Each rank has a place of its own in a row of zeros that rides along with the sum, so that every rank gets all losses
-    and all decide alike. They are read when the next sum is due, where the host waits in any case: a step with a wrong
-    gradient is taken, but none behind it, and nothing is saved.
+    and all decide alike. They are read when the next sum is due, and by then have long been on the host: a step with a
+    wrong gradient is taken, but none behind it, and nothing is saved.
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
         self._groups = groups
         self._own: Tensor | None = None
         self._limit = 0.0
-        self._unread: tuple[Tensor, float] | None = (
-            None  # all ranks' losses of the last step, and how far they may lie apart
-        )
+        # All ranks' losses of the last step, and how far they may lie apart.
+        self._unread: tuple[LateNumbers, float] | None = None
 
     def note(self, loss: Tensor) -> None:
         """Add a loss to those of this step (accumulation, or several backwards)."""
@@ -82,7 +82,7 @@ class LossWatch:
 
     def take(self, summed: Tensor) -> None:
         """The row with every rank's loss, ``[tp]``; it is not read yet."""
-        self._unread = summed, self._limit
+        self._unread = LateNumbers(summed), self._limit
         self._own, self._limit = None, 0.0
 
     def send(self) -> None:
@@ -102,7 +102,7 @@ class LossWatch:
         if unread is None:
             return
         losses, limit = unread
-        numbers = losses.tolist()
+        numbers = losses.read()
         if _differ(numbers, limit):
             raise RuntimeError(
                 "the loss differed across the tensor-parallel ranks of one replica at the last step: "

@@ -12,7 +12,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
     _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _sync_ddp_if_available,
 )
@@ -29,6 +28,7 @@ from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.data.broadcast import BroadcastLoader
 from lightning_seqpar.data.sampler import OrderSeed, inject_sampler, replica_workers
 from lightning_seqpar.distributed.collectives import gather_from_sequence_parallel_region
+from lightning_seqpar.distributed.host import default_backend, host_device
 from lightning_seqpar.distributed.phases import Phases
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_start
 from lightning_seqpar.nn.sharded_logits import whole_logits
@@ -175,7 +175,7 @@ class TopologyStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        backend = self.config.process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        backend = self.config.process_group_backend or default_backend(self.root_device)
         with self._phases.phase("meeting the other ranks"):
             self._connect(backend)
         topology = ProcessTopology.from_config(self.config, dist.get_world_size())
@@ -268,8 +268,13 @@ class TopologyStrategy(ParallelStrategy):
         """Reduce a tensor over the replicas; the ranks of one replica have the same value. Other objects stay as they are."""
         if not isinstance(tensor, Tensor) or self._groups is None:
             return tensor
-        tensor = whole_logits(tensor)
-        return _sync_ddp_if_available(tensor, self.groups["dp"] if group is None else group, reduce_op=reduce_op)
+        tensor = whole_logits(tensor).to(self.root_device)
+        over = self.groups["dp"] if group is None else group
+        if not (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")):
+            return _sync_ddp_if_available(tensor, over, reduce_op=reduce_op)
+        # Not every backend has averages, and Lightning knows of gloo only where it is the group's one backend.
+        total = _sync_ddp_if_available(tensor, over, reduce_op="sum")
+        return total.div_(over.size()) if total.is_floating_point() else total.copy_(total / over.size())
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor over the replicas: ``[...]`` → ``[dp, ...]``, or unchanged where there is one replica.
@@ -293,7 +298,7 @@ class TopologyStrategy(ParallelStrategy):
         """Whether ``decision`` is true on all ranks of the world, or with ``all=False`` on any."""
         if self._groups is None:
             return decision
-        reduced = torch.tensor(int(decision), device=self.root_device)
+        reduced = torch.tensor(int(decision), device=host_device(self._world, self.root_device))
         dist.all_reduce(reduced, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self._world)
         return bool(reduced)
 

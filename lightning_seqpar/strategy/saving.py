@@ -113,8 +113,7 @@ class SavingStrategy(SteppingStrategy):
         rank's part of each tensor.
         """
         record = record_of(self._module)
-        if record is not None and self._sync is not None:
-            self._sync.losses.settle()  # raises if ranks had different losses: such weights must not be saved
+        self.settle()  # raises if ranks had different losses or gradients: such weights must not be saved
         if self._in_parts:
             return model_parts(self._module, record, self.groups)
         if record is None:

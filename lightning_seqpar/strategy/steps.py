@@ -31,7 +31,7 @@ from lightning_seqpar.distributed.rank_consistency import check_agreement, descr
 from lightning_seqpar.distributed.rng import DrawWatch
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
 from lightning_seqpar.parallel.fully_sharded import READ_ROWS, FullySharded, refuse_rows
-from lightning_seqpar.parallel.grad_checks import check_reduced, check_replicated
+from lightning_seqpar.parallel.grad_checks import Comparison, check_reduced, check_replicated
 from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.loss_consistency import check_loss
@@ -71,6 +71,7 @@ class SteppingStrategy(TopologyStrategy):
         self._forward_redirection = _Redirection()
         self._sync: GradSync | None = None
         self._steps: dict[int, int] = {}
+        self._comparisons: list[Comparison] = []
         self._schedule = WatchSchedule(config.check_every)
         self._flushed = self._others_flushed = False
         self._optimizing: Optimizer | None = None
@@ -419,16 +420,40 @@ class SteppingStrategy(TopologyStrategy):
         self._others_flushed = automatic and self._optimizing is not None
 
     def check_step(self, optimizer: Optimizer) -> None:
-        """Check, before an update, that gradients which must be equal on all ranks are equal. Collective."""
+        """Check, before an update, that gradients which must be equal on all ranks are equal. Collective.
+
+        Where the user's code may change them they are compared in every step, but the host waits for the answer only in steps in
+        which checks are due; else it is read before the next update, and before anything is saved.
+        """
         optimizer = plain_optimizer(optimizer)
         step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         record = record_of(self._module)
         if record is not None:
             refuse_added(_parameters(optimizer), record)
-        if self._gradients_may_change or self._schedule.is_due_at(step):
-            check_reduced(_parameters(optimizer), self.groups)
+        self._read_comparisons()
+        due = self._schedule.is_due_at(step)
+        if self._gradients_may_change or due:
+            self._comparisons.append(check_reduced(_parameters(optimizer), self.groups))
             if record is not None:
-                check_replicated(_parameters(optimizer), record.layout, self.groups)
+                self._comparisons.append(check_replicated(_parameters(optimizer), record.layout, self.groups))
+        if due:
+            self._read_comparisons()
+
+    def _read_comparisons(self) -> None:
+        """Raise RuntimeError if the gradients of earlier steps differed, whose comparison nobody has waited for."""
+        comparisons, self._comparisons = self._comparisons, []
+        for comparison in comparisons:
+            comparison()
+
+    def settle(self) -> None:
+        """Read what the ranks found when they compared the losses and gradients of the last step, before anything is kept of it.
+
+        Raises:
+            RuntimeError: if they differed.
+        """
+        if self._sync is not None:
+            self._sync.losses.settle()
+        self._read_comparisons()
 
     def _note_hooks(self) -> None:
         """Note whether code of the user's runs between the backward and the update on any rank. Collective over the world."""
@@ -538,9 +563,8 @@ class SteppingStrategy(TopologyStrategy):
         check_agreement({f"{loop} batches": counts}, group, self.root_device)
 
     def on_train_end(self) -> None:
-        """Compare the losses of the last step, which no later sum of gradients carries."""
-        if self._sync is not None:
-            self._sync.losses.settle()
+        """Read what was compared in the last step."""
+        self.settle()
 
     def on_validation_start(self) -> None:
         """Compare the number of batches over the ranks of a replica. Collective."""

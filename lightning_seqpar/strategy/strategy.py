@@ -284,7 +284,7 @@ class SeqParallelStrategy(SavingStrategy):
             refuse_callbacks(trainer.callbacks, self.groups.size("tp"))  # type: ignore[attr-defined]
         self._share_metrics()
         self._sync = None
-        self._steps = {}
+        self._steps, self._comparisons = {}, []
         if fitting:
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)

@@ -103,7 +103,7 @@ def self_check(
         sharded = observe_run(copied, record, example, names, groups)
         verdict = compare_runs(dense, sharded, record, names, groups)
         try:
-            check_replicated(copied.parameters(), record.layout, groups)
+            check_replicated(copied.parameters(), record.layout, groups)()
         except RuntimeError as error:
             verdict.wrong.append(str(error))
         release(copied)

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_seqpar.distributed.counters import Traffic
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason
-from lightning_seqpar.parallel.grad_checks import spread
+from lightning_seqpar.parallel.grad_checks import Spread, tolerance
 from lightning_seqpar.parallel.grad_sync import GradSync, step_traffic
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.topology.grid import ProcessTopology
@@ -79,6 +79,8 @@ def test_every_rank_has_what_some_rank_sent():
 def count(tp: int, frozen: bool) -> tuple[Any, ...]:
     model, layout, _, sync = build(tp)
     model.a.requires_grad_(not frozen)
+    sync.flush_all()  # looks at what is frozen
+    sync.begin_backward()
     push(model.b, 1.0)
     push(model.c, 1.0)
     if not frozen:
@@ -93,26 +95,31 @@ def count(tp: int, frozen: bool) -> tuple[Any, ...]:
 def test_one_sum_for_each_type_and_the_flags_and_losses_ride():
     for frozen in (False, True):
         measured, formula = run_distributed(count, 2, 2, frozen)[0]
-        # The float32 sum comes first: it takes the flags of all three parameters and the two ranks' losses along.
-        assert measured == formula == (2, (SIZE + 6 + 2) * 4 + SIZE * 8 * (1 if frozen else 2))
+        trained = 1 if frozen else 2
+        # The float32 sum comes first: it takes two flags of each parameter that trains and the two ranks' losses along.
+        assert measured == formula == (2, (SIZE + 2 * (1 + trained) + 2) * 4 + SIZE * 8 * trained)
     measured, formula = run_distributed(count, 4, 2, False)[0]
     assert measured == formula == (3, (SIZE + 2) * 4 + SIZE * 8 * 2 + 6)  # over replicas they go alone, as bytes
 
 
-def norms_apart(count: int) -> tuple[list[float], list[float], float]:
+def norms_apart(count: int, dtype: torch.dtype) -> tuple[list[float], list[float], float]:
     """One number far back differs between the ranks; the transposed tensor has no memory in one piece."""
     groups = ParallelGroups(ProcessTopology(["dp", "tp"], [1, 2]), dist.get_rank())
     torch.manual_seed(0)
-    grad = torch.randn(count, 2).t()
+    grad = torch.randn(count, 2).to(dtype).t()
     exact = float(grad.double().norm())
     grad[1, count - 1] += 100.0 * groups.rank("tp")
-    lows, highs = spread([grad, torch.zeros(0), torch.full((3,), 2.0)], groups)
+    lows, highs = Spread([grad, torch.zeros(0, dtype=dtype), torch.full((3,), 2.0, dtype=dtype)], groups).read()
     return lows, highs, exact
 
 
 def test_norms_that_ranks_compare_are_those_of_whole_gradients():
-    for count in (3, 2**18 + 1):
-        for lows, highs, exact in run_distributed(norms_apart, 2, count):
-            assert abs(lows[0] - exact) <= 1e-9 * exact
-            assert highs[0] > lows[0] * (1 + 1e-3)
-            assert (lows[1], highs[1], lows[2], highs[2]) == (0.0, 0.0, 12**0.5, 12**0.5)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        # In the gradients' own precision: far below how far ranks may lie apart.
+        limit = 1e-9 if dtype == torch.float64 else tolerance(torch.float32) / 10
+        for count in (3, 2**18 + 1):
+            for lows, highs, exact in run_distributed(norms_apart, 2, count, dtype):
+                assert abs(lows[0] - exact) <= limit * exact
+                assert highs[0] > lows[0] * (1 + 1e-3)
+                assert (lows[1], highs[1]) == (0.0, 0.0)
+                assert all(abs(number - 12**0.5) <= limit for number in (lows[2], highs[2]))

@@ -43,7 +43,7 @@ def metered(module: L.LightningModule, strategy: SeqParallelStrategy, loader: An
     return meter, trainer
 
 
-def _class_named(name: str) -> Any:
+def class_named(name: str) -> Any:
     """The class of a helper module; the last two, which import transformers and peft, are loaded only if they are needed."""
     for place in ("models", "zoo", "families", "adapted", "third_party"):
         found = getattr(importlib.import_module(f"tests.helpers.{place}"), name, None)
@@ -72,7 +72,7 @@ def fit(
     # These models are too small for "auto" to make or gather anything again.
     chosen = SeqParallelStrategy(**{"regather": True, **strategy}) if strategy is not None else "auto"
     dp = world // strategy.get("tp", 1) if strategy is not None else 1
-    module = _class_named(model)(**model_args)
+    module = class_named(model)(**model_args)
     recorder = ParityRecorder()
     trainer = quiet_trainer(
         devices=world,

@@ -1,0 +1,104 @@
+"""Numbers on their way between the host and a device, without making either wait for the other.
+
+A plain ``tolist`` waits until the device has done all that it was given, and a plain ``torch.tensor(..., device="cuda")``
+until it has taken the numbers. A step that does either keeps the host from running ahead, and the device idle behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import ProcessGroup
+
+
+class LateNumbers:
+    """Numbers that a device makes, to be read on the host later.
+
+    They are copied into pinned memory as soon as they are made, and :meth:`read` waits for that copy alone: a step later
+    it has long been done.
+
+    Args:
+        numbers: of any shape. Whoever changes it afterwards does not change what is read.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._made: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers.detach(), non_blocking=True)
+            self._made = torch.cuda.Event()
+            self._made.record()
+        else:
+            self._host = numbers.detach().clone()
+
+    def read(self) -> list[Any]:
+        """The numbers, in lists as deep as the tensor has dims."""
+        if self._made is not None:
+            self._made.synchronize()
+        out: list[Any] = self._host.tolist()
+        return out
+
+
+def send_numbers(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of ``numbers`` on a device, ``[n]``; the host does not wait until they are there."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def require_inside(values: Tensor, inside: Tensor, message: str) -> None:
+    """Require that indices lie inside of what they index.
+
+    Args:
+        values: the indices.
+        inside: for each of them, whether it does.
+        message: what is said of one that does not, with ``{}`` for its value.
+
+    Raises:
+        IndexError: on the CPU. Elsewhere, as in torch, the device asserts it, and the host does not wait for that.
+    """
+    if values.device.type != "cpu" or isinstance(values, FakeTensor):
+        torch._assert_async(inside.all(), message.format("(of some position)"))
+    elif not bool(inside.all()):
+        raise IndexError(message.format(int(values[~inside][0])))
+
+
+def default_backend(device: torch.device) -> str:
+    """The backends of a run's process groups: the device's own, and gloo beside it for what lies on the CPU.
+
+    Objects, batches and numbers of the host then go from CPU to CPU, and wait for no device.
+    """
+    own = dist.Backend.default_device_backend_map.get(device.type, "gloo")
+    return "gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+
+
+def host_device(group: ProcessGroup, otherwise: torch.device) -> torch.device:
+    """Where numbers that the host has, and reads again, are sent between the ranks of a group.
+
+    Args:
+        group: the ranks.
+        otherwise: the device to use if the group's backend takes no tensors on the CPU.
+
+    Returns:
+        The CPU if the group has a backend for it (gloo), where the exchange does not wait for the device's work.
+    """
+    taken = {device.type for device in group._device_types} if dist.is_initialized() else set()
+    return torch.device("cpu") if "cpu" in taken else otherwise
+
+
+def any_rank_has(flags: Sequence[bool], group: ProcessGroup, device: torch.device) -> list[bool]:
+    """Which of some flags are set on any rank; collective over ``group``, and the host waits for the other hosts alone.
+
+    Args:
+        flags: the same number of them on every rank.
+        group: the ranks.
+        device: where they are compared if the group's backend takes no tensors on the CPU.
+    """
+    highest = torch.tensor(flags, dtype=torch.uint8, device=host_device(group, device))
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in highest.tolist()]
