@@ -171,8 +171,8 @@ MUTANTS = [
     Mutant(
         "metrics over the world",
         "TopologyStrategy.reduce",
-        'self.groups["dp"] if group is None else group, reduce_op=reduce_op',
-        "self._world if group is None else group, reduce_op=reduce_op",
+        'self.groups["dp"] if group is None else group',
+        "self._world if group is None else group",
         "tests/test_data.py",
     ),
     Mutant(
@@ -423,15 +423,15 @@ MUTANTS = [
     Mutant(
         "shared kv gradients not summed",
         "GradSync._sum_bucket",
-        "        for part in shared:\n            part.take()\n",
-        "        del shared\n",
+        "            part.take(summed, rows)\n",
+        "            del summed\n",
         "tests/test_zoo.py tests/test_styles.py",
     ),
     Mutant(
         "a shared kv head counts twice in the norm",
         "global_grad_norm",
-        "            grad = grad.index_select(shard.dim, is_first.nonzero().flatten().to(grad.device))\n",
-        "",
+        "            grad = grad.index_select(shard.dim, layout.first_held",
+        "            _ = (shard.dim, layout.first_held",
         "tests/test_styles.py -k shared_parts",
     ),
     Mutant(
@@ -493,7 +493,7 @@ MUTANTS = [
     Mutant(
         "gradients of replicas not compared",
         "SteppingStrategy.check_step",
-        "            check_reduced(_parameters(optimizer), self.groups)\n",
+        "            self._comparisons.append(check_reduced(_parameters(optimizer), self.groups))\n",
         "",
         "tests/test_guards.py -k replicas",
     ),
@@ -807,7 +807,7 @@ MUTANTS = [
     ),
     Mutant(
         "a token outside the vocabulary is embedded as zeros",
-        "VocabParallelEmbedding.forward",
+        "require_inside",
         "elif not bool(inside.all()):",
         "elif False:",
         "tests/test_styles.py -k outside",
@@ -1025,8 +1025,8 @@ MUTANTS = [
     Mutant(
         "padding of the vocabulary given a gradient",
         "_ChunkGrads.__init__",
-        "of_x[:, rows.count :] = 0",
-        "of_x[:, rows.count :] = 1",
+        "of_x[:, rows.count :].zero_()",
+        "of_x[:, rows.count :].fill_(1)",
         "tests/test_logits.py",
     ),
     Mutant(
@@ -1111,8 +1111,8 @@ MUTANTS = [
     Mutant(
         "gradients compared by their beginning",
         "grad_checks:_norm",
-        "for part in flat.split(block)]",
-        "for part in flat.split(block)[:1]]",
+        "flat.split(block), 2",
+        "flat.split(block)[:1], 2",
         "tests/test_grad_sync.py -k compare",
     ),
     Mutant(
@@ -1733,8 +1733,8 @@ MUTANTS = [
     Mutant(
         "order of the summed gradients from a set",
         "GradSync.__init__",
-        "for name in layout if layout[name].is_partial]\n        self.attach()",
-        "for name in set(layout) if layout[name].is_partial]\n        self.attach()",
+        "for name in layout if layout[name].is_partial]\n",
+        "for name in set(layout) if layout[name].is_partial]\n",
     ),
     Mutant(
         "a block that reads the length of its shard not seen",
@@ -2885,7 +2885,7 @@ MUTANTS = [
     ),
     Mutant(
         "fsdp: shared heads counted by the first replica's rows",
-        "global_grad_norm",
+        "ModelLayout.first_held",
         "is_first = is_first[slice(*rows)]",
         "is_first = is_first[: rows[1] - rows[0]]",
         "tests/test_fsdp.py::test_parity_with_one_process",
@@ -3178,6 +3178,90 @@ MUTANTS = [
         "            change.undo()\n",
         "            pass\n",
         "tests/test_compile.py -k without_tp",
+    ),
+    Mutant(
+        "the host waits for what has arrived",
+        "GradSync._sum",
+        "        if late is not None and not all(arrived):\n",
+        "        if late is not None:\n",
+        "tests/test_host_waits.py",
+    ),
+    Mutant(
+        "a rank that lacks a gradient does not ask the others",
+        "GradSync._sum",
+        "        if late is not None and not all(arrived):\n",
+        "        if False:\n",
+        "tests/test_grad_sync.py",
+    ),
+    Mutant(
+        "what no rank has becomes zeros",
+        "GradSync._sum",
+        "            if fired:\n",
+        "            if partial.own_term is not None:\n",
+        "tests/test_grad_sync.py",
+    ),
+    Mutant(
+        "indices of shared heads sent in every step",
+        "GradSync._shared_part",
+        "if partial.shared is None or",
+        "if True or",
+        "tests/test_host_waits.py",
+    ),
+    Mutant(
+        "indices of what a rank holds first sent in every step",
+        "ModelLayout.first_held",
+        "if key not in self._first_held:",
+        "if True:",
+        "tests/test_host_waits.py",
+    ),
+    Mutant(
+        "the host waits for the losses",
+        "LossWatch.take",
+        "LateNumbers(summed)",
+        "LateNumbers(torch.tensor(summed.tolist()))",
+        "tests/test_host_waits.py",
+    ),
+    Mutant(
+        "gradients compared and never read",
+        "SteppingStrategy._read_comparisons",
+        "            comparison()\n",
+        "            del comparison\n",
+        "tests/test_host_waits.py -k later",
+    ),
+    Mutant(
+        "a comparison of the last step not read",
+        "SteppingStrategy.settle",
+        "        self._read_comparisons()\n",
+        "",
+        "tests/test_host_waits.py -k later",
+    ),
+    Mutant(
+        "an average over gloo beside another backend",
+        "TopologyStrategy.reduce",
+        'reduce_op="sum")',
+        "reduce_op=reduce_op)",
+        "tests/test_data.py -k backends",
+    ),
+    Mutant(
+        "streams not switched once a step drew nothing",
+        "WatchSchedule.expects_draws",
+        "or self._has_drawn or",
+        "or",
+        "tests/test_host_waits.py -k streams",
+    ),
+    Mutant(
+        "an unexpected draw not seen",
+        "RankStreams._end",
+        "            self.draws = _differ(before, self._begun)\n",
+        "            self.draws = False\n",
+        "tests/test_rng_streams.py",
+    ),
+    Mutant(
+        "streams switched in steps that draw nothing",
+        "SteppingStrategy._step",
+        "draws=self._schedule.expects_draws(loop)",
+        "draws=True",
+        "tests/test_host_waits.py -k streams",
     ),
 ]
 

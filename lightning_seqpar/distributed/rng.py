@@ -119,6 +119,10 @@ def share_streams(group: ProcessGroup, source: int, device: torch.device) -> Non
     set_streams(state, device)
 
 
+STILL = b"still"
+"""What stands for a use of a rank's own stream from which nothing was drawn, nor from the replicated one meanwhile."""
+
+
 class RankStreams:
     """Switches torch's generators between the replicated stream and this tensor-parallel rank's own stream.
 
@@ -136,19 +140,27 @@ class RankStreams:
     within a backward a switch does not rely on a count of what began and ended: it looks up what the forward's switch did
     at the present state of the generators, and does the same. Where the forward did nothing there, it does nothing.
 
+    To switch costs host time. Where a model has drawn nothing in many steps, nothing is switched (:attr:`draws` is off), and
+    :meth:`end` only sees whether a generator has moved nonetheless: from there on streams are switched again. What was drawn
+    until then came from the replicated stream.
+
     Args:
         rank: the tensor-parallel rank.
 
     Attributes:
-        drawn: for each time that the own stream was used in this step, the position that it reached, and ``b"between"``
-            where the replicated stream moved between two of them. Steps that drew alike have equal lists.
+        draws: whether draws are to be expected in this step; :meth:`forget` sets it back.
+        drawn: for each time that the own stream was used in this step, the position that it reached (:data:`STILL` if nothing
+            was drawn), and ``b"between"`` where the replicated stream moved between two of them. Steps that drew alike have
+            equal lists.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self.draws = True
         self.drawn: list[bytes] = []
         self._behind: list[_State] = []  # the replicated stream after the last end()
         self._replicated: list[_State] = []
+        self._begun: list[_State] = []  # the replicated stream at begin()
         self._own: list[_State] = []
         self._started: list[_State] = []
         self._depth = 0
@@ -173,7 +185,7 @@ class RankStreams:
         while self._depth:
             self._end()
         self._led_to, self._recompute = {}, _RecomputeState()
-        self.drawn, self._behind = [], []
+        self.drawn, self._behind, self.draws = [], [], True
 
     def begin(self, *, nests: bool = True) -> None:
         """From here on, draws come from this rank's own stream.
@@ -192,9 +204,11 @@ class RankStreams:
             self._depth += nests
             return
         self._depth = 1
-        self._replicated = _states()
+        self._begun = self._replicated = _states()
         if self._behind and _differ(self._behind, self._replicated):
             self.drawn.append(b"between")
+        if not self.draws:
+            return
         _reseed(self._replicated, self._rank)
         self._started = _states()
         self._note("begin", self._replicated, self._started)
@@ -220,10 +234,16 @@ class RankStreams:
         if self._depth:
             return
         before = _states()
+        if not self.draws:
+            self._paused, self._behind = False, before
+            self.draws = _differ(before, self._begun)
+            self.drawn.append(b"unexpected" if self.draws else STILL)
+            return
         own = self._resume("end", before)
-        self.drawn.append(b"".join(state.position for state in own))
         _restore(self._replicated)
         used = [_differ([a], [b]) for a, b in zip(own, self._started, strict=True)]
+        moved = any(used) or _differ(self._begun, self._replicated)
+        self.drawn.append(b"".join(state.position for state in own) if moved else STILL)
         _advance(used)
         self._behind = _states() if any(used) else self._replicated
         self._note("end", before, self._behind)
@@ -238,7 +258,10 @@ class RankStreams:
             return
         if self._paused or self._depth == 0:
             return
-        self._own, self._paused = _states(), True
+        self._paused = True
+        if not self.draws:
+            return
+        self._own = _states()
         _restore(self._replicated)
 
     def resume(self, where: Any = None) -> None:
@@ -254,6 +277,8 @@ class RankStreams:
         """
         if in_backward():
             self._recompute.own |= self._repeat(("resume", where))
+        elif self._paused and not self.draws:
+            self._paused = False
         elif self._paused:
             self._resume(where, _states())
 

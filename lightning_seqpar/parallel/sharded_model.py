@@ -168,10 +168,15 @@ class ShardedModel:
             and buffer.numel()
         ]
 
-    def reset_calls(self) -> None:
-        """A new step begins: forget what aborted calls left."""
+    def reset_calls(self, *, draws: bool = True) -> None:
+        """A new step begins: forget what aborted calls left.
+
+        Args:
+            draws: whether the step is expected to draw random numbers inside its regions.
+        """
         for region in self.regions:
             region.reset()
+            region.streams.draws = draws
 
     def is_inside(self, name: str) -> bool:
         """Whether the module of that name works on shards."""

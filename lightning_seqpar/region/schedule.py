@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
 
 from lightning_seqpar.distributed.autograd import in_backward
+from lightning_seqpar.distributed.rng import STILL
 from lightning_seqpar.region.frames import FrameStack
 
 _MANY = 2**14
@@ -51,6 +52,7 @@ class WatchSchedule:
         self._steps: Counter[str] = Counter()
         self._known_draws: set[int] = set()
         self._draws_are_new = False
+        self._has_drawn = False
 
     @property
     def has_begun(self) -> bool:
@@ -88,11 +90,20 @@ class WatchSchedule:
         """Whether each random draw of the current step is looked at."""
         return loop == "training" and (self._draws_are_new or self.is_due(loop))
 
-    def note_draws(self, drawn: Any, *, watched: bool) -> None:
+    def expects_draws(self, loop: str) -> bool:
+        """Whether the step that begins may draw random numbers: not if no training step of this run has, and it is none to watch.
+
+        A step is watched again by the powers of two, and one that draws nonetheless is seen at the end of the block in which it
+        does.
+        """
+        is_next_due = self.is_due_at(self._steps[loop] + 1)
+        return loop != "training" or self._has_drawn or self._draws_are_new or is_next_due
+
+    def note_draws(self, drawn: Sequence[Sequence[bytes]], *, watched: bool) -> None:
         """What a training step drew: one that draws as none before did (a rate that rises from zero) has the next one watched.
 
         Args:
-            drawn: hashable, and equal for steps that drew alike.
+            drawn: for each region what its streams' ``drawn`` says; equal for steps that drew alike.
             watched: whether the draws of that step were looked at.
         """
         if len(self._known_draws) >= _MANY:
@@ -100,6 +111,7 @@ class WatchSchedule:
         if watched:
             self._known_draws.add(hash(drawn))
         self._draws_are_new = hash(drawn) not in self._known_draws
+        self._has_drawn = self._has_drawn or any(each != STILL for region in drawn for each in region)
 
     # ---- within a forward ------------------------------------------------------------------------------------
 

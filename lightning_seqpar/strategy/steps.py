@@ -107,7 +107,7 @@ class SteppingStrategy(TopologyStrategy):
         record = record_of(self._module)
         if record is None:
             return step(*args, **kwargs)
-        record.reset_calls()
+        record.reset_calls(draws=self._schedule.expects_draws(loop))
         if self._split is not None:
             self._split.settle()  # whoever changed a parameter since the last step has changed its rows
         schedule = self._schedule

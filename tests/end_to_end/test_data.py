@@ -295,6 +295,27 @@ def measure(tp: int, batch: int) -> tuple[dict[str, float], list[float], list[bo
     return logged, module.computed, module.decisions, float(module.seen)
 
 
+class Averages(models.GPT):
+    """Averages over a group whose backends are named by device, as a run's groups are on GPUs."""
+
+    def on_train_start(self) -> None:
+        group = dist.new_group(list(range(dist.get_world_size())), backend="cpu:gloo")
+        strategy, rank = self.trainer.strategy, float(dist.get_rank())
+        given = (torch.tensor(rank), torch.tensor(rank, dtype=torch.float64), torch.tensor(2 * dist.get_rank()))
+        self.averages = [float(strategy.reduce(tensor, group=group, reduce_op="mean")) for tensor in given]
+
+
+def averages() -> list[float]:
+    module = Averages()
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, self_check=False), max_steps=1)
+    trainer.fit(module, models.loader(4, count=4))
+    return module.averages
+
+
+def test_averages_over_backends_that_are_named_by_device():
+    assert run_distributed(averages, 2) == [[0.5, 0.5, 1.0]] * 2
+
+
 def test_metrics_speak_of_replicas_and_decisions_of_the_world():
     expected = measure(1, 4)
     assert expected[0]["sum"] == 28.0

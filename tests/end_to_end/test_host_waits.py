@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.helpers.fit import class_named, quiet_trainer
@@ -16,18 +19,28 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "clipped by norm": ("GPT", {}, {"gradient_clip_val": 0.1}, {}),
     "no vocabulary, no sp": ("GPT", {"tied": False}, {}, {"vocab": False, "sp": False}),
     "two optimizers by hand": ("ManualTwo", {"style": "keep"}, {}, {}),
-    "shared kv heads": ("Zoo", {"kind": "mqa"}, {"gradient_clip_val": 0.1}, {}),
+    "shared kv heads": ("Zoo", {"kind": "fused_mqa"}, {"gradient_clip_val": 0.1}, {}),
     "gradients exchanged": ("Edits", {}, {"accumulate_grad_batches": 2}, {}),
     "in chunks, recomputed": ("GPT", {}, {}, {"loss_chunk": 16, "recompute": "full"}),
 }
 
 
-def waits(world: int, tp: int, **fields: Any) -> dict[str, list[str]]:
-    found = {}
-    for name, (model, given, trainer, more) in CASES.items():
+PLACES: list[tuple[int, int, dict[str, Any], tuple[str, ...]]] = [
+    (2, 2, {}, tuple(CASES)),
+    (4, 2, {}, ("two optimizers by hand",)),
+    (4, 2, {"data_parallel": "fsdp"}, ("clipped by norm", "two optimizers by hand")),
+    (4, 4, {}, ("shared kv heads",)),
+]
+"""World, tp, fields of the strategy, and the cases that are run there."""
+
+
+def waits(tp: int, fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, list[str]]:
+    found, world = {}, dist.get_world_size()
+    for name in names:
+        model, given, trainer, more = CASES[name]
         steps = WaitsOfSteps()
         strategy = SeqParallelStrategy(tp=tp, self_check=False, regather=True, **fields, **more)
-        quiet_trainer(devices=dist.get_world_size(), strategy=strategy, max_steps=20, callbacks=[steps], **trainer).fit(
+        quiet_trainer(devices=world, strategy=strategy, max_steps=20, callbacks=[steps], **trainer).fit(
             class_named(model)(**given), models.loader(4, count=4 * 48 * world)
         )
         found[name] = sorted(set(steps.waits.found))
@@ -35,6 +48,76 @@ def waits(world: int, tp: int, **fields: Any) -> dict[str, list[str]]:
 
 
 def test_no_step_waits_for_the_device():
-    for world, tp, fields in ((2, 2, {}), (4, 2, {}), (4, 2, {"data_parallel": "fsdp"}), (4, 4, {})):
-        for found in run_distributed(waits, world, world, tp, **fields):
-            assert found == {name: [] for name in CASES}, (world, tp, fields)
+    for world, tp, fields, names in PLACES:
+        for found in run_distributed(waits, world, tp, fields, names):
+            assert found == {name: [] for name in names}, (world, tp, fields)
+
+
+class ApartAt(models.GPT):
+    """One rank changes a gradient that all hold whole, in a step in which no check is due."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(tied=False)
+        self.at = at
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.global_step == self.at and dist.get_rank() == 1:
+            assert self.model.norm.weight.grad is not None
+            self.model.norm.weight.grad *= 2
+
+
+def step_of_error(at: int) -> tuple[int, str]:
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, self_check=False), max_steps=20)
+    try:
+        trainer.fit(ApartAt(at), models.loader(4, count=96))
+    except RuntimeError as error:
+        return trainer.global_step, str(error)
+    return trainer.global_step, "trained"
+
+
+def test_gradients_that_differ_end_the_run_a_step_later():
+    for at, ends in ((16, 17), (19, 20)):  # the last step too
+        for step, told in run_distributed(step_of_error, 2, at):
+            assert step == ends, told
+            assert (
+                "every rank holds it whole, but the gradients that reach the optimizer differ across tp by 5.0e-01"
+                in told
+            )
+
+
+class StreamsOf(Callback):
+    """Whether the region's streams are switched, in each step."""
+
+    def __init__(self) -> None:
+        self.switched: list[bool] = []
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        self.switched.append(record_of(pl_module).regions[0].streams.draws)
+
+
+def switched(dropout: float, begins: int) -> list[bool]:
+    streams = StreamsOf()
+    trainer = quiet_trainer(
+        devices=2, strategy=SeqParallelStrategy(tp=2, self_check=False), max_steps=20, callbacks=[streams]
+    )
+    trainer.fit(DropsLate(dropout, begins), models.loader(4, count=96))
+    return streams.switched
+
+
+class DropsLate(models.GPT):
+    """Drops in its second block from some step on."""
+
+    def __init__(self, dropout: float, begins: int) -> None:
+        super().__init__()
+        self.dropout, self.begins = dropout, begins
+        self.model.blocks[1].mlp.up = torch.nn.Sequential(self.model.blocks[1].mlp.up, torch.nn.Dropout(0.0))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.model.blocks[1].mlp.up[1].p = self.dropout if self.trainer.global_step >= self.begins else 0.0
+
+
+def test_streams_are_switched_where_something_draws():
+    for dropout, begins, still in ((0.0, 0, range(16, 20)), (0.5, 0, range(0)), (0.5, 17, (16,))):
+        for found in run_distributed(switched, 2, dropout, begins):
+            # A draw that comes unexpected is seen at the end of its block.
+            assert [step for step, on in enumerate(found) if not on] == list(still), (dropout, begins)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_seqpar.distributed.rng import DrawWatch, RankStreams
+from lightning_seqpar.distributed.rng import STILL, DrawWatch, RankStreams
 
 
 def test_an_unused_stream_leaves_no_trace():
@@ -203,3 +203,41 @@ def test_a_generator_is_seen_wherever_it_is_given(draw):
         else:
             torch.rand(3, generator=torch.default_generator)
     assert [(one.shape, one.seeded) for one in drawn] == [((3,), draw != "own")]
+
+
+def test_where_no_draws_are_expected_nothing_is_switched_until_one_is_seen():
+    torch.manual_seed(1)
+    alike = torch.rand(2, 4)
+    torch.manual_seed(1)
+    streams = RankStreams(1)
+    streams.draws = False
+    streams.begin()
+    streams.pause()
+    streams.resume()
+    streams.end()
+    assert (streams.drawn, streams.draws) == ([STILL], False)
+    streams.begin()
+    assert streams.own
+    assert torch.equal(torch.rand(4), alike[0])  # of the replicated stream, and so on every rank
+    streams.end()
+    assert streams.draws
+    streams.begin()
+    assert not torch.equal(torch.rand(4), alike[1])  # the rank's own from here on
+    streams.end()
+    assert streams.drawn[:2] == [STILL, b"unexpected"]
+    assert streams.drawn[2] not in (STILL, b"unexpected")
+    streams.forget()
+    assert streams.draws
+
+
+def test_a_stream_that_drew_nothing_and_one_that_drew_alike_are_told_apart():
+    torch.manual_seed(1)
+    streams = RankStreams(1)
+    for paused in (False, True):
+        streams.begin()
+        streams.pause()
+        if paused:
+            torch.rand(1)
+        streams.resume()
+        streams.end()
+    assert streams.drawn[0] == STILL != streams.drawn[1]
