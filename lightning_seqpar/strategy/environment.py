@@ -35,7 +35,7 @@ from lightning_seqpar.nn.sharded_logits import whole_logits
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.guards.config import check_backend, refuse_notebook, refuse_sweep
+from lightning_seqpar.verify.guards.config import check_backend, check_layer_sync, refuse_notebook, refuse_sweep
 
 
 class TopologyStrategy(ParallelStrategy):
@@ -159,8 +159,7 @@ class TopologyStrategy(ParallelStrategy):
                 refuse_notebook(self.num_nodes * self.num_processes)
             if is_hydra_sweep():
                 refuse_sweep(self.num_nodes * self.num_processes)
-        if self._layer_sync is not None:
-            raise ValueError("sync_batchnorm=True: batch norms are not synced over replicas here; leave it out")
+        check_layer_sync(self._layer_sync, self.config)
         self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
