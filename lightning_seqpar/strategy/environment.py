@@ -21,9 +21,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.data.broadcast import BroadcastLoader
@@ -72,6 +73,7 @@ class TopologyStrategy(ParallelStrategy):
         )
         self._num_nodes = 1
         self._groups: ParallelGroups | None = None
+        self._is_set_up = False
         self._user_sampler_flag: bool | None = None
         self._order_seed = OrderSeed()
         self._loaders = 0  # how many loaders of the loop that is being prepared were processed
@@ -80,8 +82,12 @@ class TopologyStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """True; Lightning asks strategies that it does not know, and ``sync_dist`` does nothing without it."""
-        return True
+        """Whether Lightning must divide and reduce over processes here: true while a model is set up, where ``sync_dist`` asks.
+
+        Before that Lightning asks whether to divide samples, which :meth:`process_dataloader` does by itself, and whether to refuse
+        its batch-size finder, which runs here.
+        """
+        return self._is_set_up
 
     @property
     def root_device(self) -> torch.device:
@@ -320,10 +326,25 @@ class TopologyStrategy(ParallelStrategy):
 
     # ---- data --------------------------------------------------------------------------------------------------
 
+    def _counted(self, dataloader: object) -> object:
+        """A loader as long as a replica's, before there are process groups: it is only counted, and fit makes loaders anew."""
+        kwargs = self.distributed_sampler_kwargs
+        if (
+            not isinstance(dataloader, DataLoader)
+            or isinstance(dataloader.sampler, DistributedSampler)
+            or has_iterable_dataset(dataloader)
+            or not self._trainer._accelerator_connector.use_distributed_sampler
+            or kwargs["num_replicas"] == 1
+        ):
+            return dataloader
+        sampler: Any = DistributedSampler(dataloader.dataset, shuffle=False, **kwargs)
+        made: object = _update_dataloader(dataloader, sampler)
+        return made
+
     def process_dataloader(self, dataloader: object) -> object:
         """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
         if self._groups is None:
-            return dataloader  # it is only counted; fit makes loaders anew
+            return self._counted(dataloader)
         if isinstance(dataloader, BroadcastLoader):
             dataloader = dataloader.loader  # Lightning processes a loader that it keeps once more
         if isinstance(dataloader, DataLoader):

@@ -46,7 +46,7 @@ from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
-from lightning_seqpar.strategy.saving import SavingStrategy
+from lightning_seqpar.strategy.tuning import TuningStrategy
 from lightning_seqpar.strategy.summary import describe_compiled, summarize
 from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
@@ -76,7 +76,7 @@ def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-class SeqParallelStrategy(SavingStrategy):
+class SeqParallelStrategy(TuningStrategy):
     """Tensor + sequence parallel training of an unmodified LightningModule.
 
     ``Trainer(devices=8, strategy=SeqParallelStrategy(tp=4, sp=True))``. The fields are those of
@@ -245,7 +245,7 @@ class SeqParallelStrategy(SavingStrategy):
         """Shard the model (once), fill it if it is on the meta device, wrap it into DDP, and then make the optimizers."""
         assert self.accelerator is not None
         self._schedule.begin_run()
-        self._failed = False
+        self._failed, self._is_set_up = False, True
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
@@ -525,6 +525,7 @@ class SeqParallelStrategy(SavingStrategy):
 
     def teardown(self) -> None:
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
+        self._is_set_up = False
         if self._split is not None:
             self._split.settle()
         self.model, self._ddp_model, self._split = self.lightning_module, None, None

@@ -24,7 +24,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare
-from tests.helpers import models
+from tests.helpers import models, third_party
 from tests.helpers.fit import quiet_trainer
 
 BATCH, STEPS = 8, 3
@@ -107,16 +107,31 @@ CASES: dict[str, dict[str, Any]] = {
     "dp2-tp2-fsdp": {"tp": 2, "data_parallel": "fsdp", "uneven": True},
     "dp2-tp2-no-sp": {"tp": 2, "sp": False, "within": True, "self_check": True},
     "dp2-tp2-within": {"tp": 2, "within": True, "plan": [{"pattern": "model.blocks.*.norm1", "style": "whole"}]},
+    "dp2-tp2-behind columns": {"tp": 2, "kind": "batch_normed"},
     "tp4": {"tp": 4},
 }
 ALWAYS = ("tp1", "dp2-tp2-within", "dp2-tp2-fsdp")
 
 
-def train(world: int = 1, accumulate: int = 1, uneven: bool = False, within: bool = False, **strategy: Any) -> Any:
+class BehindColumns(third_party.ThirdParty):
+    """Batch norms of features that are dealt out over tp."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
+
+
+def train(
+    world: int = 1,
+    accumulate: int = 1,
+    uneven: bool = False,
+    within: bool = False,
+    kind: str | None = None,
+    **strategy: Any,
+) -> Any:
     """Train three steps: the trace, the buffers at the end, what validation logged, and whether unsharding gave the model back."""
     torch.manual_seed(0)
     dp = world // strategy.get("tp", 1)
-    module = BatchNorms(within, BATCH / dp)
+    module: Any = BatchNorms(within, BATCH / dp) if kind is None else BehindColumns(kind)
     classes = [type(each) for each in module.modules()]
     recorder = ParityRecorder()
     trainer = quiet_trainer(
@@ -154,8 +169,8 @@ def trained(always: bool) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def reference(accumulate: int, within: bool) -> Any:
-    return train(accumulate=accumulate, within=within)
+def reference(**case: Any) -> Any:
+    return train(**case)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +178,7 @@ def reference(accumulate: int, within: bool) -> Any:
 )
 def test_parity_with_one_process(name):
     case = CASES[name]
-    want = reference(case.get("accumulate", 1), case.get("within", False))
+    want = reference(**{key: case[key] for key in ("accumulate", "within", "kind") if key in case})
     for trace, state, logged, undone in (each[name] for each in trained(name in ALWAYS)):
         expected: Trace = copy.copy(want[0])
         if case.get("uneven"):
@@ -225,8 +240,9 @@ def norms_and_copies() -> Any:
         norm(x[: int(dist.get_rank() == 0)])
     except ValueError as error:
         lonely = str(error)
-    norm.eval()
-    alone = norm(x) if dist.get_rank() == 0 else None  # in evaluation nobody waits for anybody
+    untracked = synced(nn.BatchNorm2d(2, track_running_stats=False)).eval()
+    pair = torch.cat([x, x])
+    alone = untracked(pair) if dist.get_rank() == 0 else None  # in evaluation nobody waits for anybody
     own: Any = nn.SyncBatchNorm(2)
     topology = ProcessTopology(["dp", "tp"], [3, 1])
     sync_batch_norms(own, ParallelGroups(topology, dist.get_rank()), every=False)
