@@ -73,7 +73,9 @@ class _SyncedBatchNorm(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # the gradient itself is differentiated: through the statistics too
             asked = [t for t, needed in zip((x, weight, bias), needs, strict=True) if needed]
-            made = iter(torch.autograd.grad(_composed(x, weight, bias, ctx.eps, ctx.group), asked, grad, create_graph=True))
+            made = iter(
+                torch.autograd.grad(_composed(x, weight, bias, ctx.eps, ctx.group), asked, grad, create_graph=True)
+            )
             return (*(next(made) if needed else None for needed in needs), None, None, None, None)
         dims, dy, centred = _dims(x), _wide(grad), _wide(x) - _along(mean, x)
         sums = torch.cat([dy.sum(dims), (dy * centred).sum(dims) * scale])

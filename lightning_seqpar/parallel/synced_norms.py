@@ -29,7 +29,8 @@ def sync_batch_norms(model: nn.Module, groups: ParallelGroups, *, every: bool) -
     chosen = {
         name: module
         for name, module in model.named_modules()
-        if asks_for_sync(module) or (over_replicas and is_batch_norm(module) and not isinstance(module, nn.SyncBatchNorm))
+        if asks_for_sync(module)
+        or (over_replicas and is_batch_norm(module) and not isinstance(module, nn.SyncBatchNorm))
     }
     compiled = [name for name, module in model.named_modules() if _is_compiled(module)]
     for name in chosen:

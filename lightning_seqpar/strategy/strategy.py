@@ -50,7 +50,12 @@ from lightning_seqpar.strategy.tuning import TuningStrategy
 from lightning_seqpar.strategy.summary import describe_compiled, summarize
 from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
-from lightning_seqpar.verify.guards.config import check_compile_options, check_ddp_options, refuse_unsupported, syncs_batch_norms
+from lightning_seqpar.verify.guards.config import (
+    check_compile_options,
+    check_ddp_options,
+    refuse_unsupported,
+    syncs_batch_norms,
+)
 from lightning_seqpar.verify.prover import Prover
 
 P = ParamSpec("P")

@@ -330,8 +330,14 @@ def test_plugins_and_refusals():
         assert found["plugin"] == (nn.Identity, nn.BatchNorm1d)
         assert "plugins=[Elsewhere()]: its apply() returned another module than the model" in found["elsewhere"]
         assert found["taken back"] == (True, True)
-        assert "model.blocks.0.norm1.bn: sync_batchnorm=True, and this batch norm lies in model.blocks.0" in found["compiled"]
+        assert (
+            "model.blocks.0.norm1.bn: sync_batchnorm=True, and this batch norm lies in model.blocks.0"
+            in found["compiled"]
+        )
         assert found["as before"] == (True, True)
-        assert "model.frozen: sync_batchnorm=True, but the forward of this BatchNorm1d was replaced" in found["replaced"][0]
+        assert (
+            "model.frozen: sync_batchnorm=True, but the forward of this BatchNorm1d was replaced"
+            in found["replaced"][0]
+        )
         assert found["replaced"][1]
         assert "sync_batchnorm" in found["one rank alone"]

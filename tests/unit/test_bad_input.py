@@ -118,7 +118,6 @@ STRATEGIES: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-
 class OwnSync(TorchSyncBatchNorm):
     """A plugin as a user writes one."""
 
