@@ -1,7 +1,7 @@
 """Batch norms that take their statistics over the batches of several ranks; made in place from the user's modules.
 
-The ranks are those that hold different samples, the data-parallel replicas. The ranks of one replica see the same batch, and none of
-their values is counted twice: each takes part in the group that has one rank of every replica.
+The ranks are those that hold different samples, the data-parallel replicas. The ranks of one replica see the same batch, and no
+value is counted twice: each of them takes part in a group that has one rank of every replica.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _SyncedBatchNorm(torch.autograd.Function):
     saved for backward     input, weight, mean, 1/std
     =====================  ===========================  =========================
 
-    Forward: each rank sends the mean, the variance and the number of its own values of each channel, from which all compute those of
-    the whole: with ``n = sum n_r`` values, ``mean = sum n_r mean_r / n``, ``var = sum n_r (var_r + (mean_r - mean)^2) / n``,
+    Forward: each rank sends the mean, the variance and the number of its own values of each channel, from which all compute
+    those of the whole: with ``n = sum n_r`` values, ``mean = sum n_r mean_r / n``, ``var = sum n_r (var_r + (mean_r - mean)^2) / n``,
     ``x^ = (x - mean) / std`` and ``y = x^ weight + bias``.
 
     Input-grad: ``dx = weight / std · (dy - sum dy / n - x^ sum(dy x^) / n)``, with sums over all ranks' values. Weight-grad and
@@ -192,7 +192,8 @@ class _SyncedStatistics(TorchFunctionMode):
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
         running = running_mean, running_var
-        out: Tensor = _SyncedBatchNorm.apply(input, weight, bias, running, momentum, eps, self._group)
+        function: Any = _SyncedBatchNorm
+        out: Tensor = function.apply(input, weight, bias, running, momentum, eps, self._group)
         return out
 
 
@@ -223,8 +224,8 @@ def make_synced(module: nn.Module, name: str, group: ProcessGroup) -> None:
     own: Any = type(module)
     if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
-            f"{name}: sync_batchnorm=True, but the forward of this {own.__name__} was replaced on the object or is a script, and that "
-            "of its class would be synced; change the class instead, or use sync_batchnorm=False"
+            f"{name}: sync_batchnorm=True, but the forward of this {own.__name__} was replaced on the object or is a script, and "
+            "that of its class would be synced; change the class instead, or use sync_batchnorm=False"
         )
     takes_torchs = own.forward is nn.SyncBatchNorm.forward  # which needs CUDA, and takes the ranks of the world
     inner = BatchNorm.forward if takes_torchs else own.forward
@@ -242,7 +243,7 @@ def make_synced(module: nn.Module, name: str, group: ProcessGroup) -> None:
         return made
 
     def reduced(self: Any, protocol: Any) -> Any:
-        plain = own.__new__(own)
+        plain: Any = nn.Module.__new__(own)
         plain.__dict__.update(self.__dict__)
         return copy.copy, (plain,)
 

@@ -21,10 +21,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
+from lightning.pytorch.utilities.data import _update_dataloader
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.data.broadcast import BroadcastLoader
@@ -332,7 +332,7 @@ class TopologyStrategy(ParallelStrategy):
         if (
             not isinstance(dataloader, DataLoader)
             or isinstance(dataloader.sampler, DistributedSampler)
-            or has_iterable_dataset(dataloader)
+            or isinstance(dataloader.dataset, IterableDataset)
             or not self._trainer._accelerator_connector.use_distributed_sampler
             or kwargs["num_replicas"] == 1
         ):

@@ -46,8 +46,8 @@ from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
-from lightning_seqpar.strategy.tuning import TuningStrategy
 from lightning_seqpar.strategy.summary import describe_compiled, summarize
+from lightning_seqpar.strategy.tuning import TuningStrategy
 from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
 from lightning_seqpar.verify.guards.config import (

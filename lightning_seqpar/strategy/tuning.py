@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.utilities.memory import is_oom_error
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.memory import is_oom_error
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_seqpar.config import ParallelConfig
@@ -78,7 +78,7 @@ class BatchSizeSearch:
             raise ValueError(self._end) from error
         self._meetings += 1
         keys = [f"{self._name}, meeting {self._meetings}, rank {rank}" for rank in range(self._world)]
-        own = {"end": _described(error), "collectives": self._groups.sequence_numbers()}
+        own: dict[str, Any] = {"end": _described(error), "collectives": self._groups.sequence_numbers()}
         self._store.set(keys[self._rank], json.dumps(own))
         try:
             self._store.wait(keys, self._patience)
@@ -106,8 +106,8 @@ class BatchSizeSearch:
         )
         size = "a batch size" if self.size is None else f"batch size {self.size}"
         self._end = (
-            f"the batch-size finder can't go on: at {size} rank {self._rank} {own['end']}, and {others}, so that ranks wait for each "
-            f"other. {ran}"
+            f"the batch-size finder can't go on: at {size} rank {self._rank} {own['end']}, and {others}, so that ranks wait for "
+            f"each other. {ran}"
         )
         raise ValueError(self._end) from error
 

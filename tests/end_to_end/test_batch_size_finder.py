@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, compare, gather_weights
 from tests.helpers import models
@@ -27,7 +25,7 @@ FIRST, LIMIT = 4, 9
 
 
 class Limited(models.GPT):
-    """Runs out of memory above ``LIMIT`` samples: where the step begins, in its last block, there in the backward, or in the update.
+    """Runs out of memory above ``LIMIT`` samples: in the step, its last block, the backward or the update.
 
     ``ranks`` are those on which it does; none means all.
     """

@@ -258,7 +258,7 @@ def test_the_norm_of_several_ranks_is_that_of_one():
     for name in ("weight", "once weight", "once bias"):
         total = sum(each[0][name] for each in got)
         assert float((total - want[name]).abs().max()) <= 1e-9, name
-    for found, means, plain, half, lonely, evaluated, own in got:
+    for found, means, plain, half, lonely, _evaluated, own in got:
         assert torch.allclose(found["mean"], want["mean"], rtol=0, atol=1e-9)
         assert torch.allclose(found["var"], want["var"], rtol=0, atol=1e-9)
         assert means == pytest.approx([0.1, 0.1])
