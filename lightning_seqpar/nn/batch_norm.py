@@ -38,8 +38,8 @@ class _SyncedBatchNorm(torch.autograd.Function):
     =====================  ===========================  =========================
 
     Forward: each rank sends the mean, the variance and the number of its own values of each channel, from which all compute
-    those of the whole: with ``n = sum n_r`` values, ``mean = sum n_r mean_r / n``, ``var = sum n_r (var_r + (mean_r - mean)^2) / n``,
-    ``x^ = (x - mean) / std`` and ``y = x^ weight + bias``.
+    those of the whole: with ``n = sum n_r`` values, ``mean = sum n_r mean_r / n``,
+    ``var = sum n_r (var_r + (mean_r - mean)^2) / n``, ``x^ = (x - mean) / std`` and ``y = x^ weight + bias``.
 
     Input-grad: ``dx = weight / std · (dy - sum dy / n - x^ sum(dy x^) / n)``, with sums over all ranks' values. Weight-grad and
     bias-grad: ``sum(dy x^)`` and ``sum dy`` over this rank's values; the reduction of gradients over the replicas adds the others'.
@@ -243,7 +243,7 @@ def make_synced(module: nn.Module, name: str, group: ProcessGroup) -> None:
         return made
 
     def reduced(self: Any, protocol: Any) -> Any:
-        plain: Any = nn.Module.__new__(own)
+        plain: Any = nn.Module.__new__(own)  # type: ignore[call-overload]
         plain.__dict__.update(self.__dict__)
         return copy.copy, (plain,)
 

@@ -37,9 +37,9 @@ def sync_batch_norms(model: nn.Module, groups: ParallelGroups, *, every: bool) -
         for block in compiled:
             if not block or inside(name, block):
                 raise ValueError(
-                    f"{name}: sync_batchnorm=True, and this batch norm lies in {block or 'the model'}, which torch.compile compiles: its "
-                    " statistics would be those of one replica's batch. Leave that module uncompiled (compile=False), or use "
-                    "sync_batchnorm=False"
+                    f"{name}: sync_batchnorm=True, and this batch norm lies in {block or 'the model'}, which torch.compile "
+                    "compiles: its statistics would be those of one replica's batch. Leave that module uncompiled "
+                    "(compile=False), or use sync_batchnorm=False"
                 )
     before = [ModuleSnapshot(module) for module in chosen.values()]
     try:
