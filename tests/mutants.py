@@ -367,7 +367,7 @@ MUTANTS = [
     Mutant(
         "plans and models not compared",
         "SeqParallelStrategy._parallelize",
-        "        check_agreement(describe_model(module), self._world, self.root_device)\n",
+        "            check_agreement(facts, self._world, self.root_device)\n",
         "",
         "tests/test_agreement.py",
     ),

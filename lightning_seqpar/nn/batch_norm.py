@@ -237,13 +237,13 @@ def make_synced(module: nn.Module, name: str, group: ProcessGroup) -> None:
             return inner(self, *args, **kwargs)
 
     def copied(self: Any, memo: dict[int, Any]) -> Any:
-        made = type(self).__new__(type(self))
+        made = nn.Module.__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
 
     def reduced(self: Any, protocol: Any) -> Any:
-        plain: Any = nn.Module.__new__(own)  # type: ignore[call-overload]
+        plain: Any = nn.Module.__new__(own)
         plain.__dict__.update(self.__dict__)
         return copy.copy, (plain,)
 
