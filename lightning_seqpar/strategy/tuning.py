@@ -23,7 +23,8 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 
 PATIENCE = timedelta(seconds=60)
 """How long a rank waits for the others behind a trial."""
-_RAN, _FULL = "came to the end of the trial", "ran out of memory"
+_RAN = "came to the end of the trial"
+_FULL = "ran out of memory"
 
 
 class BatchSizeSearch:
