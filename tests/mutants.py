@@ -3303,14 +3303,14 @@ MUTANTS = [
         "BatchSizeSearch.meet",
         'if other["end"] != own["end"]:',
         "if False:",
-        "tests/test_batch_size_finder.py -k lack_of_memory",
+        "tests/test_batch_size_finder.py -k behind",
     ),
     Mutant(
         "a lack of memory at other points of the step",
         "BatchSizeSearch.meet",
         'if not _fit(own["collectives"], other["collectives"]):',
         "if False:",
-        "tests/test_batch_size_finder.py -m matrix -k another_point",
+        "tests/test_batch_size_finder.py -m matrix -k apart",
     ),
     Mutant(
         "Lightning refuses its batch-size finder",

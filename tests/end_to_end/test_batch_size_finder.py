@@ -61,6 +61,9 @@ class Limited(models.GPT):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.fill("update")
 
+    def on_train_end(self) -> None:
+        self.fill("end")
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         (tokens,) = batch
         self.sizes.append(len(tokens))
@@ -166,7 +169,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"tp": 1}),
 }
 ALWAYS = {
-    "dp2-tp2": ("in the backward",),
+    "dp2-tp2": ("a callback, in the backward", "evaluation"),
     "fsdp": ("a callback, in the backward",),
 }
 
@@ -247,11 +250,19 @@ BEST = "The largest that ran is 8: set the batch size to 8, and leave the finder
 @pytest.mark.parametrize(
     ("world", "options", "first", "last"),
     [
-        (
+        pytest.param(
             2,
             {"at": "block", "ranks": (1,)},
             "rank 0 raised ",
             "rank 1 ran out of memory, and rank 0 did not within 3 s",
+            id="one rank",
+        ),
+        pytest.param(
+            2,
+            {"at": "end", "ranks": (1,)},
+            "rank 0 came to the end of the trial, and rank 1 ran out of memory",
+            "rank 1 ran out of memory, and rank 0 came to the end of the trial",
+            id="behind",
         ),
         pytest.param(
             4,
@@ -259,6 +270,7 @@ BEST = "The largest that ran is 8: set the batch size to 8, and leave the finder
             "rank 0 raised ",
             "rank 3 ran out of memory, and ranks 0, 1 did not within 3 s",
             marks=pytest.mark.matrix,
+            id="one replica",
         ),
         pytest.param(
             2,
@@ -266,6 +278,7 @@ BEST = "The largest that ran is 8: set the batch size to 8, and leave the finder
             "rank 0 ran out of memory, and rank 1 did so at another point of the step",
             "rank 1 ran out of memory, and rank 0 did so at another point of the step",
             marks=pytest.mark.matrix,
+            id="apart",
         ),
     ],
 )
