@@ -143,6 +143,11 @@ class ModelLayout(Mapping[str, ParamLayout]):
         """Names of parameters whose stand-in of the forward holds a gradient, which nobody has taken over to the parameter."""
         return [name for name, stand_in in self._computing.items() if stand_in.grad is not None]
 
+    def drop_computed(self) -> None:
+        """Take away gradients of the forward's stand-ins, which an aborted backward has left."""
+        for stand_in in self._computing.values():
+            stand_in.grad = None
+
     def of(self, tensor: Tensor) -> ParamLayout | None:
         """The layout of a parameter of the model, or of what stands in for it in a forward; None for any other tensor."""
         name = self._names.get(id(tensor))

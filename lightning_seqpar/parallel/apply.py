@@ -364,7 +364,7 @@ def unshard(model: nn.Module) -> nn.Module:
             setattr(module, leaf, whole_tensor(getattr(module, leaf), layout, record.groups))
     for hook in record.hooks:
         hook.remove()
-    for change in record.changes:
+    for change in reversed(record.changes):  # a module's last change leads to its class before that
         change.undo()
     for restore in reversed(record.restore):  # what was changed last is taken back first
         restore()

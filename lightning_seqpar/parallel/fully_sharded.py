@@ -287,6 +287,7 @@ class FullySharded:
         """Forget a step that raised in its middle."""
         self._waiting = False
         self.root.reset_iter_state()
+        self._record.layout.drop_computed()
 
     def reduce_next(self, reduces: bool) -> None:
         """Whether the next backward reduces gradients over the replicas; otherwise they wait, with all rows."""

@@ -20,9 +20,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.data import _update_dataloader
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.data.broadcast import BroadcastLoader
@@ -35,7 +36,7 @@ from lightning_seqpar.nn.sharded_logits import whole_logits
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.guards.config import check_backend, refuse_notebook, refuse_sweep
+from lightning_seqpar.verify.guards.config import check_backend, check_layer_sync, refuse_notebook, refuse_sweep
 
 
 class TopologyStrategy(ParallelStrategy):
@@ -72,6 +73,7 @@ class TopologyStrategy(ParallelStrategy):
         )
         self._num_nodes = 1
         self._groups: ParallelGroups | None = None
+        self._is_set_up = False
         self._user_sampler_flag: bool | None = None
         self._order_seed = OrderSeed()
         self._loaders = 0  # how many loaders of the loop that is being prepared were processed
@@ -80,8 +82,12 @@ class TopologyStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """True; Lightning asks strategies that it does not know, and ``sync_dist`` does nothing without it."""
-        return True
+        """Whether Lightning must divide and reduce over processes here: true while a model is set up, where ``sync_dist`` asks.
+
+        Before that Lightning asks whether to divide samples, which :meth:`process_dataloader` does by itself, and whether to refuse
+        its batch-size finder, which runs here.
+        """
+        return self._is_set_up
 
     @property
     def root_device(self) -> torch.device:
@@ -159,8 +165,7 @@ class TopologyStrategy(ParallelStrategy):
                 refuse_notebook(self.num_nodes * self.num_processes)
             if is_hydra_sweep():
                 refuse_sweep(self.num_nodes * self.num_processes)
-        if self._layer_sync is not None:
-            raise ValueError("sync_batchnorm=True: batch norms are not synced over replicas here; leave it out")
+        check_layer_sync(self._layer_sync, self.config)
         self._launcher = SeqParallelLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -326,10 +331,25 @@ class TopologyStrategy(ParallelStrategy):
 
     # ---- data --------------------------------------------------------------------------------------------------
 
+    def _counted(self, dataloader: object) -> object:
+        """A loader as long as a replica's, before there are process groups: it is only counted, and fit makes loaders anew."""
+        kwargs = self.distributed_sampler_kwargs
+        if (
+            not isinstance(dataloader, DataLoader)
+            or isinstance(dataloader.sampler, DistributedSampler)
+            or isinstance(dataloader.dataset, IterableDataset)
+            or not self._trainer._accelerator_connector.use_distributed_sampler
+            or kwargs["num_replicas"] == 1
+        ):
+            return dataloader
+        sampler: Any = DistributedSampler(dataloader.dataset, shuffle=False, **kwargs)
+        made: object = _update_dataloader(dataloader, sampler)
+        return made
+
     def process_dataloader(self, dataloader: object) -> object:
         """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
         if self._groups is None:
-            return dataloader  # it is only counted; fit makes loaders anew
+            return self._counted(dataloader)
         if isinstance(dataloader, BroadcastLoader):
             dataloader = dataloader.loader  # Lightning processes a loader that it keeps once more
         if isinstance(dataloader, DataLoader):

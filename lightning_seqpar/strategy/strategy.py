@@ -39,17 +39,23 @@ from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.module_changes import ModuleChange
 from lightning_seqpar.parallel.recompute import recompute_unsharded
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
+from lightning_seqpar.parallel.synced_norms import sync_batch_norms
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully_shard_options, units_among
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
-from lightning_seqpar.strategy.saving import SavingStrategy
 from lightning_seqpar.strategy.summary import describe_compiled, summarize
+from lightning_seqpar.strategy.tuning import TuningStrategy
 from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
-from lightning_seqpar.verify.guards.config import check_compile_options, check_ddp_options, refuse_unsupported
+from lightning_seqpar.verify.guards.config import (
+    check_compile_options,
+    check_ddp_options,
+    refuse_unsupported,
+    syncs_batch_norms,
+)
 from lightning_seqpar.verify.prover import Prover
 
 P = ParamSpec("P")
@@ -75,7 +81,7 @@ def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-class SeqParallelStrategy(SavingStrategy):
+class SeqParallelStrategy(TuningStrategy):
     """Tensor + sequence parallel training of an unmodified LightningModule.
 
     ``Trainer(devices=8, strategy=SeqParallelStrategy(tp=4, sp=True))``. The fields are those of
@@ -191,7 +197,8 @@ class SeqParallelStrategy(SavingStrategy):
         self._summarized = False
         self._recorder: DeferredInit | None = None
         self._failed = False
-        self._unsharded_changes: list[ModuleChange] = []  # of a model that is recomputed and not sharded
+        self._unsharded_changes: list[ModuleChange] = []  # of a model that is not sharded
+        self._reverts: Callable[[LightningModule], Any] | None = None  # takes back what a plugin has changed
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled or copied: what the Trainer gave, the model and the optimizers, and nothing of a run under way."""
@@ -206,6 +213,7 @@ class SeqParallelStrategy(SavingStrategy):
                 "precision_plugin": without_global_clipping(self.precision_plugin),
             },
             "num_nodes": self.num_nodes,
+            "layer_sync": self._layer_sync,
             "launched": self._launcher is not None,
             "optimizers": self.optimizers,
             "lr_scheduler_configs": self.lr_scheduler_configs,
@@ -214,7 +222,7 @@ class SeqParallelStrategy(SavingStrategy):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A strategy that was given the same, and is not set up."""
         SeqParallelStrategy.__init__(self, **state["arguments"])
-        self.num_nodes = state["num_nodes"]
+        self.num_nodes, self._layer_sync = state["num_nodes"], state["layer_sync"]
         self._lightning_module = self.model = state["model"]
         self.optimizers, self.lr_scheduler_configs = state["optimizers"], state["lr_scheduler_configs"]
         if state["launched"]:
@@ -242,7 +250,7 @@ class SeqParallelStrategy(SavingStrategy):
         """Shard the model (once), fill it if it is on the meta device, wrap it into DDP, and then make the optimizers."""
         assert self.accelerator is not None
         self._schedule.begin_run()
-        self._failed = False
+        self._failed, self._is_set_up = False, True
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert module is not None
@@ -288,6 +296,7 @@ class SeqParallelStrategy(SavingStrategy):
         if fitting:
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)
+            self._apply_layer_sync(module)
             with self._phases.phase("making optimizers"):
                 if self.dp_size > 1 and self._split is None:
                     self._wrap_ddp(module)
@@ -315,6 +324,7 @@ class SeqParallelStrategy(SavingStrategy):
         made_by = (
             *(self.groups.topology, config.sp, config.plan, config.regather, config.vocab, config.loss_chunk),
             *(config.recompute, config.data_parallel, config.fsdp, config.compile, repr(config.compile_options)),
+            self._syncs_batch_norms,
             tp > 1 or config.recompute == "none" or self._trainer.state.fn == TrainerFn.FITTING,
         )
         if earlier is not None:
@@ -322,7 +332,8 @@ class SeqParallelStrategy(SavingStrategy):
                 return earlier
             unshard(module)  # it was sharded for another topology or by another plan
         with self._phases.phase("comparing the ranks' models"):
-            check_agreement(describe_model(module), self._world, self.root_device)
+            facts = {**describe_model(module), "sync_batchnorm": self._syncs_batch_norms}
+            check_agreement(facts, self._world, self.root_device)
         self._make_replicas_equal(module)
         if tp == 1:
             changes = self._recompute_unsharded(module)
@@ -331,6 +342,13 @@ class SeqParallelStrategy(SavingStrategy):
             compiled = [f"compile: {len(changes)} blocks"] if config.compile else []
             how = "sharded" if self._splits else "plain"
             nothing = f"none: tp is 1, so nothing is sharded over tp and sp is idle; this is {how} data parallelism"
+            if self._splits or self._trainer.state.fn == TrainerFn.FITTING:
+                try:
+                    changes += sync_batch_norms(module, self.groups, every=self._syncs_batch_norms)
+                except ValueError:
+                    for change in reversed(changes):
+                        change.undo()
+                    raise
             self._log_summary([nothing, *compiled])
             if not self._splits:
                 self._unsharded_changes = changes
@@ -354,6 +372,11 @@ class SeqParallelStrategy(SavingStrategy):
                 compiler=BlockGraphs(config.compile_options) if config.compile else None,
             )
         record.made_by = made_by
+        try:
+            record.changes += sync_batch_norms(module, self.groups, every=self._syncs_batch_norms)
+        except ValueError:
+            unshard(module)
+            raise
         if proved.frozen:
             record.why_frozen = proved.frozen
             record.stay_frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
@@ -371,6 +394,26 @@ class SeqParallelStrategy(SavingStrategy):
                 "they will see this rank's part of the activations"
             )
         return record
+
+    @property
+    def _syncs_batch_norms(self) -> bool:
+        """Whether batch norms take their statistics over all replicas."""
+        return syncs_batch_norms(self._layer_sync)
+
+    def _apply_layer_sync(self, module: LightningModule) -> None:
+        """Let a plugin of the user's change the model before it is trained, as Lightning's own DDP does.
+
+        Raises:
+            ValueError: if it makes another module of the model itself.
+        """
+        if self._layer_sync is None or self._syncs_batch_norms:
+            return
+        if self._layer_sync.apply(module) is not module:
+            raise ValueError(
+                f"plugins=[{type(self._layer_sync).__name__}()]: its apply() returned another module than the model; exchange "
+                "modules inside the model, and return the model"
+            )
+        self._reverts = self._layer_sync.revert
 
     @property
     def _splits(self) -> bool:
@@ -487,6 +530,7 @@ class SeqParallelStrategy(SavingStrategy):
 
     def teardown(self) -> None:
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
+        self._is_set_up = False
         if self._split is not None:
             self._split.settle()
         self.model, self._ddp_model, self._split = self.lightning_module, None, None
@@ -494,9 +538,12 @@ class SeqParallelStrategy(SavingStrategy):
             self._sync.remove()
             self._sync = None
         self._stop_watching()
-        for change in self._unsharded_changes:
+        for change in reversed(self._unsharded_changes):
             change.undo()
         self._unsharded_changes = []
+        if self._reverts is not None and self.lightning_module is not None:
+            self._reverts(self.lightning_module)
+        self._reverts = None
         if isinstance(self.launcher, SeqParallelLauncher):
             self.launcher.give_signals_back()
         module = self.lightning_module

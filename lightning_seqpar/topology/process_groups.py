@@ -332,6 +332,11 @@ class ParallelGroups:
             self.topology, rank, mapping, backend="gloo", timeout=timeout, split_rank=self._split_rank
         )
 
+    def sequence_numbers(self) -> dict[str, int]:
+        """How many collectives this rank has started in each group, by the group's name, which is the same on all of its ranks."""
+        groups: list[Any] = [*self._made]
+        return {group.group_name: group._get_sequence_number_for_group() for group in groups}
+
     def destroy(self) -> None:
         """Shut the groups down, on every rank that made them; a group that was taken from here can't be used any more.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from omegaconf import OmegaConf
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
@@ -116,6 +117,11 @@ STRATEGIES: list[tuple[dict[str, Any], str]] = [
     ({"plan": [{"pattern": "a", "style": "gather", "args": [0, 0]}]}, "args=[0, 0]: name each argument to gather once, by position or keyword"),
 ]  # fmt: skip
 
+
+class OwnSync(TorchSyncBatchNorm):
+    """A plugin as a user writes one."""
+
+
 LAUNCHES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"tp": 2}, {"devices": 3}, "world size 3 does not divide by tp 2 × cp 1 × pp 1 = 2; use 2 or 4 processes (devices × num_nodes), or tp=1 or 3"),
     ({"tp": 8}, {"devices": 4}, "world size 4 does not divide by tp 8 × cp 1 × pp 1 = 8; use 8 processes (devices × num_nodes), or tp=4"),
@@ -124,7 +130,8 @@ LAUNCHES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"tp": 2, "process_group_backend": "glo"}, {"devices": 2}, "process_group_backend='glo': torch knows no 'glo'; did you mean 'gloo'"),
     ({"tp": 2, "process_group_backend": "nccl"}, {"devices": 2}, "process_group_backend='nccl' with accelerator='cpu': nccl speaks between GPUs; use 'gloo'"),
     ({"tp": 2, "process_group_backend": "cpu:mpi"}, {"devices": 2}, "process_group_backend='cpu:mpi': this build of torch has no mpi; use 'gloo'"),
-    ({"tp": 2}, {"devices": 2, "sync_batchnorm": True}, "sync_batchnorm=True: batch norms are not synced over replicas here; leave it out"),
+    ({"tp": 2}, {"devices": 2, "plugins": [OwnSync()]}, "plugins=[OwnSync()] with tp=2, data_parallel='ddp': a LayerSync plugin of yours would exchange modules of a model that is sharded; use Trainer(sync_batchnorm=True)"),
+    ({"data_parallel": "fsdp"}, {"devices": 2, "plugins": [OwnSync()]}, "plugins=[OwnSync()] with tp=1, data_parallel='fsdp': "),
 ]  # fmt: skip
 
 FILES: list[tuple[str, list[str], str]] = [

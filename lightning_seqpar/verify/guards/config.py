@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch._inductor
 import torch.distributed as dist
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_seqpar.config import ParallelConfig, nearest
@@ -96,6 +97,26 @@ def check_backend(backend: str | None, device_type: str) -> None:
             )
         if backend is not None and not dist.is_backend_available(name):
             raise ValueError(f"process_group_backend={backend!r}: this build of torch has no {name}; use 'gloo'")
+
+
+def syncs_batch_norms(plugin: LayerSync | None) -> bool:
+    """Whether the plugin is the one of ``Trainer(sync_batchnorm=True)``, for which the strategy syncs batch norms by itself."""
+    return type(plugin) is TorchSyncBatchNorm
+
+
+def check_layer_sync(plugin: LayerSync | None, config: ParallelConfig) -> None:
+    """Refuse a ``LayerSync`` plugin of the user's where it would replace modules that are sharded.
+
+    Raises:
+        ValueError: naming the plugin, and what to use instead.
+    """
+    if plugin is None or syncs_batch_norms(plugin) or (config.tp == 1 and config.data_parallel == "ddp"):
+        return
+    raise ValueError(
+        f"plugins=[{type(plugin).__name__}()] with tp={config.tp}, data_parallel={config.data_parallel!r}: a LayerSync plugin of "
+        "yours would exchange modules of a model that is sharded; use Trainer(sync_batchnorm=True), which takes the statistics "
+        "over all replicas, or tp=1 with data_parallel='ddp', which runs the plugin"
+    )
 
 
 COMPILE_OPTIONS = ("backend", "mode", "options", "dynamic")

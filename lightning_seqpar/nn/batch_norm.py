@@ -1,0 +1,252 @@
+"""Batch norms that take their statistics over the batches of several ranks; made in place from the user's modules.
+
+The ranks are those that hold different samples, the data-parallel replicas. The ranks of one replica see the same batch, and no
+value is counted twice: each of them takes part in a group that has one rank of every replica.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from lightning_seqpar.distributed.collectives import (
+    all_gather,
+    all_reduce,
+    copy_to_tensor_parallel_region,
+    passes_none,
+    reduce_from_tensor_parallel_region,
+)
+
+
+class _SyncedBatchNorm(torch.autograd.Function):
+    """A batch norm in training, of one rank's samples with the statistics of all ranks'.
+
+    =====================  ===========================  =========================
+    tensor                 on this rank                 over the group
+    =====================  ===========================  =========================
+    input, output          ``[b_r, c, ...]``            ``[sum of b_r, c, ...]``
+    weight, bias           ``[c]``                      the same on all ranks
+    mean, variance         ``[c]``                      the same on all ranks
+    saved for backward     input, weight, mean, 1/std
+    =====================  ===========================  =========================
+
+    Forward: each rank sends the mean, the variance and the number of its own values of each channel, from which all compute
+    those of the whole: with ``n = sum n_r`` values, ``mean = sum n_r mean_r / n``,
+    ``var = sum n_r (var_r + (mean_r - mean)^2) / n``, ``x^ = (x - mean) / std`` and ``y = x^ weight + bias``.
+
+    Input-grad: ``dx = weight / std · (dy - sum dy / n - x^ sum(dy x^) / n)``, with sums over all ranks' values. Weight-grad and
+    bias-grad: ``sum(dy x^)`` and ``sum dy`` over this rank's values; the reduction of gradients over the replicas adds the others'.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running: tuple[Tensor | None, Tensor | None],
+        momentum: float,
+        eps: float,
+        group: ProcessGroup,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        wide = _wide(x)
+        mean, var, total = _moments(wide, group)
+        _update(running, momentum, mean, var, total)
+        scale = torch.rsqrt(var + eps)
+        ctx.group, ctx.eps, ctx.total = group, eps, total
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        y = (wide - _along(mean, x)) * _along(scale if weight is None else scale * weight, x)
+        return (y if bias is None else y + _along(bias, x)).to(x.dtype)
+
+    @staticmethod
+    @passes_none
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # the gradient itself is differentiated: through the statistics too
+            asked = [t for t, needed in zip((x, weight, bias), needs, strict=True) if needed]
+            made = iter(
+                torch.autograd.grad(_composed(x, weight, bias, ctx.eps, ctx.group), asked, grad, create_graph=True)
+            )
+            return (*(next(made) if needed else None for needed in needs), None, None, None, None)
+        dims, dy, centred = _dims(x), _wide(grad), _wide(x) - _along(mean, x)
+        sums = torch.cat([dy.sum(dims), (dy * centred).sum(dims) * scale])
+        grad_bias, grad_weight = sums.chunk(2)
+        grad_x = None
+        if needs[0]:
+            of_dy, of_product = (all_reduce(sums, ctx.group) / ctx.total).chunk(2)
+            factor = scale if weight is None else scale * weight
+            grad_x = dy - _along(of_dy, x) - centred * _along(scale * of_product, x)
+            grad_x = (grad_x * _along(factor, x)).to(x.dtype)
+        return (
+            grad_x,
+            grad_weight.to(weight.dtype) if needs[1] else None,
+            grad_bias.to(bias.dtype) if needs[2] else None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _dims(x: Tensor) -> list[int]:
+    """The dims of ``[b, c, ...]`` that statistics are taken over: all but the channels'."""
+    return [dim for dim in range(x.ndim) if dim != 1]
+
+
+def _along(value: Tensor, x: Tensor) -> Tensor:
+    """A value of each channel, ``[c]``, in a shape that broadcasts to ``x``, ``[b, c, ...]``."""
+    return value.view(1, -1, *[1] * (x.ndim - 2))
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the type that statistics are computed in: at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _moments(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance of each channel over all ranks' values, ``[c]``, and their number, ``[]``. Not differentiable.
+
+    A rank may have no values.
+
+    Raises:
+        ValueError: on every rank, if a channel has one value on all of them together.
+    """
+    channels = x.shape[1]
+    count = x.numel() // max(channels, 1)
+    if count:
+        var, mean = torch.var_mean(x, _dims(x), correction=0)
+    else:
+        var = mean = x.new_zeros(channels)
+    sent = torch.cat([mean, var, mean.new_full((1,), count)])
+    means, variances, counts = all_gather(sent.unsqueeze(0), 0, group).split([channels, channels, 1], 1)
+    total = counts.sum()
+    if count <= 1 and int(total) <= 1:
+        raise ValueError(
+            f"a batch norm in training got an input of shape {list(x.shape)}, and all replicas together have {int(total)} value"
+            f"{'s' * (int(total) != 1)} of each channel, where it needs more than 1; use a larger batch, or drop_last=True"
+        )
+    mean = (means * counts).sum(0) / total
+    var = ((variances + (means - mean).square()) * counts).sum(0) / total
+    return mean, var, total
+
+
+def _update(
+    running: tuple[Tensor | None, Tensor | None], momentum: float, mean: Tensor, var: Tensor, total: Tensor
+) -> None:
+    """Move the running mean and the running, unbiased variance towards those of a batch, in place."""
+    for kept, new in zip(running, (mean, var * (total / (total - 1))), strict=True):
+        if kept is not None:
+            kept.mul_(1 - momentum).add_((new * momentum).to(kept.dtype))
+
+
+def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: ProcessGroup) -> Tensor:
+    """The same output, of functions that can be differentiated any number of times."""
+
+    def sum_over_ranks(value: Tensor) -> Tensor:
+        # Every rank computes with the sum, so its gradient is the sum of all ranks'.
+        return copy_to_tensor_parallel_region(reduce_from_tensor_parallel_region(value, group), group)
+
+    wide, dims = _wide(x), _dims(x)
+    total = all_reduce(wide.new_full((1,), x.numel() // x.shape[1]), group)
+    centred = wide - _along(sum_over_ranks(wide.sum(dims)) / total, x)
+    var = sum_over_ranks(centred.square().sum(dims)) / total
+    scale = torch.rsqrt(var + eps)
+    y = centred * _along(scale if weight is None else scale * weight, x)
+    return (y if bias is None else y + _along(bias, x)).to(x.dtype)
+
+
+class _SyncedStatistics(TorchFunctionMode):
+    """A mode in which ``F.batch_norm`` takes the statistics of a training batch over all ranks of a group."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return self._batch_norm(*args, **kwargs) if func is F.batch_norm else func(*args, **kwargs)
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """``F.batch_norm``, with its arguments."""
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        running = running_mean, running_var
+        function: Any = _SyncedBatchNorm
+        out: Tensor = function.apply(input, weight, bias, running, momentum, eps, self._group)
+        return out
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch norm of torch's, or of a class derived from one."""
+    return isinstance(module, BatchNorm)
+
+
+def asks_for_sync(module: nn.Module) -> bool:
+    """Whether a module is an ``nn.SyncBatchNorm`` of the user's own, over all ranks."""
+    return isinstance(module, nn.SyncBatchNorm) and module.process_group is None
+
+
+def make_synced(module: nn.Module, name: str, group: ProcessGroup) -> None:
+    """Let a batch norm take its statistics over all ranks of a group while it trains, in place: its class becomes another.
+
+    The object, its parameters, its buffers and their names stay; what its class computes beside the norm is computed as before. In
+    evaluation mode nothing is sent. Copies are synced too; pickled, it is the module that it was.
+
+    Args:
+        module: the batch norm.
+        name: of the module, for the error.
+        group: the ranks, which call it together.
+
+    Raises:
+        ValueError: if its forward was replaced on the object, or it is a script of TorchScript.
+    """
+    own: Any = type(module)
+    if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"{name}: sync_batchnorm=True, but the forward of this {own.__name__} was replaced on the object or is a script, and "
+            "that of its class would be synced; change the class instead, or use sync_batchnorm=False"
+        )
+    takes_torchs = own.forward is nn.SyncBatchNorm.forward  # which needs CUDA, and takes the ranks of the world
+    inner = BatchNorm.forward if takes_torchs else own.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.training:
+            return inner(self, *args, **kwargs)
+        with _SyncedStatistics(group):
+            return inner(self, *args, **kwargs)
+
+    def copied(self: Any, memo: dict[int, Any]) -> Any:
+        made = nn.Module.__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        plain: Any = nn.Module.__new__(own)
+        plain.__dict__.update(self.__dict__)
+        return copy.copy, (plain,)
+
+    looks = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    methods = {"forward": forward, "__deepcopy__": copied, "__reduce_ex__": reduced}
+    module.__class__ = type(own.__name__, (own,), {**looks, **methods})

@@ -1,0 +1,57 @@
+"""``Trainer(sync_batchnorm=True)``: the batch norms of a model take their statistics over the data-parallel replicas."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.nn.batch_norm import asks_for_sync, is_batch_norm, make_synced
+from lightning_seqpar.parallel.compiled_blocks import NAME_KEY
+from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
+from lightning_seqpar.topology.process_groups import ParallelGroups
+
+
+def sync_batch_norms(model: nn.Module, groups: ParallelGroups, *, every: bool) -> list[ModuleChange]:
+    """Let the batch norms of a model take the statistics of all replicas' batches.
+
+    Args:
+        model: the model, sharded over tp already where it is.
+        groups: the process groups.
+        every: all batch norms; otherwise those of the class ``nn.SyncBatchNorm``, which ask for it themselves.
+
+    Returns:
+        What became of them, to take it back.
+
+    Raises:
+        ValueError: naming a batch norm that can't be synced; the model is untouched then.
+    """
+    over_replicas = every and groups.size("dp") > 1
+    chosen = {
+        name: module
+        for name, module in model.named_modules()
+        if asks_for_sync(module)
+        or (over_replicas and is_batch_norm(module) and not isinstance(module, nn.SyncBatchNorm))
+    }
+    compiled = [name for name, module in model.named_modules() if _is_compiled(module)]
+    for name in chosen:
+        for block in compiled:
+            if not block or inside(name, block):
+                raise ValueError(
+                    f"{name}: sync_batchnorm=True, and this batch norm lies in {block or 'the model'}, which torch.compile "
+                    "compiles: its statistics would be those of one replica's batch. Leave that module uncompiled "
+                    "(compile=False), or use sync_batchnorm=False"
+                )
+    before = [ModuleSnapshot(module) for module in chosen.values()]
+    try:
+        for name, module in chosen.items():
+            make_synced(module, name, groups["dp"])
+    except ValueError:
+        for change in changes_since(before):
+            change.undo()
+        raise
+    return changes_since(before)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether the strategy compiles a module, or the user's code has compiled it."""
+    return NAME_KEY in vars(module) or module._compiled_call_impl is not None or "_orig_mod" in module._modules
