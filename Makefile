@@ -9,7 +9,7 @@ ZOO := .venv-zoo
 DATA ?=
 ARGS ?=
 
-.PHONY: help install demo unit test parity matrix crash check lint format types mutants convergence bench scale startup zoo clean
+.PHONY: help install demo unit test parity matrix crash check lint format types mutants convergence bench gpu scale startup zoo clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,9 @@ convergence: $(STAMP)  ## 300 steps of the demo model in every form, drawn over 
 
 bench: $(STAMP)  ## time, memory and traffic beside DTensor, DDP and one process (an hour)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+gpu: $(STAMP)  ## on 2 or more GPUs: parity with one of them, and where the host waits for a device
+	$(BIN)/python tests/gpu.py $(ARGS)
 
 scale: $(STAMP)  ## what one rank of 512 does before it trains Llama-3-8B and -70B
 	$(BIN)/python benchmarks/scale.py $(ARGS)

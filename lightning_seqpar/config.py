@@ -273,7 +273,7 @@ class ParallelConfig(FrozenModel):
     """Form of the checkpoints: ``single``, one file, or ``sharded``, a folder;
     ``async_save`` writes the folder while training goes on."""
     process_group_backend: str | None = None
-    """Backend of the process groups; none means the device's own (gloo on CPU, nccl on CUDA)."""
+    """Backend of the process groups; none means gloo, and on CUDA nccl with gloo beside it for what lies on the CPU."""
     timeout: Seconds = timedelta(seconds=1800)
     """How long a collective may wait for its peers, in seconds or as a timedelta."""
     fp8_groups: bool = False

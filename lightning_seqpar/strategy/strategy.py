@@ -120,8 +120,8 @@ class SeqParallelStrategy(TuningStrategy):
             Off, every rank reads for itself and checksums are compared.
         checkpoint: Form of the checkpoints: ``single``, one file, or ``sharded``, a folder; ``async_save`` writes the folder while
             training goes on.
-        process_group_backend: Backend of the process groups; none means the device's own (gloo on CPU, nccl on
-            CUDA).
+        process_group_backend: Backend of the process groups; none means gloo, and on CUDA nccl with gloo beside it for what
+            lies on the CPU.
         timeout: How long a collective may wait for its peers, in seconds or as a timedelta.
         fp8_groups: Make the amax-reduction groups (tp × dp) of fp8 training. Not run yet.
         gloo_twins: Make a gloo group beside each group of axes, for objects and for threads of their own.

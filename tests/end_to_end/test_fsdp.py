@@ -98,7 +98,7 @@ class Switches(models.GPT):
 
 
 class Routed(models.GPT):
-    """Few sequences go to one of two experts, by their first token, and none to the third: often one replica uses an expert alone."""
+    """Few sequences go to an expert, by their first token, and none to the third: often one replica uses an expert alone."""
 
     def __init__(self) -> None:
         super().__init__(tied=False)
