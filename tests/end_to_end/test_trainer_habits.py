@@ -1,0 +1,63 @@
+"""Every habit of the table, on one process and on ranks: losses, weights and what the feature itself yields."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_seqpar.testing import RankFailedError, run_distributed
+from tests.helpers.habits import HABITS, TOPOLOGIES, by_name, found_at, judge, run_at, run_on_ranks
+
+CASES = [
+    pytest.param(
+        one.name, topology, id=f"{topology}-{one.name}", marks=[] if topology in one.suite else pytest.mark.matrix
+    )
+    for topology in TOPOLOGIES
+    for one in HABITS
+]
+
+
+@functools.cache
+def alone(name: str, folder: str) -> Any:
+    return run_at(by_name(name), "alone", folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("habits"))
+
+
+@pytest.fixture(scope="module")
+def runs(request, folder):
+    """Runs all chosen habits of a topology on its ranks, in one start, when the first of them is asked for."""
+    chosen = [
+        item.callspec.params
+        for item in request.session.items
+        if item.module is request.module and hasattr(item, "callspec")
+    ]
+
+    @functools.cache
+    def run(topology: str) -> str:
+        names = [params["name"] for params in chosen if params["topology"] == topology]
+        try:
+            run_distributed(run_on_ranks, TOPOLOGIES[topology][0], names, topology, folder, timeout=240.0)
+        except RankFailedError as error:
+            return str(error)
+        return ""
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "topology"), CASES)
+def test_habit(name, topology, runs, folder):
+    failure, habit = runs(topology), by_name(name)
+    expected = None if habit.refusal(topology) else alone(name, folder)
+    for rank in range(TOPOLOGIES[topology][0]):
+        path = found_at(folder, topology, name, rank)
+        assert Path(path).is_file(), f"{name}: rank {rank} did not end\n{failure[-2000:]}"
+        wrong, _ = judge(habit, topology, expected, torch.load(path, weights_only=False))
+        assert not wrong, f"{name}, rank {rank}: {wrong}"
