@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_seqpar.testing import RankFailedError, run_distributed
-from tests.helpers.habits import HABITS, TOPOLOGIES, by_name, found_at, judge, run_at, run_on_ranks
+from tests.helpers.habit_runs import TOPOLOGIES, judge
+from tests.helpers.habits import HABITS, by_name, found_at, run_at, run_on_ranks
 
 CASES = [
     pytest.param(

@@ -6,28 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def refuse_callbacks(callbacks: Sequence[Any], tp: int) -> None:
-    """Refuse callbacks that copy the model before it is sharded: averages of weights, and pruning.
+def refuse_callbacks(callbacks: Sequence[Any], shards: int) -> None:
+    """Refuse callbacks that choose among all elements of a weight: pruning.
 
     They are recognised by the names of their classes, so that neither of Lightning's packages has to be imported.
 
     Args:
         callbacks: the trainer's.
-        tp: number of tensor-parallel ranks; with one there are no shards, and everything is allowed.
+        shards: over how many ranks parameters are divided; with one everything is allowed.
 
     Raises:
         ValueError: naming the callback.
     """
     for callback in callbacks:
         for kind in type(callback).__mro__:
-            if tp > 1 and kind.__name__ in ("StochasticWeightAveraging", "WeightAveraging"):
+            if shards > 1 and kind.__name__ == "ModelPruning":
                 raise ValueError(
-                    f"{type(callback).__name__} with tp={tp}: it copies the model before it is sharded; leave it out, or "
-                    "average checkpoints afterwards"
-                )
-            if tp > 1 and kind.__name__ == "ModelPruning":
-                raise ValueError(
-                    f"{type(callback).__name__} with tp={tp}: it copies the model before it is sharded, and each rank would choose "
+                    f"{type(callback).__name__} with parameters in {shards} shards: it copies the model before it is sharded, and each rank would choose "
                     "by its own part of a weight what to prune; prune before or after the training"
                 )
 
