@@ -62,7 +62,9 @@ def check_reduced(parameters: Iterable[Tensor], groups: ParallelGroups) -> None:
             raise RuntimeError(
                 f"a gradient of shape {list(grad.shape)} that reaches the optimizer differs between the replicas (its norm is "
                 f"{low:.9g} on one and {high:.9g} on another): it came past the reduction over dp. Call self.manual_backward(loss) "
-                "instead of loss.backward() or torch.autograd.grad, and change gradients behind it alike on every replica"
+                "instead of loss.backward() or torch.autograd.grad (in automatic optimization return the sum of the losses from "
+                "training_step), change gradients behind it alike on every replica, and where optimizers are toggled "
+                "(toggle_optimizer) set ddp={'find_unused_parameters': True}"
                 f"{hint}"
             )
 

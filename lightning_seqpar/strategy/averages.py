@@ -41,9 +41,9 @@ def refuse_resuming_on_meta(averages: Iterable[nn.Module]) -> None:
     """
     if any(tensor.is_meta for average in averages for tensor in average.parameters()):
         raise ValueError(
-            "a callback that averages weights, a checkpoint and a model of the meta device: the average can't be restored before the "
-            "model has its weights; make the model with memory (without init_module(empty_init=True) or torch.device('meta')), or "
-            "leave the callback out"
+            "a callback that averages weights, a checkpoint and a model of the meta device: the average can't be restored before "
+            "the model has its weights; make the model with memory (without init_module(empty_init=True) or "
+            "torch.device('meta')), or leave the callback out"
         )
 
 

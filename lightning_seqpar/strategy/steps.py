@@ -39,10 +39,10 @@ from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.region.schedule import WatchSchedule
 from lightning_seqpar.strategy.environment import TopologyStrategy
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
-from lightning_seqpar.strategy.metrics import share_metrics
+from lightning_seqpar.strategy.metrics import share_losses_of_finders, share_metrics
 from lightning_seqpar.strategy.precision import with_global_clipping
 from lightning_seqpar.verify.guards.batch import OutputWatch, check_batch, warn_of_equal_replicas
-from lightning_seqpar.verify.guards.graph import check_readers
+from lightning_seqpar.verify.guards.graph import check_readers, refuse_second_derivative
 from lightning_seqpar.verify.guards.model import check_buffers, check_parameters, refuse_added
 from lightning_seqpar.verify.guards.optimizer import refuse_fused_on_rows, refuse_optimizers
 
@@ -73,6 +73,7 @@ class SteppingStrategy(TopologyStrategy):
         self._steps: dict[int, int] = {}
         self._schedule = WatchSchedule(config.check_every)
         self._flushed = self._others_flushed = False
+        self._summed_early = False  # whether the last backward's gradients were summed before the step is due
         self._optimizing: Optimizer | None = None
         self._all_steps: RemovableHandle | None = None
         # Optimizers with a hook on steps that bypass the strategy.
@@ -125,10 +126,11 @@ class SteppingStrategy(TopologyStrategy):
         except Exception as error:
             if self._split is not None:
                 self._split.reset()
-            if self._split is not None and "DTensor" in str(error):
+            if self._split is not None and any(word in str(error) for word in ("DTensor", "sharding strategy")):
                 raise RuntimeError(READ_ROWS) from error
             if not isinstance(error, RuntimeError):
                 raise
+            refuse_second_derivative(error)
             refuse_added(record.added_inside(), record)  # if modules were added, that is the likelier cause
             raise
         record.check_closed(out)
@@ -151,7 +153,7 @@ class SteppingStrategy(TopologyStrategy):
         """Run the user's training step. Its random draws are watched when that is due, or the last step drew otherwise."""
         if self._sync is not None:
             self._sync.attach()
-            self._flushed = self._others_flushed = False
+            self._flushed = self._others_flushed = self._summed_early = False
         if (record := record_of(self._module)) is not None:
             record.check_frozen()
             record.versions.clear()  # updates change shards from now on; a learning-rate finder begins another training then
@@ -250,14 +252,26 @@ class SteppingStrategy(TopologyStrategy):
             if not self._module.automatic_optimization:
                 prepare_for_backward(self.model, closure_loss)
 
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a backward.
+
+        Raises:
+            RuntimeError: in place of torch's, if it differentiates a gradient through a sharded layer.
+        """
+        try:
+            return super().backward(closure_loss, *args, **kwargs)
+        except RuntimeError as error:
+            refuse_second_derivative(error)
+            raise
+
     def before_on_after_backward(self) -> None:
         """Sum partial gradients at once where the user's code may read them: ``on_after_backward``, ``manual_backward``."""
         if self._sync is None:
             return
         if self._reads_each_backward() or not self._module.automatic_optimization:
             self._sum_gradients(None, check=self._schedule.is_due("training"))
-            # Read in automatic optimization alone.
-            self._flushed = self._others_flushed = not self._trainer.fit_loop._should_accumulate()
+            # A backward of the hook's own may add to what is summed, so ``sync_gradients`` asks once more what has arrived.
+            self._summed_early = True
 
     def _reads_each_backward(self) -> bool:
         """Whether the user's code may read gradients behind each backward."""
@@ -385,7 +399,8 @@ class SteppingStrategy(TopologyStrategy):
         if self._sync is None or (automatic and self._flushed):
             return  # in automatic optimization no gradient is added between the backward and the update
         step = self._steps.get(id(optimizer), 0) + 1
-        self._sum_gradients(_parameters(optimizer), check=self._schedule.is_due_at(step))
+        # Where the sum is done most likely, the ranks agree first on what has arrived, rather than with a sum.
+        self._sum_gradients(_parameters(optimizer), check=self._schedule.is_due_at(step) or self._summed_early)
         # Elsewhere (a raw step, grad_norm in some hook) the backward may still be to come.
         self._flushed = automatic and self._optimizing is not None
 
@@ -470,6 +485,8 @@ class SteppingStrategy(TopologyStrategy):
     def on_train_start(self) -> None:
         """Compare the settings of the training over the ranks, and log the global batch. Collective."""
         self._on_loop_start()
+        if self.dp_size > 1:
+            share_losses_of_finders(self._trainer.callbacks)  # type: ignore[attr-defined]
         check_agreement(self._describe_training(), self._world, self.root_device)
         if (record := record_of(self._module)) is not None:
             record.check_versions()

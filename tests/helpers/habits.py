@@ -113,7 +113,9 @@ class ByHand(Learner):
     suite=("tp2", "dp2xtp2"),
 )
 def by_hand(place: Place) -> Yield:
-    return place.train(ByHand())
+    # DDP waits for the gradients of what the other optimizer trains, as without this strategy.
+    options = {"fields": {"ddp": {"find_unused_parameters": True}}} if place.topology == "dp2xtp2" else {}
+    return place.train(ByHand(), **options)
 
 
 @habit("gradient clipping by norm", "`Trainer(gradient_clip_val=0.1)`", suite=EVERYWHERE)
@@ -289,7 +291,7 @@ def reloaded(place: Place) -> Yield:
 def rate_found(place: Place) -> Yield:
     module = Learner()
     trainer = place.trainer(seen := place.losses())
-    finder = Tuner(trainer).lr_find(module, place.loader(64), num_training=14, early_stop_threshold=None)
+    finder = Tuner(trainer).lr_find(module, place.loader(64), num_training=24, max_lr=100.0)
     found = {
         "lr": list(finder.results["lr"]),
         "loss": list(finder.results["loss"]),
@@ -536,32 +538,34 @@ def resumed(place: Place) -> Yield:
 class Measured(Learner):
     def __init__(self) -> None:
         super().__init__()
-        self.counted, self.mean = SumMetric(), MeanMetric()
+        self.counted, self.mean, self.accuracies = SumMetric(), MeanMetric(), []
         self.several = MetricCollection({"mean": MeanMetric(), "sum": SumMetric()}, prefix="several_")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.counted(len(batch[0]))
-        self.log("counted", self.counted, on_epoch=True)
+        self.log("counted", self.counted, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         logits, (tokens,) = self.model(batch[0][:, :-1]), batch
-        right = (logits.argmax(-1) == tokens[:, 1:]).double().mean(1)
+        right = (logits.argmax(-1) == tokens[:, 1:]).double().sum(1)  # torchmetrics counts in float32
         self.mean.update(right)
-        self.several(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+        self.several(right)
         self.log_dict(self.several)
 
     def on_validation_epoch_end(self) -> None:
-        self.log("accuracy", self.mean.compute())
+        self.accuracies.append(float(self.mean.compute()))
+        self.log("accuracy", self.accuracies[-1])
         self.mean.reset()
 
 
 @habit("torchmetrics", '`self.acc = Accuracy(...)`, `self.log("acc", self.acc)`, `MetricCollection`', suite=EVERYWHERE)
 def measured(place: Place) -> Yield:
-    out = place.train(Measured(), max_epochs=2, val=16)
-    found = {name: float(value) for name, value in out["trainer"].callback_metrics.items()}
-    return {**out, "found": found}
+    module = Measured()
+    out = place.train(module, max_epochs=2, val=16)
+    found = {name: float(value) for name, value in out["trainer"].callback_metrics.items() if name != "accuracy"}
+    return {**out, "found": found, "accuracies": module.accuracies}
 
 
 class Writes(BasePredictionWriter):
@@ -661,7 +665,7 @@ class SecondBackward(Learner):
         return super().training_step(batch, batch_idx)
 
     def on_after_backward(self) -> None:
-        (0.5 * self.loss(self.kept) ** 2).backward()
+        (0.5 * self.loss([self.kept[0].flip(1)])).backward()
 
 
 TWO_BACKWARDS = r"return the sum of the losses from training_step"
@@ -696,7 +700,7 @@ class SecondByHand(SecondBackward):
     def on_after_backward(self) -> None:
         if self.again:
             self.again = False
-            self.manual_backward(0.5 * self.loss(self.kept) ** 2)
+            self.manual_backward(0.5 * self.loss([self.kept[0].flip(1)]))
 
 
 @habit(
@@ -729,21 +733,23 @@ class Doubled(Learner):
         self.double()
 
 
-def averaged(place: Place, callback: Callable[[], Any], **options: Any) -> Yield:
-    """Trained with an average of the weights; checkpoints, what they hold, and a run that goes on from one."""
-    saving = ModelCheckpoint(f"{place.folder}/averaged", "{epoch}", save_top_k=-1)
-    options = {"max_epochs": 4, "val": 8, "count": 16, **options}
+def averaged(place: Place, callback: Callable[[], Any], form: str = "single") -> Yield:
+    """Trained with an average of the weights; what a checkpoint holds, and a run that goes on from it."""
+    saving = ModelCheckpoint(f"{place.folder}/{form}", "{epoch}", save_top_k=-1, every_n_epochs=2)
+    options = {"max_epochs": 3, "val": 8, "count": 16, "fields": {"checkpoint": {"format": form}}}
     counts = CountsValidations()
     out = place.train(Doubled(), callback(), saving, counts, enable_checkpointing=True, **options)
     out["validated"] = counts.seen
     out["trainer"].strategy.barrier()
-    path = f"{place.folder}/averaged/epoch=1.ckpt"
-    saved = torch.load(path, weights_only=False)
-    out["saved"] = {key: dict(saved[key]) for key in ("state_dict", "current_model_state") if key in saved}
-    states = [state for state in saved["callbacks"].values() if "average_model_state" in state]
-    out["saved"]["by callbacks"] = [dict(state["average_model_state"]) for state in states]
-    again = place.train(Doubled(), callback(), fit={"ckpt_path": path}, **options)
-    return {**out, "resumed": {key: again[key] for key in ("losses", "weights")}}
+    path = Path(place.folder, form, "epoch=1.ckpt")
+    again = place.train(Doubled(), callback(), fit={"ckpt_path": str(path)}, **options)
+    out["resumed"] = {key: again[key] for key in ("losses", "weights")}
+    if form == "single":
+        saved = torch.load(path, weights_only=False)
+        out["saved"] = {key: dict(saved[key]) for key in ("state_dict", "current_model_state") if key in saved}
+        states = [state for state in saved["callbacks"].values() if "average_model_state" in state]
+        out["saved"]["by callbacks"] = [dict(state["average_model_state"]) for state in states]
+    return out
 
 
 @habit(
@@ -754,7 +760,7 @@ def averaged(place: Place, callback: Callable[[], Any], **options: Any) -> Yield
 )
 def averages_of_weights(place: Place) -> Yield:
     return {
-        "swa": averaged(place, WeightAveraging),
+        "swa": averaged(place, WeightAveraging, "sharded"),
         "ema": averaged(place, lambda: EMAWeightAveraging(decay=0.6, update_starting_at_step=2)),
     }
 
@@ -952,9 +958,9 @@ class Penalised(Learner):
     "`loss + 1e-3 * sum(p.pow(2).sum() for p in self.parameters())`",
     suite=EVERYWHERE,
     refused={
-        "tp2": r"keep parameters out of the loss \(weight decay belongs into the optimizer\)",
-        "dp2xtp2": r"keep parameters out of the loss \(weight decay belongs into the optimizer\)",
-        "fsdp2xtp2": r"the step reads a parameter of a block outside|keep parameters out of the loss",
+        "tp2": r"weight decay belongs into the optimizer",
+        "dp2xtp2": r"weight decay belongs into the optimizer",
+        "fsdp2xtp2": r"the step reads a parameter of a block outside of that block's forward \(a norm of weights in the loss",
     },
     remark="weight decay belongs into the optimizer",
 )

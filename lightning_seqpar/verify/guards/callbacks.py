@@ -22,8 +22,8 @@ def refuse_callbacks(callbacks: Sequence[Any], shards: int) -> None:
         for kind in type(callback).__mro__:
             if shards > 1 and kind.__name__ == "ModelPruning":
                 raise ValueError(
-                    f"{type(callback).__name__} with parameters in {shards} shards: it copies the model before it is sharded, and each rank would choose "
-                    "by its own part of a weight what to prune; prune before or after the training"
+                    f"{type(callback).__name__} with parameters in {shards} parts: it copies the model before it is sharded, and "
+                    "each rank would choose by its own part of a weight what to prune; prune before or after the training"
                 )
 
 
