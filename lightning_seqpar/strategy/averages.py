@@ -84,7 +84,7 @@ def shard_average(average: nn.Module, record: ShardedModel) -> None:
             for held in (module._parameters, module._buffers):
                 for key, tensor in held.items():
                     if tensor is not None:
-                        held[key] = cut[id(tensor)]
+                        held[key] = cut[id(tensor)]  # type: ignore[assignment]
 
 
 def save_whole(average: nn.Module, to_whole: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:

@@ -42,7 +42,7 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.strategy.averages import averages_of, refuse_resuming_on_meta
 from lightning_seqpar.strategy.steps import SteppingStrategy, plain_optimizer
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.guards.callbacks import refuse_links
+from lightning_seqpar.verify.guards.callbacks import refuse_links, refuse_saved_shards
 
 T = TypeVar("T")
 OWN = "lightning_seqpar"
@@ -151,6 +151,8 @@ class SavingStrategy(SteppingStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self._background.wait()
+        if (record := record_of(self._module)) is not None:
+            refuse_saved_shards(checkpoint, record)
         if "callbacks" in checkpoint:  # a checkpoint of weights alone has none, and needs no random states
             streams: list[Any] = [None] * self.dp_size
             dist.all_gather_object(streams, pack_streams(self.root_device), group=self.groups["dp"])

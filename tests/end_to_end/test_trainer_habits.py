@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from lightning_seqpar.testing import RankFailedError, run_distributed
-from tests.helpers.habit_runs import TOPOLOGIES, judge
+from tests.helpers.habit_runs import LIMIT, TOPOLOGIES, judge
 from tests.helpers.habits import HABITS, by_name, found_at, run_at, run_on_ranks
+from tests.write_trainer import DOC, start_of_line
 
 CASES = [
     pytest.param(
@@ -62,3 +63,15 @@ def test_habit(name, topology, runs, folder):
         assert Path(path).is_file(), f"{name}: rank {rank} did not end\n{failure[-2000:]}"
         wrong, _ = judge(habit, topology, expected, torch.load(path, weights_only=False))
         assert not wrong, f"{name}, rank {rank}: {wrong}"
+
+
+def test_the_document_has_every_habit():
+    text = DOC.read_text()
+    for habit in HABITS:
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| {habit.name} |"))
+        assert line.startswith(start_of_line(habit)), "run python -m tests.write_trainer"
+        assert line.endswith(f"| {habit.remark} |")
+        cells = line.removeprefix(start_of_line(habit)).split("|")
+        for cell, topology in zip(cells, TOPOLOGIES, strict=False):
+            assert cell.strip() == "refused" if habit.refusal(topology) else 0 <= float(cell) <= LIMIT, (line, topology)
+    assert text.count("\n| ") == len(HABITS) + 1

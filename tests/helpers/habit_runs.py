@@ -24,7 +24,6 @@ TOPOLOGIES: dict[str, tuple[int, int, str]] = {
     "fsdp2xtp2": (4, 2, "fsdp"),
 }
 """World, tp and data_parallel."""
-TITLES = {"tp2": "tp 2", "dp2xtp2": "dp 2 × tp 2", "fsdp2xtp2": "fsdp (dp 2 × tp 2)"}
 LIMIT = 1e-9
 
 

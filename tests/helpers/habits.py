@@ -118,7 +118,7 @@ def by_hand(place: Place) -> Yield:
     return place.train(ByHand(), **options)
 
 
-@habit("gradient clipping by norm", "`Trainer(gradient_clip_val=0.1)`", suite=EVERYWHERE)
+@habit("gradient clipping by norm", "`Trainer(gradient_clip_val=0.1)`", suite=("tp2", "fsdp2xtp2"))
 def clipped_by_norm(place: Place) -> Yield:
     return place.train(Learner(), gradient_clip_val=0.1)
 
@@ -257,7 +257,7 @@ def validated_between(place: Place) -> Yield:
         {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0},
     ):
         counts = CountsValidations()
-        out[str(how)] = place.train(Learner(), counts, max_epochs=2, count=32, val=16, **how)
+        out[str(how)] = place.train(Learner(), counts, max_epochs=2, count=16, val=8, **how)
         out[str(how)]["seen"] = counts.seen
     return out
 
@@ -370,7 +370,6 @@ class Logs(Learner):
 @habit(
     "`CSVLogger`",
     "`CSVLogger(folder)`, `self.log(..., on_step=True, on_epoch=True, sync_dist=True)`",
-    suite=("tp2", "dp2xtp2"),
 )
 def logged_as_table(place: Place) -> Yield:
     logger = CSVLogger(place.folder)
@@ -503,7 +502,6 @@ def logged_to_services(place: Place) -> Yield:
 @habit(
     "`ModelCheckpoint(save_top_k)`",
     '`ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)`, `test(ckpt_path="best")`',
-    suite=EVERYWHERE,
 )
 def best_kept(place: Place) -> Yield:
     saving = ModelCheckpoint(f"{place.folder}/best", "{epoch}-{val:.6f}", monitor="val", save_top_k=2, save_last=True)
@@ -560,7 +558,11 @@ class Measured(Learner):
         self.mean.reset()
 
 
-@habit("torchmetrics", '`self.acc = Accuracy(...)`, `self.log("acc", self.acc)`, `MetricCollection`', suite=EVERYWHERE)
+@habit(
+    "torchmetrics",
+    '`self.acc = Accuracy(...)`, `self.log("acc", self.acc)`, `MetricCollection`',
+    suite=("tp2", "dp2xtp2"),
+)
 def measured(place: Place) -> Yield:
     module = Measured()
     out = place.train(module, max_epochs=2, val=16)
@@ -604,8 +606,8 @@ class Writes(BasePredictionWriter):
 @habit(
     "prediction writers",
     '`BasePredictionWriter(write_interval="batch")`, `"epoch"`; `trainer.predict`',
-    suite=("tp2", "dp2xtp2"),
     remark="the first rank of each replica writes",
+    suite=("tp2", "dp2xtp2"),
 )
 def predictions_written(place: Place) -> Yield:
     module, out = Learner(), {}
@@ -652,7 +654,7 @@ class HasBackbone(Learner):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
-@habit("`BackboneFinetuning`", "`BackboneFinetuning(unfreeze_backbone_at_epoch=1)`", suite=("tp2", "dp2xtp2"))
+@habit("`BackboneFinetuning`", "`BackboneFinetuning(unfreeze_backbone_at_epoch=1)`")
 def finetuned(place: Place) -> Yield:
     finetuning = BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_ratio_lr=0.5)
     out = place.train(HasBackbone(), finetuning, max_epochs=3)
@@ -706,7 +708,7 @@ class SecondByHand(SecondBackward):
 @habit(
     "a second backward in a hook, by hand",
     "`self.manual_backward(other_loss)` in `on_after_backward`",
-    suite=("tp2", "dp2xtp2"),
+    suite=("tp2", "fsdp2xtp2"),
 )
 def twice_by_hand(place: Place) -> Yield:
     return place.train(SecondByHand())
@@ -720,7 +722,7 @@ class Clamps(Learner):
             self.model.head.weight.mul_(0.9).clamp_(min=-0.3)
 
 
-@habit("clamping weights between batches", "`p.data.clamp_(-c, c)` in `on_train_batch_end`", suite=EVERYWHERE)
+@habit("clamping weights between batches", "`p.data.clamp_(-c, c)` in `on_train_batch_end`", suite=("tp2", "fsdp2xtp2"))
 def clamped(place: Place) -> Yield:
     return place.train(Clamps(), max_steps=4, count=32)
 
@@ -735,13 +737,13 @@ class Doubled(Learner):
 
 def averaged(place: Place, callback: Callable[[], Any], form: str = "single") -> Yield:
     """Trained with an average of the weights; what a checkpoint holds, and a run that goes on from it."""
-    saving = ModelCheckpoint(f"{place.folder}/{form}", "{epoch}", save_top_k=-1, every_n_epochs=2)
-    options = {"max_epochs": 3, "val": 8, "count": 16, "fields": {"checkpoint": {"format": form}}}
+    saving = ModelCheckpoint(f"{place.folder}/{form}", "{epoch}", save_top_k=-1)
+    options = {"max_epochs": 2, "val": 8, "count": 16, "fields": {"checkpoint": {"format": form}}}
     counts = CountsValidations()
     out = place.train(Doubled(), callback(), saving, counts, enable_checkpointing=True, **options)
     out["validated"] = counts.seen
     out["trainer"].strategy.barrier()
-    path = Path(place.folder, form, "epoch=1.ckpt")
+    path = Path(place.folder, form, "epoch=0.ckpt")
     again = place.train(Doubled(), callback(), fit={"ckpt_path": str(path)}, **options)
     out["resumed"] = {key: again[key] for key in ("losses", "weights")}
     if form == "single":
@@ -755,20 +757,19 @@ def averaged(place: Place, callback: Callable[[], Any], form: str = "single") ->
 @habit(
     "`WeightAveraging`, `EMAWeightAveraging`",
     "`EMAWeightAveraging(decay=0.9)`",
-    suite=EVERYWHERE,
     remark="the average is one of shards; checkpoints hold it whole",
+    suite=("tp2", "fsdp2xtp2"),
 )
 def averages_of_weights(place: Place) -> Yield:
     return {
         "swa": averaged(place, WeightAveraging, "sharded"),
-        "ema": averaged(place, lambda: EMAWeightAveraging(decay=0.6, update_starting_at_step=2)),
+        "ema": averaged(place, lambda: EMAWeightAveraging(decay=0.6, update_starting_at_step=1)),
     }
 
 
 @habit(
     "`StochasticWeightAveraging`",
     "`StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)`",
-    suite=("tp2", "fsdp2xtp2"),
     remark="the average is one of shards; checkpoints hold it whole",
 )
 def stochastic_averages(place: Place) -> Yield:
@@ -806,11 +807,28 @@ class OwnAverage(Callback):
 @habit(
     "an average of one's own, in a callback",
     "`self.shadow = {n: p.clone() for n, p in pl_module.named_parameters()}`",
-    remark="an average of shards, which must not be saved by the callback; Lightning's `EMAWeightAveraging` is saved whole",
+    remark="an average of shards, as long as the callback does not save it",
 )
 def own_average(place: Place) -> Yield:
     out = place.train(Learner(), OwnAverage(), max_epochs=2, val=8)
     return {**out, "val": out["trainer"].callback_metrics["val"]}
+
+
+class SavesOwnAverage(OwnAverage):
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+
+@habit(
+    "an average of one's own, saved by the callback",
+    '`state_dict` of the callback: `{"shadow": self.shadow}`',
+    refused=r"\['shadow'\]\['model\.[a-z.0-9]+'\]: code of yours saves this rank's part of model\..*EMAWeightAveraging",
+    remark="use `EMAWeightAveraging`, or make the average in `__init__` as a module of the model",
+)
+def saves_own_average(place: Place) -> Yield:
+    out = place.train(Learner(), SavesOwnAverage())
+    out["trainer"].save_checkpoint(f"{place.folder}/own.ckpt")
+    return out
 
 
 class AveragesInside(Learner):
@@ -956,13 +974,13 @@ class Penalised(Learner):
 @habit(
     "an L2 term in the loss",
     "`loss + 1e-3 * sum(p.pow(2).sum() for p in self.parameters())`",
-    suite=EVERYWHERE,
     refused={
         "tp2": r"weight decay belongs into the optimizer",
         "dp2xtp2": r"weight decay belongs into the optimizer",
         "fsdp2xtp2": r"the step reads a parameter of a block outside of that block's forward \(a norm of weights in the loss",
     },
     remark="weight decay belongs into the optimizer",
+    suite=("tp2", "fsdp2xtp2"),
 )
 def penalised(place: Place) -> Yield:
     return place.train(Penalised())
@@ -982,9 +1000,9 @@ class PenalisesGradients(Learner):
 @habit(
     "a gradient penalty",
     "`torch.autograd.grad(loss, x, create_graph=True)`",
-    suite=EVERYWHERE,
     refused=r"gradient penalty|create_graph",
     remark="second derivatives do not run through sharded layers",
+    suite=("tp2", "fsdp2xtp2"),
 )
 def penalises_gradients(place: Place) -> Yield:
     return place.train(PenalisesGradients())
