@@ -33,25 +33,26 @@ def averages_of(callbacks: Iterable[Any]) -> list[nn.Module]:
     return averages
 
 
-def refuse_resuming_on_meta(averages: Iterable[nn.Module]) -> None:
-    """Refuse to restore an average into a copy that has no memory yet: nothing would be loaded, without an error.
+def refuse_on_meta(callbacks: Iterable[Any], model: nn.Module) -> None:
+    """Refuse callbacks that copy a model on the meta device, which has no weights yet.
 
     Raises:
-        ValueError: saying what to do.
+        ValueError: naming the callback, and saying what to do.
     """
-    if any(tensor.is_meta for average in averages for tensor in average.parameters()):
-        raise ValueError(
-            "a callback that averages weights, a checkpoint and a model of the meta device: the average can't be restored before "
-            "the model has its weights; make the model with memory (without init_module(empty_init=True) or "
-            "torch.device('meta')), or leave the callback out"
-        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        for callback in averaging_callbacks(callbacks):
+            raise ValueError(
+                f"{type(callback).__name__} and a model of the meta device: the callback copies the weights before there are any; "
+                "make the model with memory (without init_module(empty_init=True) or torch.device('meta')), or leave the callback "
+                "out"
+            )
 
 
 def shard_average(average: nn.Module, record: ShardedModel) -> None:
     """Cut a whole copy of the model as the model is cut, in place.
 
     Args:
-        average: the copy. What is on the meta device gets the model's values.
+        average: the copy.
         record: of the sharded model.
 
     Raises:
@@ -71,8 +72,6 @@ def shard_average(average: nn.Module, record: ShardedModel) -> None:
 
     def part(name: str, tensor: Tensor) -> Tensor:
         layout = record.layout.of(live[name]) or record.buffers.get(name)
-        if tensor.is_meta:
-            return live[name].detach().clone()
         return take_rows(tensor.detach() if layout is None else layout.take(tensor.detach(), rank), live[name])
 
     with torch.no_grad():

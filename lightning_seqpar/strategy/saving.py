@@ -39,7 +39,7 @@ from lightning_seqpar.checkpoint.state_dict import (
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.distributed.rng import pack_streams, unpack_streams
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
-from lightning_seqpar.strategy.averages import averages_of, refuse_resuming_on_meta
+from lightning_seqpar.strategy.averages import averages_of
 from lightning_seqpar.strategy.steps import SteppingStrategy, plain_optimizer
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.callbacks import refuse_links, refuse_saved_shards
@@ -209,8 +209,7 @@ class SavingStrategy(SteppingStrategy):
         """
         self._background.wait()
         checkpoint = self._reading(lambda: self._load(checkpoint_path, weights_only), checkpoint_path)
-        if averages := averages_of(self._trainer.callbacks):  # type: ignore[attr-defined]
-            refuse_resuming_on_meta(averages)
+        if averages_of(self._trainer.callbacks):  # type: ignore[attr-defined]
             checkpoint = self._reading(lambda: self._with_averages(checkpoint), checkpoint_path)
         if self._groups is None:
             return checkpoint

@@ -41,7 +41,13 @@ from lightning_seqpar.parallel.recompute import recompute_unsharded
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
-from lightning_seqpar.strategy.averages import averages_of, averaging_callbacks, save_whole, shard_average
+from lightning_seqpar.strategy.averages import (
+    averages_of,
+    averaging_callbacks,
+    refuse_on_meta,
+    save_whole,
+    shard_average,
+)
 from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully_shard_options, units_among
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
@@ -283,7 +289,8 @@ class SeqParallelStrategy(SavingStrategy):
             for region in record.regions:
                 region.observers.schedule = self._schedule
             refuse_callbacks(trainer.callbacks, self._shards)  # type: ignore[attr-defined]
-        self._share_out_averages(record)
+        if fitting:
+            self._share_out_averages(record)
         self._share_metrics()
         self._sync = None
         self._steps = {}
@@ -306,9 +313,16 @@ class SeqParallelStrategy(SavingStrategy):
             record.note_versions()
 
     def setup_environment(self) -> None:
-        """Connect the processes, and make a model whole that an earlier run sharded, if callbacks are about to copy it."""
+        """Connect the processes, and make a model whole that an earlier run sharded, if callbacks are about to copy it.
+
+        Raises:
+            ValueError: if they are, and the model has no weights yet.
+        """
         super().setup_environment()
-        if averaging_callbacks(self._trainer.callbacks) and record_of(self._module) is not None:  # type: ignore[attr-defined]
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            refuse_on_meta(callbacks, self._module)
+        if averaging_callbacks(callbacks) and record_of(self._module) is not None:
             unshard(self._module)
 
     def _share_out_averages(self, record: ShardedModel | None) -> None:

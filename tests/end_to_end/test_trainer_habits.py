@@ -16,7 +16,7 @@ from tests.write_trainer import DOC, start_of_line
 
 CASES = [
     pytest.param(
-        one.name, topology, id=f"{topology}-{one.name}", marks=[] if topology in one.suite else pytest.mark.matrix
+        one.name, topology, id=f"{topology}-{one.slug}", marks=[] if topology in one.suite else pytest.mark.matrix
     )
     for topology in TOPOLOGIES
     for one in HABITS

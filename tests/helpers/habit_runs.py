@@ -161,6 +161,11 @@ class Habit:
     suite: tuple[str, ...] = ("tp2",)
     check: bool = False
 
+    @property
+    def slug(self) -> str:
+        """A name without spaces."""
+        return self.run.__name__
+
     def refusal(self, topology: str) -> str:
         """The sentence at a topology; empty where it works."""
         return self.refused if isinstance(self.refused, str) else self.refused.get(topology, "")

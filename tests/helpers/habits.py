@@ -61,7 +61,7 @@ def habit(name: str, written: str, **more: Any) -> Callable[[Callable[[Place], Y
     """Add a function to the table."""
 
     def added(run: Callable[[Place], Yield]) -> Callable[[Place], Yield]:
-        assert name not in {one.name for one in HABITS}
+        assert not {name, run.__name__} & {word for one in HABITS for word in (one.name, one.slug)}
         HABITS.append(Habit(name, written, run, **more))
         return run
 
@@ -924,7 +924,12 @@ MIXES = r"is not known to update each element by itself, and shards would change
 
 def optimizer_habit(name: str, written: str, made: Callable[[Any], torch.optim.Optimizer], remark: str) -> None:
     """A row for an optimizer that mixes the elements of a parameter, or several parameters."""
-    habit(name, written, refused=MIXES, remark=remark)(lambda place: place.train(Optimized(made)))
+
+    def run(place: Place) -> Yield:
+        return place.train(Optimized(made))
+
+    run.__name__ = name.lower().replace("-", "")
+    habit(name, written, refused=MIXES, remark=remark)(run)
 
 
 optimizer_habit(

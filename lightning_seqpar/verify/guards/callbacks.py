@@ -78,9 +78,9 @@ def refuse_saved_shards(checkpoint: Mapping[str, Any], record: ShardedModel) -> 
                 where = "".join(f"[{part!r}]" for part in path.split("/"))
                 raise ValueError(
                     f"checkpoint{where}: code of yours saves this rank's part of {name}, {list(held)} of {list(shape)}, which "
-                    "would pass for the whole (a callback's state_dict, or on_save_checkpoint). Keep it out of the checkpoint; for an "
-                    "average of weights use Lightning's EMAWeightAveraging, or make it in __init__ as a module of the model: both "
-                    "are saved whole"
+                    "would pass for the whole (a callback's state_dict, or on_save_checkpoint). Keep it out of the checkpoint; for "
+                    "an average of weights use Lightning's EMAWeightAveraging, or make it in __init__ as a module of the model: "
+                    "both are saved whole"
                 )
         return leaf
 
