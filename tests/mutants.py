@@ -3237,10 +3237,24 @@ MUTANTS = [
     ),
     Mutant(
         "habits: a backward of a hook's own is not summed",
-        "SteppingStrategy.before_on_after_backward",
-        "            self._summed_early = True\n",
-        "            self._flushed = self._others_flushed = not self._trainer.fit_loop._should_accumulate()\n",
+        "SteppingStrategy.behind_backward",
+        "        return _OwnBackwards(self._run_own_backward)\n",
+        "        return nullcontext()\n",
         "tests/test_trainer_habits.py -k twice_backward",
+    ),
+    Mutant(
+        "habits: a backward of a hook's own reads shards",
+        "SteppingStrategy._run_own_backward",
+        "        self.pre_backward(loss)\n",
+        "        self._sync.begin_backward()\n",
+        "tests/test_trainer_habits.py -k penalised_behind",
+    ),
+    Mutant(
+        "habits: a gradient of a loss passes for a constant",
+        "once_differentiable",
+        "        if not torch.is_grad_enabled():\n",
+        "        if not torch.is_grad_enabled() or not any(isinstance(g, Tensor) and g.requires_grad for g in grads):\n",
+        "tests/test_trainer_habits.py -k penalises_the_head",
     ),
     Mutant(
         "habits: a rate is found by one replica's losses",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import signal
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.config import ParallelConfig
@@ -73,7 +75,6 @@ class SteppingStrategy(TopologyStrategy):
         self._steps: dict[int, int] = {}
         self._schedule = WatchSchedule(config.check_every)
         self._flushed = self._others_flushed = False
-        self._summed_early = False  # whether the last backward's gradients were summed before the step is due
         self._optimizing: Optimizer | None = None
         self._all_steps: RemovableHandle | None = None
         # Optimizers with a hook on steps that bypass the strategy.
@@ -153,7 +154,7 @@ class SteppingStrategy(TopologyStrategy):
         """Run the user's training step. Its random draws are watched when that is due, or the last step drew otherwise."""
         if self._sync is not None:
             self._sync.attach()
-            self._flushed = self._others_flushed = self._summed_early = False
+            self._flushed = self._others_flushed = False
         if (record := record_of(self._module)) is not None:
             record.check_frozen()
             record.versions.clear()  # updates change shards from now on; a learning-rate finder begins another training then
@@ -270,8 +271,26 @@ class SteppingStrategy(TopologyStrategy):
             return
         if self._reads_each_backward() or not self._module.automatic_optimization:
             self._sum_gradients(None, check=self._schedule.is_due("training"))
-            # A backward of the hook's own may add to what is summed, so ``sync_gradients`` asks once more what has arrived.
-            self._summed_early = True
+            # Read in automatic optimization alone.
+            self._flushed = self._others_flushed = not self._trainer.fit_loop._should_accumulate()
+
+    def behind_backward(self) -> AbstractContextManager[Any]:
+        """A context manager for hooks behind a backward, in which ``loss.backward()`` is one that the strategy knows too.
+
+        In automatic optimization Lightning offers no other way to run one there.
+        """
+        if self._sync is None or not self._module.automatic_optimization or not self._reads_each_backward():
+            return nullcontext()
+        return _OwnBackwards(self._run_own_backward)
+
+    def _run_own_backward(self, loss: Tensor, run: Callable[[], Any]) -> Any:
+        """Run a backward of a hook's own, as the strategy runs that of the step: checked, reduced and summed. Collective."""
+        self.pre_backward(loss)
+        if isinstance(self.model, DistributedDataParallel):
+            prepare_for_backward(self.model, loss)
+        out = run()
+        self.before_on_after_backward()
+        return out
 
     def _reads_each_backward(self) -> bool:
         """Whether the user's code may read gradients behind each backward."""
@@ -399,8 +418,7 @@ class SteppingStrategy(TopologyStrategy):
         if self._sync is None or (automatic and self._flushed):
             return  # in automatic optimization no gradient is added between the backward and the update
         step = self._steps.get(id(optimizer), 0) + 1
-        # Where the sum is done most likely, the ranks agree first on what has arrived, rather than with a sum.
-        self._sum_gradients(_parameters(optimizer), check=self._schedule.is_due_at(step) or self._summed_early)
+        self._sum_gradients(_parameters(optimizer), check=self._schedule.is_due_at(step))
         # Elsewhere (a raw step, grad_norm in some hook) the backward may still be to come.
         self._flushed = automatic and self._optimizing is not None
 
@@ -599,6 +617,22 @@ class SteppingStrategy(TopologyStrategy):
         for index, writer in self._muted_writers:
             self._trainer.callbacks.insert(index, writer)  # type: ignore[attr-defined]
         self._muted_writers = []
+
+
+class _OwnBackwards(TorchFunctionMode):
+    """Hands over each ``loss.backward()`` that is called within.
+
+    Args:
+        run: is given the loss, and what runs its backward.
+    """
+
+    def __init__(self, run: Callable[[Tensor, Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = functools.partial(func, *args, **(kwargs or {}))
+        return self._run(args[0], call) if func is Tensor.backward else call()
 
 
 class _Redirection(_ForwardRedirection):

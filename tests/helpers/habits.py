@@ -138,6 +138,22 @@ def clips_itself(place: Place) -> Yield:
     return place.train(ClipsItself())
 
 
+class ClipsByTorch(Learner):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+@habit(
+    "`clip_grad_norm_` in a hook",
+    "`torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)` in `on_before_optimizer_step`",
+    suite=("tp2", "fsdp2xtp2"),
+    refused=r"gradients were clipped by torch\.nn\.utils\.clip_grad_norm_.*use self\.clip_gradients",
+    remark="it knows nothing of shards: `self.clip_gradients(optimizer, 0.1)`, or `Trainer(gradient_clip_val=0.1)`",
+)
+def clips_by_torch(place: Place) -> Yield:
+    return place.train(ClipsByTorch())
+
+
 class KnowsItsNorm(Learner):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log("norm", grad_norm(self))
@@ -247,7 +263,7 @@ class CountsValidations(Callback):
 
 @habit(
     "`val_check_interval`",
-    "`Trainer(val_check_interval=2)`, `0.5`, `check_val_every_n_epoch=2`, `num_sanity_val_steps`",
+    "`Trainer(val_check_interval=1)`, `0.5`, `check_val_every_n_epoch=2`, `num_sanity_val_steps`",
 )
 def validated_between(place: Place) -> Yield:
     out = {}
@@ -382,7 +398,7 @@ def logged_as_table(place: Place) -> Yield:
     }
 
 
-@habit("`TensorBoardLogger`", "`TensorBoardLogger(folder)`, `self.logger.experiment.add_histogram(...)`")
+@habit("`TensorBoardLogger`", "`TensorBoardLogger(folder)`, `self.logger.experiment.add_scalar(...)`")
 def logged_for_tensorboard(place: Place) -> Yield:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -524,9 +540,14 @@ def best_kept(place: Place) -> Yield:
 
 @habit("resuming", '`trainer.fit(model, ckpt_path="last.ckpt")`, `save_hyperparameters`, `load_from_checkpoint`')
 def resumed(place: Place) -> Yield:
-    place.train(ByGroup())["trainer"].save_checkpoint(path := f"{place.folder}/first.ckpt")
-    out = place.train(ByGroup(), count=48, max_steps=6, fit={"ckpt_path": path})
-    out["loaded"] = dict(ByGroup.load_from_checkpoint(path).state_dict())
+    class Sized(ByGroup):
+        def __init__(self, dim: int) -> None:
+            super().__init__(dim=dim)
+            self.save_hyperparameters()
+
+    place.train(Sized(8))["trainer"].save_checkpoint(path := f"{place.folder}/first.ckpt")
+    out = place.train(Sized(8), count=48, max_steps=6, fit={"ckpt_path": path})
+    out["loaded"] = dict(Sized.load_from_checkpoint(path).state_dict())
     return out
 
 
@@ -670,18 +691,28 @@ class SecondBackward(Learner):
         (0.5 * self.loss([self.kept[0].flip(1)])).backward()
 
 
-TWO_BACKWARDS = r"return the sum of the losses from training_step"
-
-
 @habit(
     "a second backward in a hook",
     "`other_loss.backward()` in `on_after_backward`",
     suite=EVERYWHERE,
-    refused={"dp2xtp2": TWO_BACKWARDS, "fsdp2xtp2": TWO_BACKWARDS},
-    remark="with replicas nothing reduces its gradients (with DDP neither, in silence): return the sum of the losses",
 )
 def twice_backward(place: Place) -> Yield:
     return place.train(SecondBackward(), max_steps=4, accumulate_grad_batches=2, count=64)
+
+
+class PenalisesBehind(Learner):
+    def on_after_backward(self) -> None:
+        (1e-3 * sum(p.norm() for p in self.parameters())).backward()
+
+
+@habit(
+    "a loss of weights in a hook",
+    "`sum(p.norm() for p in self.parameters()).backward()` in `on_after_backward`",
+    refused=r"weight decay belongs into the optimizer|a parameter of a block outside",
+    remark="as an L2 term in the loss: weight decay belongs into the optimizer",
+)
+def penalised_behind(place: Place) -> Yield:
+    return place.train(PenalisesBehind())
 
 
 class SecondByHand(SecondBackward):
@@ -992,9 +1023,14 @@ def penalised(place: Place) -> Yield:
 
 
 class PenalisesGradients(Learner):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
     def loss(self, batch: Any) -> Tensor:
         kept: list[Tensor] = []
-        handle = self.model.tokens.register_forward_hook(lambda module, args, out: kept.append(out))
+        module = self.get_submodule(self.where)
+        handle = module.register_forward_hook(lambda module, args, out: kept.append(out))
         with sdpa_kernel(SDPBackend.MATH):  # torch has no second derivative of the others
             loss = super().loss(batch)
         handle.remove()
@@ -1005,12 +1041,22 @@ class PenalisesGradients(Learner):
 @habit(
     "a gradient penalty",
     "`torch.autograd.grad(loss, x, create_graph=True)`",
-    refused=r"gradient penalty|create_graph",
-    remark="second derivatives do not run through sharded layers",
     suite=("tp2", "fsdp2xtp2"),
+    refused=r"gradient penalty|create_graph",
+    remark="sharded layers have no second derivative; take a difference of two losses",
 )
 def penalises_gradients(place: Place) -> Yield:
-    return place.train(PenalisesGradients())
+    return place.train(PenalisesGradients("model.tokens"))
+
+
+@habit(
+    "a gradient penalty on the head's input",
+    "the same, with `x` behind the blocks",
+    refused=r"gradient penalty|create_graph",
+    remark="the vocabulary's head and loss have none either; with `vocab=False` it runs",
+)
+def penalises_the_head(place: Place) -> Yield:
+    return place.train(PenalisesGradients("model.norm"))
 
 
 # ---- running -----------------------------------------------------------------------------------------
