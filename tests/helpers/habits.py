@@ -1053,7 +1053,7 @@ def penalises_gradients(place: Place) -> Yield:
     "a gradient penalty on the head's input",
     "the same, with `x` behind the blocks",
     refused=r"gradient penalty|create_graph",
-    remark="the vocabulary's head and loss have none either; with `vocab=False` it runs",
+    remark="the vocabulary's head and loss have none either; at tp 2 it runs with `vocab=False`",
 )
 def penalises_the_head(place: Place) -> Yield:
     return place.train(PenalisesGradients("model.norm"))

@@ -90,6 +90,6 @@ def refuse_second_derivative(error: RuntimeError) -> None:
     if "once_differentiable" in str(error):
         raise RuntimeError(
             "a gradient is differentiated again (create_graph=True, a gradient penalty), and the sharded layers have no second "
-            "derivative. Leave what it goes through out of the plan, take the penalty as a difference of two losses "
-            "(loss(x + eps * direction) - loss(x), each with a first derivative alone), or train with tp=1"
+            "derivative. Leave what it goes through out of the plan (vocab=False for the head), take the penalty as a difference "
+            "of two losses (loss(x + eps * direction) - loss(x), each with a first derivative alone), or train with tp=1"
         ) from error
