@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import has_torch_function_unary
 
 from lightning_seqpar.activations.policy import is_same_keeper, keeper
 from lightning_seqpar.activations.replay import Autocast, is_plain
-from lightning_seqpar.distributed.autograd import function_mode, is_node_of, leaf_of, reach
+from lightning_seqpar.distributed.autograd import function_mode, is_node_of, leaf_of, once_differentiable, reach
 from lightning_seqpar.distributed.collectives import passes_none
 from lightning_seqpar.distributed.rng import get_streams, set_streams
 

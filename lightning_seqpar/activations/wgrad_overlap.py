@@ -16,7 +16,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
@@ -27,6 +26,7 @@ from lightning_seqpar.distributed.autograd import (
     has_tensor_hooks,
     input_node,
     leaf_of,
+    once_differentiable,
     sequence_nr,
     set_sequence_nr,
     will_run,

@@ -53,12 +53,15 @@ def _is_writer(groups: ParallelGroups) -> bool:
     return groups.rank("dp") == 0 and groups.rank("tp") == 0
 
 
-def full_state_dict(record: ShardedModel, device: torch.device) -> dict[str, Any]:
+def full_state_dict(
+    record: ShardedModel, device: torch.device, held: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """``state_dict()`` of the model as it was before it was sharded. Collective.
 
     Args:
         record: the record of the sharded model.
         device: where collectives of the groups' backend run.
+        held: the state dict of a copy that is sharded alike, in the place of the model's.
 
     Returns:
         The whole tensors on the first rank, which writes; meta tensors of the same names and shapes elsewhere.
@@ -69,12 +72,13 @@ def full_state_dict(record: ShardedModel, device: torch.device) -> dict[str, Any
     refuse_copies(record)
     with record.allow_state_dict():
         local = record.model.state_dict(keep_vars=True)
-    whole: dict[int, Tensor] = {}  # by the id of the local tensor: tied weights are one tensor
+    whole: dict[int, Tensor] = {}  # by the id of the model's own tensor: tied weights are one tensor
     for name, value in local.items():
-        if isinstance(value, Tensor) and id(value) not in whole:
+        mine = value if held is None else held[name]
+        if isinstance(mine, Tensor) and id(value) not in whole:
             layout = _layout_of(record, name, value)
-            whole[id(value)] = value.detach() if layout is None else _assemble(value, layout, record.groups, device)
-    return {name: whole.get(id(value), value) for name, value in local.items()}
+            whole[id(value)] = mine.detach() if layout is None else _assemble(mine, layout, record.groups, device)
+    return {name: whole.get(id(local[name]), value) for name, value in (local if held is None else held).items()}
 
 
 def _layout_of(record: ShardedModel, name: str, value: object) -> ParamLayout | None:
@@ -84,7 +88,9 @@ def _layout_of(record: ShardedModel, name: str, value: object) -> ParamLayout | 
     return record.layout.of(value) or record.buffers.get(name)
 
 
-def model_parts(model: nn.Module, record: ShardedModel | None, groups: ParallelGroups) -> dict[str, Any]:
+def model_parts(
+    model: nn.Module, record: ShardedModel | None, groups: ParallelGroups, held: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """``state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each tensor. Nothing is sent.
 
     A part holds this rank's shard of the tensor, and says what of it this rank writes.
@@ -93,6 +99,7 @@ def model_parts(model: nn.Module, record: ShardedModel | None, groups: ParallelG
         model: the model.
         record: the record of the sharded model; None if the model is not sharded.
         groups: the process groups.
+        held: the state dict of a copy that is sharded alike, in the place of the model's.
 
     Raises:
         RuntimeError: on every rank, for a copy of a sharded module.
@@ -102,12 +109,13 @@ def model_parts(model: nn.Module, record: ShardedModel | None, groups: ParallelG
     with nullcontext() if record is None else record.allow_state_dict():
         local = model.state_dict(keep_vars=True)
     writers = _WriterChoice(groups)
-    parts: dict[int, Part] = {}  # by the id of the local tensor: tied weights are one part
+    parts: dict[int, Part] = {}  # by the id of the model's own tensor: tied weights are one part
     for name, value in local.items():
-        if isinstance(value, Tensor) and id(value) not in parts:
+        mine = value if held is None else held[name]
+        if isinstance(mine, Tensor) and id(value) not in parts:
             layout = None if record is None else _layout_of(record, name, value)
-            parts[id(value)] = writers.part(value, layout, alike=isinstance(value, nn.Parameter))
-    return {name: parts.get(id(value), value) for name, value in local.items()}
+            parts[id(value)] = writers.part(mine, layout, alike=isinstance(value, nn.Parameter))
+    return {name: parts.get(id(local[name]), value) for name, value in (local if held is None else held).items()}
 
 
 def optimizer_parts(optimizer: Optimizer, layout: ModelLayout | None, groups: ParallelGroups) -> dict[str, Any]:
@@ -283,7 +291,7 @@ def load_full_optimizer_state(
     parameters, rank = _parameters(optimizer), groups.rank("tp")
     if not _is_torchs_layout(state):
         _refuse_own_layout(optimizer, state, layout)
-        optimizer.load_state_dict(_read_whole(state, rank, opened))
+        optimizer.load_state_dict(read_whole(state, rank, opened))
         return
     flat = {(index, key): value for index, entry in state["state"].items() for key, value in entry.items()}
     layouts: dict[tuple[Any, str], ParamLayout | None] = {}
@@ -307,7 +315,7 @@ def load_full_optimizer_state(
     optimizer.load_state_dict({**state, "state": local})
 
 
-def _read_whole(state: Mapping[str, Any], rank: int, opened: Opened | None) -> dict[str, Any]:
+def read_whole(state: Mapping[str, Any], rank: int, opened: Opened | None) -> dict[str, Any]:
     """A state dict of any layout with whole tensors, in memory of their own."""
     meta: dict[str, Any] = {}
 

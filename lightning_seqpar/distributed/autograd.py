@@ -5,6 +5,7 @@ No other module of this package calls them, so that a change in a new version of
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,31 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 NO_BACKWARD = -1
 """What :func:`current_backward` answers when no backward runs."""
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator for the ``backward`` of an autograd function that has no second derivative.
+
+    torch's own lets a result pass for a constant where the incoming gradient needs none, as that of a loss: a gradient penalty
+    would be wrong without an error. Here any derivative of the result raises. Where gradients are not to be differentiated
+    (``create_graph=False``) nothing is added.
+    """
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            out = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return out
+        results = out if isinstance(out, tuple) else (out,)
+        refuse = torch._C._functions.DelayedError(
+            b"trying to differentiate twice a function that was marked with @once_differentiable", len(results)
+        )
+        aliases: Any = [one if one is None else one.detach().requires_grad_() for one in results]
+        return refuse(*aliases)
+
+    return wrapped
+
 
 # ---- the engine ------------------------------------------------------------------------------------------------
 

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_seqpar.distributed.autograd import is_node_of, storage_id, without_subclasses
+from lightning_seqpar.distributed.autograd import is_node_of, once_differentiable, storage_id, without_subclasses
 from lightning_seqpar.distributed.collectives import (
     all_gather,
     gather_replicated_from_sequence_parallel_region,

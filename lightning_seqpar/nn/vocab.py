@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from lightning_seqpar.distributed.host import require_inside
 from lightning_seqpar.distributed.meeting import Meeting

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.collectives import all_gather, passes_none
 from lightning_seqpar.distributed.host import send_numbers
 from lightning_seqpar.layout.shard import Shard

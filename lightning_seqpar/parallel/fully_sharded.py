@@ -248,7 +248,8 @@ class FullySharded:
             raise RuntimeError(
                 f"{left[0]}: its gradient was not reduced over the replicas (data_parallel='fsdp'): it came behind the backward of "
                 "its block, or from a backward that the strategy does not see. Call self.manual_backward(loss) instead of "
-                "loss.backward(), and read the parameters of a block in its own forward only"
+                "loss.backward() (in automatic optimization return the sum of the losses from training_step), and read the "
+                "parameters of a block in its own forward only"
             )
 
     def settle(self) -> None:

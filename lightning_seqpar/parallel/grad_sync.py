@@ -146,7 +146,8 @@ class GradSync:
             if not partial.fired and parameter.grad is partial.synced:
                 raise RuntimeError(
                     f"{partial.layout.name}: a gradient was added to one that is summed over tp already; call "
-                    "self.manual_backward(loss) instead of loss.backward(), or zero the gradients before"
+                    "self.manual_backward(loss) instead of loss.backward() (in automatic optimization return the sum of the losses "
+                    "from training_step), or zero the gradients before"
                 )
             if not partial.fired:
                 partial.version = partial.parameter._version

@@ -1,12 +1,13 @@
-"""Metrics of torchmetrics sync over the data-parallel replicas, rather than over all ranks."""
+"""What is measured is measured over the data-parallel replicas: torchmetrics, and the losses of a learning-rate finder."""
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torchmetrics import Metric
@@ -94,3 +95,33 @@ def _find(value: Any, depth: int, seen: set[int]) -> Iterator[Metric]:
     if len(items) <= _TOO_MANY:
         for item in list(items):
             yield from _find(item, depth - 1, seen)
+
+
+class _MeanLoss:
+    """``on_train_batch_end`` of a learning-rate finder that reads the mean of the replicas' losses.
+
+    Args:
+        read: the finder's own method.
+    """
+
+    def __init__(self, read: Callable[..., None]) -> None:
+        self._read = read
+
+    def __call__(self, trainer: Any, pl_module: Any, outputs: Any, *batch: Any) -> None:
+        if isinstance(outputs, Mapping) and isinstance(loss := outputs.get("loss"), Tensor):
+            outputs = {**outputs, "loss": trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")}
+        self._read(trainer, pl_module, outputs, *batch)
+
+
+def share_losses_of_finders(callbacks: Sequence[Any]) -> None:
+    """Let Lightning's learning-rate finder read the loss of all replicas.
+
+    It would read that of each rank's own batch: it would suggest another rate than one process, and ranks would end the search at
+    different steps and wait for each other.
+
+    Args:
+        callbacks: the trainer's; while a rate is looked for the finder is one of them, made for that search alone.
+    """
+    for finder in callbacks:
+        if isinstance(finder, _LRCallback) and not isinstance(finder.on_train_batch_end, _MeanLoss):
+            vars(finder)["on_train_batch_end"] = _MeanLoss(finder.on_train_batch_end)

@@ -34,13 +34,15 @@ from lightning_seqpar.checkpoint.state_dict import (
     load_full_state_dict,
     model_parts,
     optimizer_parts,
+    read_whole,
 )
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.distributed.rng import pack_streams, unpack_streams
-from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
+from lightning_seqpar.strategy.averages import averages_of
 from lightning_seqpar.strategy.steps import SteppingStrategy, plain_optimizer
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.guards.callbacks import refuse_links
+from lightning_seqpar.verify.guards.callbacks import refuse_links, refuse_saved_shards
 
 T = TypeVar("T")
 OWN = "lightning_seqpar"
@@ -120,6 +122,12 @@ class SavingStrategy(SteppingStrategy):
             return super().lightning_module_state_dict()
         return full_state_dict(record, self.root_device)
 
+    def _average_state_dict(self, record: ShardedModel, held: Mapping[str, Any]) -> dict[str, Any]:
+        """The state dict of an average of weights for a checkpoint, in the same form as the model's. Collective."""
+        if self._in_parts:
+            return model_parts(self._module, record, self.groups, held)
+        return full_state_dict(record, self.root_device, held)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state dict for a checkpoint, in the same form as the model's. Collective."""
         record = record_of(self._module)
@@ -142,6 +150,8 @@ class SavingStrategy(SteppingStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self._background.wait()
+        if (record := record_of(self._module)) is not None:
+            refuse_saved_shards(checkpoint, record)
         if "callbacks" in checkpoint:  # a checkpoint of weights alone has none, and needs no random states
             streams: list[Any] = [None] * self.dp_size
             dist.all_gather_object(streams, pack_streams(self.root_device), group=self.groups["dp"])
@@ -198,6 +208,8 @@ class SavingStrategy(SteppingStrategy):
         """
         self._background.wait()
         checkpoint = self._reading(lambda: self._load(checkpoint_path, weights_only), checkpoint_path)
+        if averages_of(self._trainer.callbacks):  # type: ignore[attr-defined]
+            checkpoint = self._reading(lambda: self._with_averages(checkpoint), checkpoint_path)
         if self._groups is None:
             return checkpoint
         streams = checkpoint.get(OWN, {}).get("streams", [])
@@ -223,6 +235,16 @@ class SavingStrategy(SteppingStrategy):
         if self._groups is None:  # before set-up
             return read()
         return on_every_rank(read, self._world, f"the checkpoint {path} can't be restored")
+
+    def _with_averages(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint from a folder with whole tensors where callbacks look for weights, which they load by themselves."""
+        if self._opened is None:
+            return checkpoint
+        theirs = ("state_dict", "current_model_state", "averaging_state", "callbacks")
+        return {
+            **checkpoint,
+            **read_whole({key: checkpoint[key] for key in theirs if key in checkpoint}, 0, self._opened),
+        }
 
     def _load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint of either form."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import signal
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.config import ParallelConfig
@@ -39,10 +41,10 @@ from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.region.schedule import WatchSchedule
 from lightning_seqpar.strategy.environment import TopologyStrategy
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
-from lightning_seqpar.strategy.metrics import share_metrics
+from lightning_seqpar.strategy.metrics import share_losses_of_finders, share_metrics
 from lightning_seqpar.strategy.precision import with_global_clipping
 from lightning_seqpar.verify.guards.batch import OutputWatch, check_batch, warn_of_equal_replicas
-from lightning_seqpar.verify.guards.graph import check_readers
+from lightning_seqpar.verify.guards.graph import check_readers, refuse_second_derivative
 from lightning_seqpar.verify.guards.model import check_buffers, check_parameters, refuse_added
 from lightning_seqpar.verify.guards.optimizer import refuse_fused_on_rows, refuse_optimizers
 
@@ -126,10 +128,11 @@ class SteppingStrategy(TopologyStrategy):
         except Exception as error:
             if self._split is not None:
                 self._split.reset()
-            if self._split is not None and "DTensor" in str(error):
+            if self._split is not None and any(word in str(error) for word in ("DTensor", "sharding strategy")):
                 raise RuntimeError(READ_ROWS) from error
             if not isinstance(error, RuntimeError):
                 raise
+            refuse_second_derivative(error)
             refuse_added(record.added_inside(), record)  # if modules were added, that is the likelier cause
             raise
         record.check_closed(out)
@@ -251,6 +254,18 @@ class SteppingStrategy(TopologyStrategy):
             if not self._module.automatic_optimization:
                 prepare_for_backward(self.model, closure_loss)
 
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a backward.
+
+        Raises:
+            RuntimeError: in place of torch's, if it differentiates a gradient through a sharded layer.
+        """
+        try:
+            return super().backward(closure_loss, *args, **kwargs)
+        except RuntimeError as error:
+            refuse_second_derivative(error)
+            raise
+
     def before_on_after_backward(self) -> None:
         """Sum partial gradients at once where the user's code may read them: ``on_after_backward``, ``manual_backward``."""
         if self._sync is None:
@@ -259,6 +274,24 @@ class SteppingStrategy(TopologyStrategy):
             self._sum_gradients(None, check=self._schedule.is_due("training"))
             # Read in automatic optimization alone.
             self._flushed = self._others_flushed = not self._trainer.fit_loop._should_accumulate()
+
+    def behind_backward(self) -> AbstractContextManager[Any]:
+        """A context manager for hooks behind a backward, in which ``loss.backward()`` is one that the strategy knows too.
+
+        In automatic optimization Lightning offers no other way to run one there.
+        """
+        if self._sync is None or not self._module.automatic_optimization or not self._reads_each_backward():
+            return nullcontext()
+        return _OwnBackwards(self._run_own_backward)
+
+    def _run_own_backward(self, loss: Tensor, run: Callable[[], Any]) -> Any:
+        """Run a backward of a hook's own, as the strategy runs that of the step: checked, reduced and summed. Collective."""
+        self.pre_backward(loss)
+        if isinstance(self.model, DistributedDataParallel):
+            prepare_for_backward(self.model, loss)
+        out = run()
+        self.before_on_after_backward()
+        return out
 
     def _reads_each_backward(self) -> bool:
         """Whether the user's code may read gradients behind each backward."""
@@ -495,6 +528,8 @@ class SteppingStrategy(TopologyStrategy):
     def on_train_start(self) -> None:
         """Compare the settings of the training over the ranks, and log the global batch. Collective."""
         self._on_loop_start()
+        if self.dp_size > 1:
+            share_losses_of_finders(self._trainer.callbacks)  # type: ignore[attr-defined]
         check_agreement(self._describe_training(), self._world, self.root_device)
         if (record := record_of(self._module)) is not None:
             record.check_versions()
@@ -606,6 +641,22 @@ class SteppingStrategy(TopologyStrategy):
         for index, writer in self._muted_writers:
             self._trainer.callbacks.insert(index, writer)  # type: ignore[attr-defined]
         self._muted_writers = []
+
+
+class _OwnBackwards(TorchFunctionMode):
+    """Hands over each ``loss.backward()`` that is called within.
+
+    Args:
+        run: is given the loss, and what runs its backward.
+    """
+
+    def __init__(self, run: Callable[[Tensor, Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = functools.partial(func, *args, **(kwargs or {}))
+        return self._run(args[0], call) if func is Tensor.backward else call()
 
 
 class _Redirection(_ForwardRedirection):

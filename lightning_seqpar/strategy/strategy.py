@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from omegaconf import OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_seqpar.checkpoint.atomic_files import on_every_rank
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec, nearest
@@ -42,6 +42,13 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.parallel.synced_norms import sync_batch_norms
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.strategy.averages import (
+    averages_of,
+    averaging_callbacks,
+    refuse_on_meta,
+    save_whole,
+    shard_average,
+)
 from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully_shard_options, units_among
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
@@ -289,7 +296,9 @@ class SeqParallelStrategy(TuningStrategy):
             record.strategy = weakref.ref(self)
             for region in record.regions:
                 region.observers.schedule = self._schedule
-            refuse_callbacks(trainer.callbacks, self.groups.size("tp"))  # type: ignore[attr-defined]
+            refuse_callbacks(trainer.callbacks, self._shards)  # type: ignore[attr-defined]
+        if fitting:
+            self._share_out_averages(record)
         self._share_metrics()
         self._sync = None
         self._steps, self._comparisons = {}, []
@@ -311,6 +320,27 @@ class SeqParallelStrategy(TuningStrategy):
         share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)
         if record is not None:
             record.note_versions()
+
+    def setup_environment(self) -> None:
+        """Connect the processes, and make a model whole that an earlier run sharded, if callbacks are about to copy it.
+
+        Raises:
+            ValueError: if they are, and the model has no weights yet.
+        """
+        super().setup_environment()
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            refuse_on_meta(callbacks, self._module)
+        if averaging_callbacks(callbacks) and record_of(self._module) is not None:
+            unshard(self._module)
+
+    def _share_out_averages(self, record: ShardedModel | None) -> None:
+        """Cut the averages of weights as the model is cut, from the first rank's. Collective over the world."""
+        for average in averages_of(self._trainer.callbacks):  # type: ignore[attr-defined]
+            self._make_replicas_equal(average)
+            if record is not None:
+                shard_average(average, record)
+                save_whole(average, functools.partial(self._average_state_dict, record))
 
     def _parallelize(self, module: LightningModule) -> ShardedModel | None:
         """Find and prove a plan, and shard the model by it, unless an earlier run did.
@@ -492,7 +522,7 @@ class SeqParallelStrategy(TuningStrategy):
         self._summarized = True
         rank_zero_info(summarize(self.groups.topology, self.config, self.num_processes, VERSION, plan, coverage))
 
-    def _make_replicas_equal(self, module: LightningModule) -> None:
+    def _make_replicas_equal(self, module: nn.Module) -> None:
         """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""
         group = self.groups[tuple(sorted(self.groups.topology.axes))]
         # One on the meta device is filled later, from a record or files that are the same on all ranks.

@@ -1,34 +1,35 @@
-"""Callbacks that are refused at set-up, since they do not fit a model whose parameters are sharded."""
+"""Callbacks that are refused, since they do not fit a model whose parameters are sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 
-def refuse_callbacks(callbacks: Sequence[Any], tp: int) -> None:
-    """Refuse callbacks that copy the model before it is sharded: averages of weights, and pruning.
+from lightning_seqpar.checkpoint.folder import walk
+from lightning_seqpar.layout.replica_rows import local_rows
+from lightning_seqpar.parallel.sharded_model import ShardedModel
+
+
+def refuse_callbacks(callbacks: Sequence[Any], shards: int) -> None:
+    """Refuse callbacks that choose among all elements of a weight: pruning.
 
     They are recognised by the names of their classes, so that neither of Lightning's packages has to be imported.
 
     Args:
         callbacks: the trainer's.
-        tp: number of tensor-parallel ranks; with one there are no shards, and everything is allowed.
+        shards: over how many ranks parameters are divided; with one everything is allowed.
 
     Raises:
         ValueError: naming the callback.
     """
     for callback in callbacks:
         for kind in type(callback).__mro__:
-            if tp > 1 and kind.__name__ in ("StochasticWeightAveraging", "WeightAveraging"):
+            if shards > 1 and kind.__name__ == "ModelPruning":
                 raise ValueError(
-                    f"{type(callback).__name__} with tp={tp}: it copies the model before it is sharded; leave it out, or "
-                    "average checkpoints afterwards"
-                )
-            if tp > 1 and kind.__name__ == "ModelPruning":
-                raise ValueError(
-                    f"{type(callback).__name__} with tp={tp}: it copies the model before it is sharded, and each rank would choose "
-                    "by its own part of a weight what to prune; prune before or after the training"
+                    f"{type(callback).__name__} with parameters in {shards} parts: it copies the model before it is sharded, and "
+                    "each rank would choose by its own part of a weight what to prune; prune before or after the training"
                 )
 
 
@@ -49,3 +50,38 @@ def refuse_links(callbacks: Sequence[Any]) -> None:
                 f"{type(callback).__name__}(save_last='link') with checkpoint={{'async_save': True}}: the link would lead to a "
                 "checkpoint that is not whole yet; use save_last=True, or async_save: false"
             )
+
+
+def refuse_saved_shards(checkpoint: Mapping[str, Any], record: ShardedModel) -> None:
+    """Refuse a checkpoint into which code of the user's has put this rank's part of a parameter, under the parameter's name.
+
+    Rank 0's part would pass for the whole: an average of weights in a dict, say, that a callback saves.
+
+    Args:
+        checkpoint: what is about to be written.
+        record: of the sharded model.
+
+    Raises:
+        ValueError: naming where in the checkpoint it stands.
+    """
+    by_leaf: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {}
+    for name, layout in record.layout.items():
+        held = tuple(local_rows(record.layout.parameter(name)).shape)
+        if held != tuple(layout.global_shape):
+            by_leaf.setdefault(name.rpartition(".")[2], []).append((name, held, tuple(layout.global_shape)))
+
+    def check(path: str, leaf: Any) -> Any:
+        key = path.rpartition("/")[2]
+        for name, held, shape in by_leaf.get(key.rpartition(".")[2], ()) if isinstance(leaf, Tensor) else ():
+            is_named = name == key or ("." in key and name.endswith(f".{key}"))
+            if is_named and tuple(local_rows(leaf).shape) == held:
+                where = "".join(f"[{part!r}]" for part in path.split("/"))
+                raise ValueError(
+                    f"checkpoint{where}: code of yours saves this rank's part of {name}, {list(held)} of {list(shape)}, which "
+                    "would pass for the whole (a callback's state_dict, or on_save_checkpoint). Keep it out of the checkpoint; for "
+                    "an average of weights use Lightning's EMAWeightAveraging, or make it in __init__ as a module of the model: "
+                    "both are saved whole"
+                )
+        return leaf
+
+    walk({key: value for key, value in checkpoint.items() if key != "optimizer_states"}, check)

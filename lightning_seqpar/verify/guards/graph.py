@@ -79,3 +79,17 @@ def check_sums(loss: Tensor, record: ShardedModel) -> None:
     """
     for region in record.regions:
         region.loss_leaks.check(loss)
+
+
+def refuse_second_derivative(error: RuntimeError) -> None:
+    """Say what to do instead, if ``error`` is torch's of a gradient that is differentiated through a sharded layer.
+
+    Raises:
+        RuntimeError: in the place of ``error``.
+    """
+    if "once_differentiable" in str(error):
+        raise RuntimeError(
+            "a gradient is differentiated again (create_graph=True, a gradient penalty), and the sharded layers have no second "
+            "derivative. Leave what it goes through out of the plan (vocab=False for the head), take the penalty as a difference "
+            "of two losses (loss(x + eps * direction) - loss(x), each with a first derivative alone), or train with tp=1"
+        ) from error

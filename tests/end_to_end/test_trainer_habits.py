@@ -1,0 +1,77 @@
+"""Every habit of the table, on one process and on ranks: losses, weights and what the feature itself yields."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_seqpar.testing import RankFailedError, run_distributed
+from tests.helpers.habit_runs import LIMIT, TOPOLOGIES, judge
+from tests.helpers.habits import HABITS, by_name, found_at, run_at, run_on_ranks
+from tests.write_trainer import DOC, start_of_line
+
+CASES = [
+    pytest.param(
+        one.name, topology, id=f"{topology}-{one.slug}", marks=[] if topology in one.suite else pytest.mark.matrix
+    )
+    for topology in TOPOLOGIES
+    for one in HABITS
+]
+
+
+@functools.cache
+def alone(name: str, folder: str) -> Any:
+    return run_at(by_name(name), "alone", folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("habits"))
+
+
+@pytest.fixture(scope="module")
+def runs(request, folder):
+    """Runs all chosen habits of a topology on its ranks, in one start, when the first of them is asked for."""
+    chosen = [
+        item.callspec.params
+        for item in request.session.items
+        if item.module is request.module and hasattr(item, "callspec")
+    ]
+
+    @functools.cache
+    def run(topology: str) -> str:
+        names = [params["name"] for params in chosen if params["topology"] == topology]
+        try:
+            run_distributed(run_on_ranks, TOPOLOGIES[topology][0], names, topology, folder, timeout=240.0)
+        except RankFailedError as error:
+            return str(error)
+        return ""
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "topology"), CASES)
+def test_habit(name, topology, runs, folder):
+    failure, habit = runs(topology), by_name(name)
+    expected = None if habit.refusal(topology) else alone(name, folder)
+    for rank in range(TOPOLOGIES[topology][0]):
+        path = found_at(folder, topology, name, rank)
+        assert Path(path).is_file(), f"{name}: rank {rank} did not end\n{failure[-2000:]}"
+        wrong, _ = judge(habit, topology, expected, torch.load(path, weights_only=False))
+        assert not wrong, f"{name}, rank {rank}: {wrong}"
+
+
+def test_the_document_has_every_habit():
+    text = DOC.read_text()
+    for habit in HABITS:
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| {habit.name} |"))
+        assert line.startswith(start_of_line(habit)), "run python -m tests.write_trainer"
+        assert line.endswith(f"| {habit.remark} |")
+        cells = line.removeprefix(start_of_line(habit)).split("|")
+        for cell, topology in zip(cells, TOPOLOGIES, strict=False):
+            assert cell.strip() == "refused" if habit.refusal(topology) else 0 <= float(cell) <= LIMIT, (line, topology)
+    assert text.count("\n| ") == len(HABITS) + 1
