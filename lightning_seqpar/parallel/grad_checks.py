@@ -89,8 +89,8 @@ def check_reduced(parameters: Iterable[Tensor], groups: ParallelGroups) -> Compa
                     f"a gradient of shape {shape} that reaches the optimizer differs between the replicas (its norm is "
                     f"{low:.9g} on one and {high:.9g} on another): it came past the reduction over dp. Call "
                     "self.manual_backward(loss) instead of loss.backward() or torch.autograd.grad (in automatic optimization "
-                    "return the sum of the losses from training_step), change gradients behind it alike on every replica, and where "
-                    f"optimizers are toggled (toggle_optimizer) set ddp={{'find_unused_parameters': True}}{hint}"
+                    "return the sum of the losses from training_step), change gradients behind it alike on every replica, and "
+                    f"where optimizers are toggled (toggle_optimizer) set ddp={{'find_unused_parameters': True}}{hint}"
                 )
 
     return comparison

@@ -51,6 +51,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_seqpar import grad_norm
+from lightning_seqpar.verify.parity import gather_weights
+from tests.helpers import models
 from tests.helpers.habit_runs import TOPOLOGIES, Habit, Learner, Place, Yield
 
 HABITS: list[Habit] = []
@@ -325,6 +327,22 @@ def rate_found_first(place: Place) -> Yield:
     module = Learner()
     out = place.train(module, finder, count=64)
     return {**out, "lr": module.lr, "suggested": finder.optimal_lr.suggestion()}
+
+
+class Sized(Learner):
+    """Has the loader itself, as the batch-size finder wants it."""
+
+    batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return models.loader(self.batch_size, count=96)
+
+
+@habit("batch-size finder", '`Tuner(trainer).scale_batch_size(model, mode="power")`, `BatchSizeFinder`')
+def size_found(place: Place) -> Yield:
+    module = Sized()
+    size = Tuner(place.trainer()).scale_batch_size(module, mode="power", steps_per_trial=1, max_trials=3)
+    return {"size": size, "set": module.batch_size, "weights": gather_weights(module)}
 
 
 # ---- looking on ----------------------------------------------------------------------------------------------------
@@ -751,6 +769,26 @@ class Clamps(Learner):
             parameter.data.clamp_(-0.2, 0.2)
         with torch.no_grad():
             self.model.head.weight.mul_(0.9).clamp_(min=-0.3)
+
+
+class Normed(Learner):
+    """A batch norm beside the transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Sequential(nn.Linear(31, 4), nn.BatchNorm1d(4))
+
+    def loss(self, batch: Any) -> Tensor:
+        counts = F.one_hot(batch[0], 31).to(self.beside[0].weight.dtype).mean(1)
+        return super().loss(batch) + self.beside(counts).pow(3).mean()
+
+
+@habit("`sync_batchnorm`", "`Trainer(sync_batchnorm=True)`", suite=("dp2xtp2",))
+def norms_synced(place: Place) -> Yield:
+    module = Normed()
+    out = place.train(module, sync_batchnorm=True, val=16)
+    norm = module.beside[1]
+    return {**out, "mean": norm.running_mean, "variance": norm.running_var}
 
 
 @habit("clamping weights between batches", "`p.data.clamp_(-c, c)` in `on_train_batch_end`", suite=("tp2", "fsdp2xtp2"))
