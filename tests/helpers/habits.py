@@ -354,7 +354,7 @@ def profiled(place: Place) -> Yield:
     for kind in (SimpleProfiler, AdvancedProfiler, PyTorchProfiler):
         where = Path(place.folder, kind.__name__)
         more: Any = {"emit_nvtx": False, "export_to_chrome": False} if kind is PyTorchProfiler else {}
-        out[kind.__name__] = place.train(Learner(), profiler=kind(str(where), "profile", **more))
+        out[kind.__name__] = place.train(Learner(), profiler=kind(str(where), "profile", **more), max_steps=1)
         out[kind.__name__]["written"] = any("profile" in path.name for path in where.iterdir())
     return out
 
