@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "shared kv heads": ("Zoo", {"kind": "mqa"}, {}, {}),
     "shared fused kv heads": ("Zoo", {"kind": "fused_mqa"}, {}, {}),
     "experts": ("Zoo", {"kind": "routed_moe"}, {}, {}),
-    "other experts on each replica": ("Routed", {}, {"accumulate": 2}, {}),
+    "other experts on each replica": ("Routed", {}, {"accumulate": 2, "steps": 8}, {}),
     "an optimizer made in __init__": ("EarlyOptimizer", {}, {}, {}),
     "a block that is a list": ("ThirdParty", {"kind": "value_residual"}, {}, {}),
 }

@@ -337,6 +337,9 @@ class Sized(Learner):
     def train_dataloader(self) -> Any:
         return models.loader(self.batch_size, count=96)
 
+    def val_dataloader(self) -> Any:
+        return models.loader(self.batch_size, count=16)
+
 
 @habit("batch-size finder", '`Tuner(trainer).scale_batch_size(model, mode="power")`, `BatchSizeFinder`')
 def size_found(place: Place) -> Yield:
