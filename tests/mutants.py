@@ -74,9 +74,9 @@ MUTANTS = [
     ),
     Mutant(
         "sync of a kept gradient counts it tp times",
-        "GradSync._arrival.hook",
-        "                    partial.parameter.grad = kept.div_(share) if kept is partial.synced else kept / share\n",
-        "                    pass\n",
+        "GradSync._make_term",
+        "partial.parameter.grad = whole.div_(share) if whole is partial.synced else whole / share",
+        "partial.parameter.grad = whole",
     ),
     Mutant(
         "row bias unsynced",
@@ -1146,7 +1146,7 @@ MUTANTS = [
     Mutant(
         "a whole gradient summed again by ranks that add nothing",
         "GradSync._own_term",
-        "if not partial.fired:  # whole on every rank since the last sum",
+        "if not partial.fired and not is_new:  # whole on every rank since the last sum",
         "if False:",
         "tests/test_grad_sync.py",
     ),
@@ -2857,8 +2857,8 @@ MUTANTS = [
     ),
     Mutant(
         "fsdp: a summed gradient summed again",
-        "GradSync.begin_backward",
-        "local_rows(grad).div_(self._share(partial, grad))",
+        "GradSync._make_term",
+        "local_rows(whole).div_(share)",
         "pass",
         "tests/test_fsdp.py::test_parity_with_one_process",
     ),
@@ -3507,6 +3507,20 @@ MUTANTS = [
         '("DTensor", "sharding strategy")',
         '("DTensor",)',
         "tests/test_trainer_habits.py -k penalised",
+    ),
+    Mutant(
+        "what one replica used is taken for whole on the other",
+        "GradSync._own_term",
+        "        if not partial.fired and not is_new:",
+        "        if not partial.fired:",
+        "tests/test_training.py -k one_replica",
+    ),
+    Mutant(
+        "kept gradients of a replica are whole in the reduction",
+        "GradSync.begin_backward",
+        '        if self._groups.size("dp") == 1:\n',
+        "        if not any(is_split(p.parameter) for p in self._partials):\n",
+        "tests/test_training.py -k one_replica",
     ),
 ]
 

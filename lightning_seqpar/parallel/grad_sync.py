@@ -129,9 +129,7 @@ class GradSync:
             if not partial.fired and kept is not None:
                 # Not zeroed since the last sync: whole on every rank, also where the user's code has put another tensor there,
                 # and about to be summed again with the new part.
-                share = self._share(partial, kept)
-                with torch.no_grad():
-                    partial.parameter.grad = kept.div_(share) if kept is partial.synced else kept / share
+                self._make_term(partial, kept)
             if not partial.fired or kept is None:
                 partial.version = partial.parameter._version
             partial.fired = True
@@ -156,16 +154,28 @@ class GradSync:
         return hook
 
     def begin_backward(self) -> None:
-        """Make terms of gradients that the next backward adds to, where replicas split them; before each backward.
+        """Make terms of gradients that the next backward adds to, where replicas reduce them; before each backward.
 
-        Elsewhere the gradient's hook does so, which comes before the addition.
+        The reduction adds what is kept on one replica to what is new on another. With one replica the gradient's hook does so,
+        which comes before the addition.
         """
         self._all_summed = False
+        if self._groups.size("dp") == 1:
+            return
         for partial in self._partials:
             grad = partial.parameter.grad
-            if is_split(partial.parameter) and grad is not None and not partial.fired:
-                local_rows(grad).div_(self._share(partial, grad))
+            if grad is not None and not partial.fired:
+                self._make_term(partial, grad)
                 partial.fired, partial.version = True, partial.parameter._version
+
+    def _make_term(self, partial: _Partial, whole: Tensor) -> None:
+        """Make this rank's term of a gradient that is whole on every rank: the terms are about to be summed again."""
+        share = self._share(partial, whole)
+        with torch.no_grad():
+            if is_split(whole):
+                local_rows(whole).div_(share)
+            else:
+                partial.parameter.grad = whole.div_(share) if whole is partial.synced else whole / share
 
     def _holders(self, partial: _Partial, like: Tensor) -> Tensor:
         """By how many ranks each element of a shard (of a rank's rows of it) is held, in a shape that broadcasts to it."""
@@ -282,7 +292,8 @@ class GradSync:
         kept = partial.parameter.grad
         if kept is None:
             return torch.zeros_like(partial.parameter, requires_grad=False)
-        if not partial.fired:  # whole on every rank since the last sum
+        is_new = kept is not partial.synced and self._groups.size("dp") > 1  # the other replicas', reduced here too
+        if not partial.fired and not is_new:  # whole on every rank since the last sum
             kept = kept.clone()
             local_rows(kept).div_(self._share(partial, kept))
         return kept

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.testing import RankFailedError, run_distributed
-from lightning_seqpar.verify.parity import compare
+from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare
 from tests.helpers import models
 from tests.helpers.fit import fit, quiet_trainer
 
@@ -160,3 +164,71 @@ def give_shards_away() -> None:
 
 def test_a_shard_is_not_given_away():
     run_distributed(give_shards_away, 2)
+
+
+class TwoNorms(nn.Module):
+    """A norm, and a second one behind it while ``on``."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.on = first, nn.LayerNorm(16), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.first(x)
+        return out + self.second(out) if self.on else out
+
+
+class UsesByBatch(models.GPT):
+    """A replica's batch decides whether it uses a norm among the shards; one process does what two replicas do, one by one."""
+
+    def __init__(self, alone: bool, edits: bool) -> None:
+        super().__init__(tied=False, optimizer="sgd")
+        self.alone, self.edits = alone, edits
+        self.model.blocks[1].norm2 = TwoNorms(self.model.blocks[1].norm2)
+        models.perturb(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        halves = (tokens[0::2], tokens[1::2]) if self.alone else (tokens,)
+        return torch.stack([self.loss_of(half) for half in halves]).mean()
+
+    def loss_of(self, tokens: Tensor) -> Tensor:
+        norms = self.model.blocks[1].norm2
+        norms.on = bool(tokens[:, 0].sum() % 2)
+        logits = self.model(tokens[:, :-1])
+        norms.on = True
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters() if self.edits else ():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.9
+
+
+def use_by_batch(alone: bool, fields: dict[str, Any]) -> list[Trace]:
+    traces = []
+    for edits, accumulate in ((False, 1), (True, 2)):
+        torch.manual_seed(0)
+        recorder = ParityRecorder()
+        strategy = "auto" if alone else SeqParallelStrategy(tp=2, self_check=False, regather=True, **fields)
+        trainer = quiet_trainer(
+            devices=1 if alone else 4,
+            strategy=strategy,
+            max_steps=6,
+            accumulate_grad_batches=accumulate,
+            callbacks=[recorder],
+        )
+        trainer.fit(UsesByBatch(alone, edits), models.loader(8 if alone else 4, count=8 * 6 * accumulate))
+        traces.append(recorder.trace)
+    return traces
+
+
+@pytest.mark.parametrize(
+    "fields", [{"ddp": {"find_unused_parameters": True}}, {"data_parallel": "fsdp"}], ids=["ddp", "fsdp"]
+)
+def test_a_norm_that_one_replica_uses(fields):
+    expected = use_by_batch(True, {})
+    for found in run_distributed(use_by_batch, 4, False, fields):
+        for reference, trace in zip(expected, found, strict=True):
+            report = compare(reference, trace)
+            assert report.ok, report
