@@ -493,7 +493,7 @@ MUTANTS = [
     Mutant(
         "gradients of replicas not compared",
         "SteppingStrategy.check_step",
-        "            self._comparisons.append(check_reduced(_parameters(optimizer), self.groups))\n",
+        "            self._comparisons.add(check_reduced(_parameters(optimizer), self.groups))\n",
         "",
         "tests/test_guards.py -k replicas",
     ),
@@ -3231,7 +3231,7 @@ MUTANTS = [
     Mutant(
         "a comparison of the last step not read",
         "SteppingStrategy.settle",
-        "        self._read_comparisons()\n",
+        "        self._read_comparisons(everything=True)\n",
         "",
         "tests/test_host_waits.py -k later",
     ),
@@ -3521,6 +3521,20 @@ MUTANTS = [
         '        if self._groups.size("dp") == 1:\n',
         "        if not any(is_split(p.parameter) for p in self._partials):\n",
         "tests/test_training.py -k one_replica",
+    ),
+    Mutant(
+        "what a step leaves is read in the same step",
+        "OneStepLate.take",
+        "        if everything:\n",
+        "        if True:\n",
+        "tests/test_host_numbers.py",
+    ),
+    Mutant(
+        "losses of earlier steps are not read",
+        "SteppingStrategy.training_step",
+        "            self._sync.losses.begin_step()\n",
+        "",
+        "tests/test_guards.py -k nothing_is_saved",
     ),
 ]
 

@@ -7,13 +7,15 @@ until it has taken the numbers. A step that does either keeps the host from runn
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 
 class LateNumbers:
@@ -42,6 +44,30 @@ class LateNumbers:
             self._made.synchronize()
         out: list[Any] = self._host.tolist()
         return out
+
+
+class OneStepLate(Generic[T]):
+    """What a step leaves to be looked at in the course of the next one: by then a device has long made it."""
+
+    def __init__(self) -> None:
+        self._now: list[T] = []
+        self._earlier: list[T] = []
+
+    def add(self, left: T) -> None:
+        """Leave something."""
+        self._now.append(left)
+
+    def begin_step(self) -> None:
+        """A step begins: all that was left belongs to earlier ones."""
+        self._earlier += self._now
+        self._now = []
+
+    def take(self, *, everything: bool = False) -> list[T]:
+        """Remove and return what earlier steps have left, or ``everything``."""
+        if everything:
+            self.begin_step()
+        taken, self._earlier = self._earlier, []
+        return taken
 
 
 def send_numbers(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

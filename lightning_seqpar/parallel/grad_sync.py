@@ -213,7 +213,7 @@ class GradSync:
 
         Raises:
             RuntimeError: on every rank, if a gradient arrived past its hook or a parameter was replaced, or if the losses of
-                the step before differed.
+                an earlier step differed.
         """
         self.losses.settle()
         due_ids = {id(parameter) for parameter in parameters}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_seqpar.distributed.host import LateNumbers
+from lightning_seqpar.distributed.host import LateNumbers, OneStepLate
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _CAUSES = (
@@ -54,7 +54,7 @@ class LossWatch:
     """Compares the losses of every step, at no collective of its own where gradients are summed over tp anyway.
 
     Each rank has a place of its own in a row of zeros that rides along with the sum, so that every rank gets all losses
-    and all decide alike. They are read when the next sum is due, and by then have long been on the host: a step with a
+    and all decide alike. They are read when the next step's sum is due, and by then have long been on the host: a step with a
     wrong gradient is taken, but none behind it, and nothing is saved.
     """
 
@@ -62,8 +62,12 @@ class LossWatch:
         self._groups = groups
         self._own: Tensor | None = None
         self._limit = 0.0
-        # All ranks' losses of the last step, and how far they may lie apart.
-        self._unread: tuple[LateNumbers, float] | None = None
+        # All ranks' losses, and how far they may lie apart.
+        self._unread: OneStepLate[tuple[LateNumbers, float]] = OneStepLate()
+
+    def begin_step(self) -> None:
+        """A step begins: losses that were taken until now can be read without a wait."""
+        self._unread.begin_step()
 
     def note(self, loss: Tensor) -> None:
         """Add a loss to those of this step (accumulation, or several backwards)."""
@@ -82,7 +86,7 @@ class LossWatch:
 
     def take(self, summed: Tensor) -> None:
         """The row with every rank's loss, ``[tp]``; it is not read yet."""
-        self._unread = LateNumbers(summed), self._limit
+        self._unread.add((LateNumbers(summed), self._limit))
         self._own, self._limit = None, 0.0
 
     def send(self) -> None:
@@ -92,18 +96,16 @@ class LossWatch:
             dist.all_reduce(row, group=self._groups["tp"])
             self.take(row)
 
-    def settle(self) -> None:
-        """Read and compare the losses that were taken last.
+    def settle(self, *, everything: bool = False) -> None:
+        """Read and compare the losses of earlier steps, or those of this step too (``everything``), which may take a wait.
 
         Raises:
             RuntimeError: on every rank of the replica, if the losses differ.
         """
-        unread, self._unread = self._unread, None
-        if unread is None:
-            return
-        losses, limit = unread
-        numbers = losses.read()
-        if _differ(numbers, limit):
+        for losses, limit in self._unread.take(everything=everything):
+            numbers = losses.read()
+            if not _differ(numbers, limit):
+                continue
             raise RuntimeError(
                 "the loss differed across the tensor-parallel ranks of one replica at the last step: "
                 f"{', '.join(f'{n:.9g}' for n in numbers)}. An update that was made of it is wrong: go on from a checkpoint "

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.data.batch import map_tensors, tensors_in
+from lightning_seqpar.distributed.host import OneStepLate
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_optimizer
 from lightning_seqpar.distributed.rng import DrawWatch
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
@@ -73,7 +74,7 @@ class SteppingStrategy(TopologyStrategy):
         self._forward_redirection = _Redirection()
         self._sync: GradSync | None = None
         self._steps: dict[int, int] = {}
-        self._comparisons: list[Comparison] = []
+        self._comparisons: OneStepLate[Comparison] = OneStepLate()
         self._schedule = WatchSchedule(config.check_every)
         self._flushed = self._others_flushed = False
         self._optimizing: Optimizer | None = None
@@ -153,7 +154,9 @@ class SteppingStrategy(TopologyStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training step. Its random draws are watched when that is due, or the last step drew otherwise."""
+        self._comparisons.begin_step()
         if self._sync is not None:
+            self._sync.losses.begin_step()
             self._sync.attach()
             self._flushed = self._others_flushed = False
         if (record := record_of(self._module)) is not None:
@@ -466,16 +469,19 @@ class SteppingStrategy(TopologyStrategy):
         self._read_comparisons()
         due = self._schedule.is_due_at(step)
         if self._gradients_may_change or due:
-            self._comparisons.append(check_reduced(_parameters(optimizer), self.groups))
+            self._comparisons.add(check_reduced(_parameters(optimizer), self.groups))
             if record is not None:
-                self._comparisons.append(check_replicated(_parameters(optimizer), record.layout, self.groups))
+                self._comparisons.add(check_replicated(_parameters(optimizer), record.layout, self.groups))
         if due:
-            self._read_comparisons()
+            self._read_comparisons(everything=True)
 
-    def _read_comparisons(self) -> None:
-        """Raise RuntimeError if the gradients of earlier steps differed, whose comparison nobody has waited for."""
-        comparisons, self._comparisons = self._comparisons, []
-        for comparison in comparisons:
+    def _read_comparisons(self, *, everything: bool = False) -> None:
+        """Raise RuntimeError if the gradients of earlier steps differed, whose comparison nobody has waited for.
+
+        Args:
+            everything: also those of this step, which may take a wait.
+        """
+        for comparison in self._comparisons.take(everything=everything):
             comparison()
 
     def settle(self) -> None:
@@ -485,8 +491,8 @@ class SteppingStrategy(TopologyStrategy):
             RuntimeError: if they differed.
         """
         if self._sync is not None:
-            self._sync.losses.settle()
-        self._read_comparisons()
+            self._sync.losses.settle(everything=True)
+        self._read_comparisons(everything=True)
 
     def _note_hooks(self) -> None:
         """Note whether code of the user's runs between the backward and the update on any rank. Collective over the world."""

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_seqpar.checkpoint.atomic_files import on_every_rank
 from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec, nearest
 from lightning_seqpar.distributed.autograd import storage_id
+from lightning_seqpar.distributed.host import OneStepLate
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_model
 from lightning_seqpar.distributed.rng import share_streams
 from lightning_seqpar.init.deferred import DeferredInit
@@ -301,7 +302,7 @@ class SeqParallelStrategy(TuningStrategy):
             self._share_out_averages(record)
         self._share_metrics()
         self._sync = None
-        self._steps, self._comparisons = {}, []
+        self._steps, self._comparisons = {}, OneStepLate()
         if fitting:
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)

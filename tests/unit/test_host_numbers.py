@@ -1,0 +1,49 @@
+"""Numbers between the host and a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_seqpar.distributed.host import LateNumbers, OneStepLate, default_backend, require_inside, send_numbers
+
+
+def test_numbers_are_those_of_when_they_were_copied():
+    given = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    late = LateNumbers(given)
+    given.zero_()
+    assert late.read() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_what_a_step_leaves_is_looked_at_in_the_next():
+    left: OneStepLate[str] = OneStepLate()
+    left.begin_step()
+    left.add("first")
+    assert left.take() == []  # the device may still be at it
+    left.begin_step()
+    left.add("second")
+    assert left.take() == ["first"]
+    assert left.take() == []
+    assert left.take(everything=True) == ["second"]
+    left.add("third")
+    left.begin_step()  # a step in which nobody looks
+    left.add("fourth")
+    left.begin_step()
+    assert left.take() == ["third", "fourth"]
+
+
+def test_numbers_are_sent():
+    sent = send_numbers([True, False], torch.float64, torch.device("cpu"))
+    assert (sent.tolist(), sent.dtype) == ([1.0, 0.0], torch.float64)
+
+
+def test_an_index_outside_is_named():
+    values = torch.tensor([0, 7, 3])
+    require_inside(values, values < 8, "{} is out of range")
+    with pytest.raises(IndexError, match=r"^7 is out of range$"):
+        require_inside(values, values < 4, "{} is out of range")
+
+
+def test_groups_have_gloo_beside_the_backend_of_an_accelerator():
+    assert default_backend(torch.device("cpu")) == "gloo"
+    assert default_backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
