@@ -22,19 +22,9 @@ from byte_gpt import ByteGPT  # noqa: E402
 
 from lightning_seqpar import ParallelGroups, ProcessTopology  # noqa: E402
 from lightning_seqpar.parallel.apply import parallelize  # noqa: E402
-from lightning_seqpar.plan.sharding_plan import ShardingPlan  # noqa: E402
+from lightning_seqpar.plan.choice import resolve_plans  # noqa: E402
 
 BLOCKS, TOKENS, ROUNDS, STEPS = 8, 16, 5, 30
-RULES = [
-    {"pattern": "blocks.*", "style": "blocks"},
-    {"pattern": "blocks.*.attn.qkv", "style": "column", "segments": ["q", "k", "v"], "units": "n_head"},
-    {"pattern": "blocks.*.attn.proj", "style": "row", "units": "n_head"},
-    {"pattern": "blocks.*.attn", "style": "set", "divide": ["n_head"]},
-    {"pattern": "blocks.*.{attn,mlp}", "style": "gather"},
-    {"pattern": "blocks.*.mlp.up", "style": "column"},
-    {"pattern": "blocks.*.mlp.down", "style": "row"},
-    {"pattern": "norm", "style": "exit"},
-]
 
 
 def step(model: torch.nn.Module, ids: torch.Tensor, record: Any, draws: bool) -> tuple[float, float]:
@@ -62,7 +52,7 @@ def main() -> None:
     ids = torch.randint(0, 256, (1, TOKENS))
     built = [ByteGPT(dim=given.dim, n_head=8, n_layer=BLOCKS, context=64, tied=False) for _ in range(2)]
     groups = ParallelGroups.silent(ProcessTopology(["dp", "tp"], [1, given.tp]), 0)
-    record = parallelize(built[1], [ShardingPlan.from_rules(RULES)], groups)
+    record = parallelize(built[1], resolve_plans("byte_gpt", built[1]), groups)
     ways: dict[str, tuple[torch.nn.Module, Any, bool]] = {
         "dense": (built[0], None, False),
         "sharded": (built[1], record, False),
