@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files share what is made once for all of their tests, or for those of one start; launches share nothing."""
-    if config.getoption("dist", "no") == "loadgroup":
+    if config.getoption("loadgroup", False):  # set by xdist in its workers, where "dist" is always "no"
         for item in items:
             params = item.callspec.params if hasattr(item, "callspec") else {}
             start = params.get("start") or params.get("topology", "")

@@ -198,7 +198,6 @@ class GradSync:
     def flush_all(self, *, check: bool = False) -> None:
         """Sum whatever has arrived, for every parameter. Right at any time: see the gradient hook."""
         self.flush([partial.parameter for partial in self._partials], check=check)
-        self._all_summed = True
 
     def flush(self, parameters: Iterable[Tensor], *, check: bool = False) -> None:
         """Sum what has arrived for ``parameters`` (those of one optimizer) since the last flush; idempotent.
@@ -220,6 +219,7 @@ class GradSync:
         due = [p for p in self._partials if id(p.parameter) in due_ids and p.may_arrive]
         if due:
             self._sum(due, check)
+        self._all_summed |= len(due) == sum(partial.may_arrive for partial in self._partials)
         for partial in due:
             if not partial.parameter.requires_grad:  # frozen meanwhile: nothing arrives until it thaws
                 partial.unhook()

@@ -564,7 +564,7 @@ def test_gradients_are_those_of_one_process_whatever_is_done(world, tp, sp):
     assert counts["plain"] == ROUNDS * (COLUMNS + (2 * 3 - 1 if sp else 0))  # and rows but the first
 
 
-@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("sp", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_gradients_are_those_of_one_process_where_nothing_waits(sp):
     assert not any(run_distributed(check_uses, 2, 2, sp, list(USES) if sp else FEW, "auto")[0].values())
 
@@ -573,7 +573,7 @@ def check_some_wait(sp: bool) -> dict[str, int]:
     return check_uses(4, sp, FEW, "auto", overlap_from=4 * 8 * 32 * 8)  # the first two rounds' activations
 
 
-@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("sp", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_gradients_are_those_of_one_process_where_some_products_wait(sp):
     late = run_distributed(check_some_wait, 4, sp)[0]["plain"]
     assert late == (ROUNDS - 2) * (COLUMNS + (5 if sp else 0))
