@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--parity-table", help="write the largest error of each family and topology to this file")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files share what is made once for all of their tests, or for those of one start; launches share nothing."""
     if config.getoption("loadgroup", False):  # set by xdist in its workers, where "dist" is always "no"
