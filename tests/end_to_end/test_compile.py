@@ -101,6 +101,7 @@ def test_over_replicas_and_with_shared_heads():
     )
 
 
+@pytest.mark.matrix  # compiling the same graphs to C++ takes most of a minute
 @pytest.mark.skipif(
     all(shutil.which(name) is None for name in ("g++", "clang++", "c++")), reason="inductor needs a C++ compiler"
 )

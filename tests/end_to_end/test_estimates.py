@@ -49,7 +49,7 @@ OPTIMIZER = {"gpt": "adamw"}
     ("world", "strategy"),
     [
         (2, {"tp": 2, "regather": True}),
-        (2, {"tp": 2, "sp": False, "regather": True}),
+        pytest.param(2, {"tp": 2, "sp": False, "regather": True}, marks=pytest.mark.matrix),
         pytest.param(2, {"tp": 2, "regather": False}, marks=pytest.mark.matrix),
         (4, {"tp": 2}),
         pytest.param(4, {"tp": 4}, marks=pytest.mark.matrix),

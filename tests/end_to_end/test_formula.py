@@ -222,7 +222,9 @@ def run_classic(sp: bool) -> dict[tuple[str, bool], tuple[float, dict[str, int]]
 CLASSIC = [("none", False), ("none", True), ("selective", False), ("selective", True), ("full", False), ("full", True)]
 
 
-@pytest.mark.parametrize(("tp", "sp"), [(2, True), pytest.param(4, True, marks=pytest.mark.matrix), (2, False)])
+@pytest.mark.parametrize(
+    ("tp", "sp"), [(2, True), *(pytest.param(*more, marks=pytest.mark.matrix) for more in ((4, True), (2, False)))]
+)
 def test_the_papers_layer(tp, sp):
     """In bytes per s·b·h, the paper's table 2 and what is kept here (docs/memory.md has the terms one by one).
 
