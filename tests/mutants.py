@@ -3338,7 +3338,7 @@ MUTANTS = [
         "unshard",
         "for change in reversed(record.changes):",
         "for change in record.changes:",
-        "tests/test_sync_batchnorm.py -m matrix -k columns",
+        "tests/test_parallelize.py -k taken_back_first",
     ),
     Mutant(
         "a plugin of the user's is not taken back",

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from byte_gpt import CausalSelfAttention
+from byte_gpt import ByteGPT, CausalSelfAttention
 from torch import nn
 
 from lightning_seqpar import ParallelGroups, ProcessTopology, ShardingPlan, unshard
@@ -16,6 +16,7 @@ from lightning_seqpar.layout.param_layout import Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_seqpar.parallel.apply import parallelize
+from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.testing import run_distributed
@@ -311,3 +312,18 @@ def test_a_plan_is_read_without_process_groups_for_any_number_of_ranks():
     assert layouts["blocks.0.norm1.weight"].reason is Reason.SEES_SHARDS
     with pytest.raises(ValueError, match=r"do not divide by tp=512; use tp of 1, 2, 4"):
         ResolvedPlan(model, [plan], size=512, sp=True)
+
+
+def changed_twice() -> tuple[bool, bool]:
+    model = ByteGPT(dim=16, n_head=4, n_layer=1, context=16, tied=False, vocab=31)
+    record = parallelize(model, resolve_plans("byte_gpt", model), groups())
+    linear = model.blocks[0].mlp.up
+    between, before = type(linear), ModuleSnapshot(linear)
+    linear.__class__ = type("Changed", (between,), {})
+    record.changes += changes_since([before])
+    unshard(model)
+    return type(linear) is torch.nn.Linear, between is torch.nn.Linear
+
+
+def test_what_was_changed_last_is_taken_back_first():
+    assert run_distributed(changed_twice, 2) == [(True, False)] * 2
