@@ -850,8 +850,8 @@ MUTANTS = [
     Mutant(
         "every step draws the same masks",
         "RankStreams._end",
-        "        _advance(used)\n",
-        "",
+        "        _advance(used)\n        self._behind",
+        "        self._behind",
         "tests/test_rng_streams.py",
     ),
     Mutant(
@@ -3252,7 +3252,7 @@ MUTANTS = [
     Mutant(
         "an unexpected draw not seen",
         "RankStreams._end",
-        "            self.draws = _differ(before, self._begun)\n",
+        "            self.draws = any(used)\n",
         "            self.draws = False\n",
         "tests/test_rng_streams.py",
     ),
@@ -3532,9 +3532,30 @@ MUTANTS = [
     Mutant(
         "losses of earlier steps are not read",
         "SteppingStrategy.training_step",
-        "            self._sync.losses.begin_step()\n",
-        "",
+        "            self._sync.begin_step()\n",
+        "            self._sync.attach()\n",
         "tests/test_guards.py -k nothing_is_saved",
+    ),
+    Mutant(
+        "ranks go on apart behind an unexpected draw",
+        "RankStreams._end",
+        "                _restore(self._begun)\n",
+        "",
+        "tests/test_rng_streams.py",
+    ),
+    Mutant(
+        "what an optimizer toggles off is hooked no more",
+        "GradSync.flush",
+        "            partial.is_done = not partial.parameter.requires_grad\n",
+        "            if not partial.parameter.requires_grad:\n                partial.unhook()\n",
+        "tests/test_training.py -k raw",
+    ),
+    Mutant(
+        "what stays frozen is summed for ever",
+        "GradSync.begin_step",
+        "                partial.unhook()\n",
+        "                pass\n",
+        "tests/test_grad_sync.py",
     ),
 ]
 

@@ -142,7 +142,7 @@ class RankStreams:
 
     To switch costs host time. Where a model has drawn nothing in many steps, nothing is switched (:attr:`draws` is off), and
     :meth:`end` only sees whether a generator has moved nonetheless: from there on streams are switched again. What was drawn
-    until then came from the replicated stream.
+    until then came from the replicated stream, which goes on one draw further, as behind a rank's own.
 
     Args:
         rank: the tensor-parallel rank.
@@ -236,8 +236,13 @@ class RankStreams:
         before = _states()
         if not self.draws:
             self._paused, self._behind = False, before
-            self.draws = _differ(before, self._begun)
+            used = [_differ([a], [b]) for a, b in zip(before, self._begun, strict=True)]
+            self.draws = any(used)
             self.drawn.append(b"unexpected" if self.draws else STILL)
+            if self.draws:  # ranks may have drawn different numbers of numbers: where they go on from must be alike
+                _restore(self._begun)
+                _advance(used)
+                self._behind = _states()
             return
         own = self._resume("end", before)
         _restore(self._replicated)

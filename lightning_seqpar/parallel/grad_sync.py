@@ -34,7 +34,8 @@ class _Partial:
     Attributes:
         fired: whether a gradient has arrived since the last sync, so that ``.grad`` holds this rank's term of the sum.
         synced: the gradient tensor that the last sync left behind, which is whole.
-        hook: the gradient hook; none while the parameter is frozen.
+        hook: the gradient hook; none while the parameter stays frozen.
+        is_done: whether it was frozen when its gradient was summed last, so that nothing is left to sum. So it is on every rank.
         version: the parameter's version when the first gradient arrived: nobody may change it before the sum.
         own_term: while the sum is being made, this rank's term, in the memory that takes the sum.
         shared: what several ranks hold of it, if it is sharded.
@@ -46,6 +47,7 @@ class _Partial:
     fired: bool = False
     synced: Tensor | None = None
     hook: RemovableHandle | None = None
+    is_done: bool = False
     version: int = -1
     own_term: Tensor | None = None
     shared: _SharedPart | None = None
@@ -112,6 +114,15 @@ class GradSync:
                     f"({partial.layout.reason}); change gradients in on_before_optimizer_step, where they are whole"
                 )
             self._check_unchanged(partial)
+
+    def begin_step(self) -> None:
+        """A training step begins: what was frozen when it was summed, and still is, need not be looked at."""
+        self.losses.begin_step()
+        for partial in self._partials:
+            # Not before: an optimizer that is toggled freezes others' parameters for a part of a step.
+            if partial.is_done and not partial.parameter.requires_grad:
+                partial.unhook()
+        self.attach()
 
     @staticmethod
     def _check_unchanged(partial: _Partial) -> None:
@@ -221,8 +232,7 @@ class GradSync:
             self._sum(due, check)
         self._all_summed |= len(due) == sum(partial.may_arrive for partial in self._partials)
         for partial in due:
-            if not partial.parameter.requires_grad:  # frozen meanwhile: nothing arrives until it thaws
-                partial.unhook()
+            partial.is_done = not partial.parameter.requires_grad
         self.losses.send()
 
     def _sum(self, due: Sequence[_Partial], check: bool) -> None:

@@ -156,8 +156,7 @@ class SteppingStrategy(TopologyStrategy):
         """Run the user's training step. Its random draws are watched when that is due, or the last step drew otherwise."""
         self._comparisons.begin_step()
         if self._sync is not None:
-            self._sync.losses.begin_step()
-            self._sync.attach()
+            self._sync.begin_step()
             self._flushed = self._others_flushed = False
         if (record := record_of(self._module)) is not None:
             record.check_frozen()

@@ -80,6 +80,7 @@ def count(tp: int, frozen: bool) -> tuple[Any, ...]:
     model, layout, _, sync = build(tp)
     model.a.requires_grad_(not frozen)
     sync.flush_all()  # looks at what is frozen
+    sync.begin_step()
     sync.begin_backward()
     push(model.b, 1.0)
     push(model.c, 1.0)

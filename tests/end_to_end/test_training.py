@@ -232,3 +232,40 @@ def test_a_norm_that_one_replica_uses(fields):
         for reference, trace in zip(expected, found, strict=True):
             report = compare(reference, trace)
             assert report.ok, report
+
+
+class RawBehindToggled(models.ManualTwo):
+    """The first optimizer is toggled, which freezes what the second trains; the second's backward is the user's own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        one, two = self.optimizers()
+
+        def loss_of(model: nn.Module) -> Tensor:
+            return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+        self.toggle_optimizer(one)
+        one.zero_grad()
+        self.manual_backward(loss_of(self.first))
+        one.step()
+        self.untoggle_optimizer(one)
+        two.zero_grad()
+        loss = loss_of(self.second)
+        loss.backward()
+        two.step()
+        return loss.detach()
+
+
+def fit_raw(alone: bool) -> Trace:
+    torch.manual_seed(0)
+    recorder = ParityRecorder()
+    strategy = "auto" if alone else SeqParallelStrategy(tp=2, regather=True, self_check=False)
+    trainer = quiet_trainer(devices=1 if alone else 2, strategy=strategy, max_steps=6, callbacks=[recorder])
+    trainer.fit(RawBehindToggled(), models.loader(8, count=24))
+    return recorder.trace
+
+
+def test_a_raw_backward_behind_a_toggled_optimizer():
+    expected = fit_raw(True)
+    for found in run_distributed(fit_raw, 2, False):
+        compare(expected, found).raise_if_failed()

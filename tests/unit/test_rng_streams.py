@@ -230,6 +230,19 @@ def test_where_no_draws_are_expected_nothing_is_switched_until_one_is_seen():
     assert streams.draws
 
 
+def test_ranks_go_on_alike_behind_an_unexpected_draw_of_different_lengths():
+    behind = []
+    for rank, count in ((0, 3), (1, 700)):
+        torch.manual_seed(1)
+        streams = RankStreams(rank)
+        streams.draws = False
+        streams.begin()
+        torch.rand(count)
+        streams.end()
+        behind.append(torch.rand(4))
+    assert torch.equal(*behind)
+
+
 def test_a_stream_that_drew_nothing_and_one_that_drew_alike_are_told_apart():
     torch.manual_seed(1)
     streams = RankStreams(1)
