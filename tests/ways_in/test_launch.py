@@ -61,9 +61,10 @@ if __name__ == "__main__":
     world = int(os.environ.get("WORLD", "2"))
     refused = {"plan": [{"pattern": "nowhere", "style": "row"}]} if "REFUSED" in os.environ else {}
     strategy = SeqParallelStrategy(tp=2, timeout=int(os.environ.get("TIMEOUT", "60")), **refused)
+    steps = int(os.environ.get("STEPS", "6"))
     bad = [Bad()] if "BAD" in os.environ else []
-    trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=50, callbacks=bad)
-    trainer.fit(models.GPT(), models.loader(4, count=400))
+    trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=steps, callbacks=bad)
+    trainer.fit(models.GPT(), models.loader(4, count=4 * steps))
     os.write(1, f"PID {os.getpid()} RANK {trainer.global_rank} STEPS {trainer.global_step}\\n".encode())
     if os.environ.get("SAVE") and trainer.is_global_zero:
         trainer.save_checkpoint(os.environ["SAVE"])
@@ -94,16 +95,18 @@ def script(tmp_path):
     assert survivors(tag) == []
 
 
+@pytest.mark.matrix
 def test_lightnings_own_launcher(script):
     done = script()
     assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"RANK (\d) STEPS (\d+)", done.stdout)) == [("0", "50"), ("1", "50")]
+    assert sorted(re.findall(r"RANK (\d) STEPS (\d+)", done.stdout)) == [("0", "6"), ("1", "6")]
 
 
+@pytest.mark.matrix
 def test_torchrun(script):
     done = script(*TORCHRUN)
     assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"RANK (\d) STEPS (\d+)", done.stdout)) == [("0", "50"), ("1", "50")]
+    assert sorted(re.findall(r"RANK (\d) STEPS (\d+)", done.stdout)) == [("0", "6"), ("1", "6")]
 
 
 @pytest.mark.parametrize(
@@ -111,8 +114,12 @@ def test_torchrun(script):
     [
         ("raise:1", 2, r"the run failed: rank 1 raised ValueError: on purpose"),
         pytest.param("raise:0", 2, r"the run failed: rank 0 raised ValueError: on purpose", marks=pytest.mark.matrix),
-        ("KILL:1", 2, r"the run failed: rank 1 \(pid \d+\) was killed by SIGKILL"),
-        ("TERM:1", 2, r"the run failed: rank 1 \(pid \d+\) was killed by SIGTERM"),
+        pytest.param(
+            "KILL:1", 2, r"the run failed: rank 1 \(pid \d+\) was killed by SIGKILL", marks=pytest.mark.matrix
+        ),
+        pytest.param(
+            "TERM:1", 2, r"the run failed: rank 1 \(pid \d+\) was killed by SIGTERM", marks=pytest.mark.matrix
+        ),
         ("TERM:0", 2, r"the run failed: rank 0 got SIGTERM"),
         ("KILL:2", 4, r"the run failed: rank 2 \(pid \d+\) was killed by SIGKILL"),
     ],
@@ -144,13 +151,14 @@ def test_the_main_process_killed(script):
     assert "rank 1 stops: the main process (local rank 0), which launched it, is gone" in done.stderr
 
 
-def test_an_exception_after_fit_on_one_rank(script):
-    for rank in "01":
-        done = script(AFTER=rank)
-        assert done.returncode != 0, rank
-        assert f"rank {rank}" in done.stderr
+@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.matrix), "1"])
+def test_an_exception_after_fit_on_one_rank(script, rank):
+    done = script(AFTER=rank)
+    assert done.returncode != 0
+    assert f"rank {rank}" in done.stderr
 
 
+@pytest.mark.matrix
 def test_torchrun_with_a_killed_rank(script):
     done = script(*TORCHRUN, BAD="KILL:1")
     assert done.returncode != 0
@@ -241,7 +249,7 @@ def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
 
 
 def test_signals_to_forked_processes_are_not_the_runs(script):
-    done = script(BAD="fork:0", GRACE="0.02")
+    done = script(BAD="fork:0", GRACE="0.02", STEPS="50")
     assert done.returncode == 0, done.stderr
     assert "STEPS 50" in done.stdout
 

@@ -94,6 +94,7 @@ def slurm(script: Path, port: int, nodes: int = 1) -> list[tuple[tuple[str, ...]
 
 
 @pytest.mark.launch
+@pytest.mark.matrix
 def test_slurm(script, losses):
     check(run_all(slurm(script, free_port())), losses, {0: 0, 1: 0})
 
@@ -170,11 +171,17 @@ def test_hydra_leaves_one_folder(tmp_path):
 
 
 @pytest.mark.launch
-def test_hydra_composes_experiments_and_refuses_a_sweep_of_several_processes(tmp_path):
+@pytest.mark.matrix
+def test_hydra_composes_experiments(tmp_path):
     script = str(ROOT / "examples" / "train_hydra.py")
     code, told = run(PYTHON, script, "+experiment=replicas", "trainer.max_steps=1", cwd=tmp_path)
     assert code == 0, told[-3000:]
     assert "4 ranks on 1 node, dp 2 × tp 2" in told
+
+
+@pytest.mark.launch
+def test_hydra_sweeps_over_single_processes_alone(tmp_path):
+    script = str(ROOT / "examples" / "train_hydra.py")
     code, told = run(PYTHON, script, "-m", "strategy.sp=true,false", "trainer.max_steps=1", cwd=tmp_path)
     assert code == 1
     assert "a hydra multirun (-m) with devices=2: the jobs of a sweep share one main process" in told
@@ -186,6 +193,7 @@ def test_hydra_composes_experiments_and_refuses_a_sweep_of_several_processes(tmp
 
 
 @pytest.mark.launch
+@pytest.mark.matrix
 def test_torchrun_with_hydra(tmp_path):
     script = str(ROOT / "examples" / "train_hydra.py")
     command = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", script, "strategy.tp=2", "trainer.max_steps=2")
@@ -250,7 +258,7 @@ def test_the_hugging_face_example_learns_and_goes_on_from_its_folder(tmp_path):
     """A tokenizer trained here, a Llama without memory, two processes; then the folder that it left is the start."""
     script = str(ROOT / "examples" / "finetune_hf.py")
     found = []
-    for more in (["--trainer.max_steps=40"], ["--trainer.max_steps=10", "--model.folder=runs/finetune/model"]):
+    for more in (["--trainer.max_steps=24"], ["--trainer.max_steps=6", "--model.folder=runs/finetune/model"]):
         code, output = run(PYTHON, script, *more, cwd=tmp_path)
         assert code == 0, output[-4000:]
         told = re.search(r"loss, mean of \d+ steps: ([\d.]+) at first, ([\d.]+) at the end", output)
