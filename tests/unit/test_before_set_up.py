@@ -129,3 +129,16 @@ def test_pickled_groups_answer_ranks_and_sizes():
     assert (again.rank("dp"), again.size("tp"), again.ranks("tp")) == (1, 2, [2, 3])
     with pytest.raises(RuntimeError, match="fake groups have no process group"):
         again["tp"]
+
+
+def test_a_strategy_that_compiles_nothing_imports_no_compiler(monkeypatch):
+    """torch's list of backends imports them all, which took a second of the start of every process."""
+
+    def list_backends(**_):
+        raise AssertionError("torch's backends were imported")
+
+    monkeypatch.setattr(torch.compiler, "list_backends", list_backends)
+    SeqParallelStrategy(tp=2)
+    SeqParallelStrategy(tp=2, compile=True)
+    with pytest.raises(AssertionError, match="backends were imported"):
+        SeqParallelStrategy(tp=2, compile=True, compile_options={"backend": "inductor"})

@@ -136,12 +136,13 @@ def check_compile_options(options: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"compile_options={{{name!r}: ...}}: it is not passed on; did you mean {nearest(name, COMPILE_OPTIONS)}?"
             )
-    backend, known = options.get("backend", "inductor"), torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
+    backend, mode = options.get("backend", "inductor"), options.get("mode")
+    # The list is asked for a backend alone: it imports all of them, for a second, in every process.
+    if "backend" in options and backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise ValueError(
             f"compile_options={{'backend': {backend!r}}}: torch knows no such backend; did you mean {nearest(str(backend), known)}?"
         )
-    mode, modes = options.get("mode"), ("default", *torch._inductor.list_mode_options())
+    modes = [] if mode is None else ["default", *torch._inductor.list_mode_options()]
     if mode is not None and (backend != "inductor" or mode not in modes):
         raise ValueError(
             f"compile_options={{'mode': {mode!r}}}: write one of inductor's modes ({', '.join(dict.fromkeys(modes))}), and no "
