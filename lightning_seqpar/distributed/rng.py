@@ -427,6 +427,26 @@ def _reseed(states: list[_State], rank: int) -> None:
         generator.manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
 
 
+@contextmanager
+def drawn_apart(place: int) -> Iterator[None]:
+    """A context in which ranks that would draw alike draw apart, and behind which they draw alike again.
+
+    Args:
+        place: what tells this rank from the others, such as its context-parallel rank.
+    """
+    before = _states()
+    _reseed(before, _APART + place)
+    try:
+        yield
+    finally:
+        _restore(before)
+        _advance([True] * len(before))
+
+
+_APART = 1 << 16
+"""Above any tensor-parallel rank, whose own streams are seeded from the same state."""
+
+
 def _advance(used: list[bool]) -> None:
     """Draw one number from each generator for which ``used`` is set."""
     with unseen():  # not a draw of the model, so no check may see it

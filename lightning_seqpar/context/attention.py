@@ -1,0 +1,150 @@
+"""Attention of queries of which each rank holds a part: over all heads of some positions, or all positions of some heads.
+
+============  ========================================================  ===========================================
+method        what a rank computes                                      what it sends, in numbers of ``[b, s/cp, h]``
+============  ========================================================  ===========================================
+ulysses       all positions of ``heads / cp`` heads (arXiv 2309.14509)  q, k, v and the result, all-to-all
+ring          its own positions, keys and values a chunk at a time      k and v, ``cp - 1`` times, to its neighbour
+all_gather    its own positions, of all keys and values                 k and v, to all
+============  ========================================================  ===========================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_seqpar.context.chunks import Chunks
+from lightning_seqpar.context.exchange import heads_to_positions, positions_to_heads
+from lightning_seqpar.context.operations import handles
+from lightning_seqpar.context.seq_part import Place, SeqPart, whole_of
+from lightning_seqpar.distributed.rng import drawn_apart
+
+Method = Literal["auto", "ulysses", "ring", "all_gather"]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The arguments of ``F.scaled_dot_product_attention`` beside its tensors.
+
+    Args:
+        dropout_p: the share of the weights that is dropped.
+        is_causal: whether a query reads keys at its own position and before it alone.
+        scale: of the scores; None for one over the root of the head's size.
+        enable_gqa: whether there may be fewer heads of keys than of queries.
+    """
+
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, chunks: Chunks, *, is_causal: bool) -> Tensor:
+        """torch's own, on plain tensors; each rank drops out for itself."""
+        more = {"enable_gqa": True} if self.enable_gqa else {}
+
+        def attend() -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, mask, self.dropout_p, is_causal, scale=self.scale, **more)
+
+        if not self.dropout_p:
+            return attend()
+        with drawn_apart(chunks.rank):
+            return attend()
+
+
+@handles("scaled_dot_product_attention")
+def scaled_dot_product_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.scaled_dot_product_attention`` of queries ``[..., heads, s, d]`` of which each rank holds ``[..., heads, s/cp, d]``."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+    if not isinstance(q, SeqPart):
+        return NotImplemented
+    place = q._place
+    if place.dim < q.ndim - 2:
+        return _batched(func, given, q)
+    if place.dim != q.ndim - 2 or not place.is_plain:
+        return NotImplemented
+    what = Attention(
+        given.get("dropout_p", 0.0), given.get("is_causal", False), given.get("scale"), given.get("enable_gqa", False)
+    )
+    method = place.chunks.method
+    parts = all(isinstance(x, SeqPart) and x._place.dim == x.ndim - 2 and x._place.is_plain for x in (k, v))
+    heads = q.shape[-3] if q.ndim > 2 else 1
+    if parts and method in ("auto", "ulysses") and heads % place.chunks.size == 0:
+        return _ulysses(q, k, v, mask, what)
+    if method == "ulysses" and parts:
+        raise ValueError(
+            f"cp_method='ulysses' with cp={place.chunks.size}: an attention has {heads} heads (on a rank), which do not divide by it; "
+            "use cp_method='auto' or 'ring', or a cp that divides them"
+        )
+    return _all_gather(q, k, v, mask, what)
+
+
+def _batched(func: Any, given: dict[str, Any], q: SeqPart) -> Any:
+    """Attention along another dim: the sequence is one of the batch dims."""
+    from_right, size = q.ndim - q._place.dim, q.shape[q._place.dim]
+    out: dict[str, Any] = {}
+    for name, x in given.items():
+        if isinstance(x, SeqPart):
+            if x.ndim - x._place.dim != from_right or not x._place.same(q._place):
+                return NotImplemented
+            out[name] = x._local
+        elif isinstance(x, Tensor) and x.ndim >= from_right and x.shape[-from_right] == size:
+            out[name] = q._place.own(x, x.ndim - from_right)
+        else:
+            out[name] = x
+    with drawn_apart(q._place.chunks.rank):
+        return q.like(func(**out))
+
+
+def _own_rows(mask: Any, place: Place, queries: int) -> Tensor | None:
+    """Of a mask ``[..., s, t]`` the rows of this rank's queries."""
+    if mask is None:
+        return None
+    if isinstance(mask, SeqPart):
+        if mask._place.dim == mask.ndim - 2 and mask._place.same(place):
+            return mask._local
+        mask = mask.whole()
+    found: Tensor = mask
+    return place.own(found, found.ndim - 2) if found.ndim > 1 and found.shape[-2] == queries else found
+
+
+def _all_gather(q: SeqPart, k: Any, v: Any, mask: Any, what: Attention) -> SeqPart:
+    """Own positions of the queries with all keys and values."""
+    place, chunks = q._place, q._place.chunks
+    keys, values = whole_of(k), whole_of(v)
+    rows = _own_rows(mask, place, q.shape[-2])
+    if what.is_causal:
+        reach = max((stop for _, stop in chunks.ranges[chunks.rank]), default=0)
+        reach = min(max(reach, 1), keys.shape[-2])
+        keys, values = keys[..., :reach, :], values[..., :reach, :]
+        at = chunks.positions(q.device)
+        rows = at[:, None] >= torch.arange(reach, device=q.device)
+    return q.like(what.run(q._local, keys, values, rows, chunks, is_causal=False))
+
+
+def _ulysses(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, what: Attention) -> SeqPart:
+    """All positions of this rank's heads."""
+    chunks = q._place.chunks
+    size, rank = chunks.size, chunks.rank
+    heads, groups = q.shape[-3], k.shape[-3]
+    q_all = positions_to_heads(q._local, chunks)
+    sides = []
+    for x in (k, v):
+        local = x._local
+        if groups % size:  # fewer heads of keys than ranks: each is sent to all that need it
+            times = next(
+                t for t in range(1, heads // groups + 1) if groups * t % size == 0 and heads % (groups * t) == 0
+            )
+            local = local.repeat_interleave(times, -3)
+        sides.append(positions_to_heads(local, x._place.chunks))
+    whole = whole_of(mask)
+    if whole is not None and whole.ndim > 2 and whole.shape[-3] == heads and heads > 1:
+        whole = whole.narrow(-3, rank * (heads // size), heads // size)
+    out = what.run(q_all, sides[0], sides[1], whole, chunks, is_causal=what.is_causal)
+    return q.like(heads_to_positions(out, chunks))

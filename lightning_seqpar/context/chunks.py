@@ -1,0 +1,163 @@
+"""Which positions of a sequence each context-parallel rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+Ranges = tuple[tuple[int, int], ...]
+"""Positions that one rank holds, as (start, stop) of each run, in the order in which it holds them."""
+
+
+def contiguous(length: int, size: int) -> tuple[Ranges, ...]:
+    """Runs of positions in the ranks' order, whose lengths differ by at most one.
+
+    >>> contiguous(7, 2)
+    (((0, 4),), ((4, 7),))
+    """
+    edges = [rank * (length // size) + min(rank, length % size) for rank in range(size + 1)]
+    return tuple(((edges[rank], edges[rank + 1]),) for rank in range(size))
+
+
+def zigzag(length: int, size: int) -> tuple[Ranges, ...]:
+    """Two runs for each rank, one from either end, so that causal attention takes every rank equally long (arXiv 2411.01783).
+
+    >>> zigzag(8, 2)
+    (((0, 2), (6, 8)), ((2, 4), (4, 6)))
+    """
+    halves = [runs[0] for runs in contiguous(length, 2 * size)]
+    return tuple((halves[rank], halves[2 * size - 1 - rank]) for rank in range(size))
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """How a sequence of ``length`` positions is dealt out over the ranks of a context-parallel group.
+
+    Every rank holds its positions in their order in ``ranges``. Ranks may hold different numbers of them, and none at all.
+
+    Args:
+        group: the context-parallel group.
+        length: positions in the whole sequence.
+        ranges: of each rank.
+        method: how attention between the ranks is computed (the field ``cp_method``).
+    """
+
+    group: ProcessGroup
+    length: int
+    ranges: tuple[Ranges, ...]
+    method: str = "auto"
+    _indices: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return len(self.ranges)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many positions each rank holds."""
+        return tuple(sum(stop - start for start, stop in runs) for runs in self.ranges)
+
+    @property
+    def local_length(self) -> int:
+        """How many positions this rank holds."""
+        return self.counts[self.rank]
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all ranks hold equally many positions, one run each, in the ranks' order: then no index is needed."""
+        if len(set(self.counts)) > 1 or any(len(runs) != 1 for runs in self.ranges):
+            return False
+        return all(runs[0][0] == rank * self.counts[0] for rank, runs in enumerate(self.ranges))
+
+    def same(self, other: Chunks) -> bool:
+        """Whether both deal out the same positions alike."""
+        return self is other or (self.ranges == other.ranges and self.group is other.group)
+
+    def positions(self, device: torch.device, rank: int | None = None) -> Tensor:
+        """The positions that a rank (by default this one) holds, ``[s/cp]``, as int64."""
+        rank = self.rank if rank is None else rank
+        return self._cached(
+            f"rank {rank}",
+            device,
+            lambda: [at for start, stop in self.ranges[rank] for at in range(start, stop)],
+        )
+
+    def order(self, device: torch.device) -> Tensor:
+        """Where each position of the whole lies among what all ranks hold, each padded to the longest, ``[s]``."""
+
+        def places() -> list[int]:
+            found, longest = [0] * self.length, max(self.counts)
+            for rank, runs in enumerate(self.ranges):
+                held = (at for start, stop in runs for at in range(start, stop))
+                for number, at in enumerate(held):
+                    found[at] = rank * longest + number
+            return found
+
+        return self._cached("order", device, places)
+
+    def places(self, device: torch.device) -> Tensor:
+        """Where each position of the whole lies among what all ranks hold, one behind the other, ``[s]``."""
+
+        def places() -> list[int]:
+            found, number = [0] * self.length, 0
+            for start, stop in (run for runs in self.ranges for run in runs):
+                for at in range(start, stop):
+                    found[at], number = number, number + 1
+            return found
+
+        return self._cached("places", device, places)
+
+    def _cached(self, what: str, device: torch.device, make: object) -> Tensor:
+        key = what, device
+        if key not in self._indices:
+            self._indices[key] = torch.tensor(make(), dtype=torch.int64).to(device, non_blocking=True)  # type: ignore[operator]
+        return self._indices[key]
+
+    def own(self, x: Tensor, dim: int, before: int = 1, behind: int = 1) -> Tensor:
+        """This rank's positions of a whole tensor: ``[b, s, h]`` → ``[b, s/cp, h]`` for ``dim=1``. Nothing is sent.
+
+        Args:
+            x: the whole tensor.
+            dim: the dim in which the sequence lies.
+            before: the size of what was flattened into ``dim`` in front of the sequence.
+            behind: the size of what was flattened into it behind.
+        """
+        runs = self.ranges[self.rank]
+        if before > 1 or behind > 1:
+            split = x.unflatten(dim, (before, self.length, behind))
+            return self.own(split, dim + 1).flatten(dim, dim + 2)
+        if len(runs) == 1:
+            return x.narrow(dim, runs[0][0], runs[0][1] - runs[0][0])
+        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs], dim)
+
+    def sliced(self, start: int, stop: int) -> Chunks:
+        """The chunks of ``whole[start:stop]``, of which each rank keeps what it holds of the whole."""
+        ranges = tuple(
+            tuple(
+                (max(first, start) - start, min(last, stop) - start)
+                for first, last in runs
+                if first < stop and last > start
+            )
+            for runs in self.ranges
+        )
+        return Chunks(self.group, stop - start, ranges, self.method)
+
+    def held_between(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Of this rank's positions those in ``start`` to ``stop`` of the whole, as runs of local indices."""
+        found, at = [], 0
+        for first, last in self.ranges[self.rank]:
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                found.append((at + low - first, at + high - first))
+            at += last - first
+        return found

@@ -1,0 +1,209 @@
+"""How parts of a sequence become whole, and whole sequences parts.
+
+The convention of gradients is that of data parallelism: each rank differentiates a loss of its own, collectives have their true
+adjoints, and the gradient of a parameter is the *mean* over the ranks of the axis. That is right for any mixture of work on
+parts and work that every rank does alike, and no parameter has to be told from another.
+
+In the equations ``x_r`` is what rank ``r`` holds and ``dx_r`` its gradient.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_seqpar.context.chunks import Chunks
+from lightning_seqpar.distributed.async_ops import all_gather, all_reduce, reduce_scatter
+from lightning_seqpar.distributed.collectives import passes_none
+from lightning_seqpar.distributed.padding import pad
+
+
+class _Enter(torch.autograd.Function):
+    """Forward ``y_r = x[positions of r]``; input-grad ``dx = gather_r(dy_r) / cp``, the mean that is due of every gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, chunks: Chunks) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.dim, ctx.chunks = dim, chunks
+        return chunks.own(x, dim).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @passes_none
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_positions(grad, ctx.dim, ctx.chunks) / ctx.chunks.size, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Forward ``y = gather_r(x_r)``; input-grad ``dx_r = (sum over q of dy_q)[positions of r]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, chunks: Chunks) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.dim, ctx.chunks = dim, chunks
+        return _gathered(x, dim, chunks)
+
+    @staticmethod
+    @passes_none
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Reduce.apply(grad, ctx.dim, ctx.chunks), None, None  # type: ignore[no-untyped-call]
+
+
+class _Reduce(torch.autograd.Function):
+    """Forward ``y_r = (sum over q of x_q)[positions of r]``; input-grad ``dx_r = gather_q(dy_q)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, chunks: Chunks) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.dim, ctx.chunks = dim, chunks
+        return _reduced(x, dim, chunks)
+
+    @staticmethod
+    @passes_none
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Gather.apply(grad, ctx.dim, ctx.chunks), None, None  # type: ignore[no-untyped-call]
+
+
+class _Sum(torch.autograd.Function):
+    """Forward ``y = sum over r of x_r``; input-grad ``dx_r = sum over q of dy_q``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chunks: Chunks) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.chunks = chunks
+        return all_reduce(x, chunks.group)
+
+    @staticmethod
+    @passes_none
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_over_ranks(grad, ctx.chunks), None
+
+
+def _gathered(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
+    """All ranks' positions in the order of the whole: ``[b, s/cp, h]`` → ``[b, s, h]`` for ``dim=1``."""
+    if chunks.is_even:
+        return all_gather(x, dim, chunks.group)
+    stacked = all_gather(pad(x, dim, max(chunks.counts)), dim, chunks.group)
+    return stacked.index_select(dim, chunks.order(x.device))
+
+
+def _reduced(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
+    """This rank's positions of the sum over ranks: ``[b, s, h]`` → ``[b, s/cp, h]`` for ``dim=1``."""
+    if chunks.is_even:
+        return reduce_scatter(x, dim, chunks.group)
+    shape = list(x.shape)
+    shape[dim] = max(chunks.counts) * chunks.size
+    stacked = x.new_zeros(shape).index_copy_(dim, chunks.order(x.device), x.detach())
+    return reduce_scatter(stacked, dim, chunks.group).narrow(dim, 0, chunks.local_length).contiguous()
+
+
+def enter(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
+    """This rank's positions of an activation that all ranks have: ``[b, s, h]`` → ``[b, s/cp, h]`` for ``dim=1``.
+
+    Forward: nothing is sent. Backward: all-gather, divided by cp, so that what lies in front has the same gradient on all ranks.
+    """
+    out: Tensor = _Enter.apply(x, dim, chunks)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gather_positions(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
+    """The whole of what ranks have parts of: ``[b, s/cp, h]`` → ``[b, s, h]`` for ``dim=1``.
+
+    Forward: all-gather. Backward: reduce-scatter, since each rank may do something else with the whole.
+    """
+    out: Tensor = _Gather.apply(x, dim, chunks)  # type: ignore[no-untyped-call]
+    return out
+
+
+def sum_over_ranks(x: Tensor, chunks: Chunks) -> Tensor:
+    """The sum of what every rank has computed of its positions, in the same shape.
+
+    Forward: all-reduce. Backward: all-reduce.
+    """
+    out: Tensor = _Sum.apply(x, chunks)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _PositionsToHeads(torch.autograd.Function):
+    """Forward: ``[..., heads, s/cp, d]`` → ``[..., heads/cp, s, d]``, all-to-all; backward: the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chunks: Chunks) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.chunks = chunks
+        size, counts, lead = chunks.size, chunks.counts, x.shape[:-3]
+        heads, width = x.shape[-3] // size, x.shape[-1]
+        sent = x.detach().unflatten(-3, (size, heads)).movedim(-4, 0).contiguous()
+        each = prod(lead) * heads * width
+        received = _all_to_all(sent.flatten(), [each * chunks.local_length] * size, [each * n for n in counts], chunks)
+        pieces = [
+            part.view(*lead, heads, count, width)
+            for part, count in zip(received.split([each * n for n in counts]), counts, strict=True)
+        ]
+        return _in_order(torch.cat(pieces, -2), chunks)
+
+    @staticmethod
+    @passes_none
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return heads_to_positions(grad, ctx.chunks), None
+
+
+class _HeadsToPositions(torch.autograd.Function):
+    """Forward: ``[..., heads/cp, s, d]`` → ``[..., heads, s/cp, d]``, all-to-all; backward: the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chunks: Chunks) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.chunks = chunks
+        size, counts, lead = chunks.size, chunks.counts, x.shape[:-3]
+        heads, width, own = x.shape[-3], x.shape[-1], chunks.local_length
+        each = prod(lead) * heads * width
+        pieces = [_of_rank(x.detach(), rank, chunks).flatten() for rank in range(size)]
+        received = _all_to_all(torch.cat(pieces), [each * n for n in counts], [each * own] * size, chunks)
+        return received.view(size, *lead, heads, own, width).movedim(0, -4).flatten(-4, -3)
+
+    @staticmethod
+    @passes_none
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return positions_to_heads(grad, ctx.chunks), None
+
+
+def _all_to_all(sent: Tensor, out_sizes: list[int], in_sizes: list[int], chunks: Chunks) -> Tensor:
+    """Numbers in a row, of which each rank gets a stretch from each; ``out_sizes`` leave this rank and ``in_sizes`` arrive."""
+    received = sent.new_empty(sum(in_sizes))
+    dist.all_to_all_single(received, sent.contiguous(), in_sizes, out_sizes, group=chunks.group)
+    return received
+
+
+def _of_rank(x: Tensor, rank: int, chunks: Chunks) -> Tensor:
+    """The positions of a rank, along dim -2."""
+    runs = [x.narrow(-2, start, stop - start) for start, stop in chunks.ranges[rank]]
+    return runs[0] if len(runs) == 1 else torch.cat(runs, -2)
+
+
+def _in_order(x: Tensor, chunks: Chunks) -> Tensor:
+    """What the ranks hold, one behind the other along dim -2, in the order of the whole."""
+    if all(len(runs) == 1 for runs in chunks.ranges):
+        return x
+    return x.index_select(-2, chunks.places(x.device))
+
+
+def positions_to_heads(x: Tensor, chunks: Chunks) -> Tensor:
+    """All positions of this rank's heads: ``[..., heads, s/cp, d]`` → ``[..., heads/cp, s, d]``.
+
+    Forward: all-to-all. Backward: all-to-all (:func:`heads_to_positions`).
+    """
+    out: Tensor = _PositionsToHeads.apply(x, chunks)  # type: ignore[no-untyped-call]
+    return out
+
+
+def heads_to_positions(x: Tensor, chunks: Chunks) -> Tensor:
+    """This rank's positions of all heads: ``[..., heads/cp, s, d]`` → ``[..., heads, s/cp, d]``.
+
+    Forward: all-to-all. Backward: all-to-all (:func:`positions_to_heads`).
+    """
+    out: Tensor = _HeadsToPositions.apply(x, chunks)  # type: ignore[no-untyped-call]
+    return out
