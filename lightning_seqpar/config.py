@@ -225,7 +225,7 @@ class ParallelConfig(FrozenModel):
     """Data-parallel size; ``auto`` takes what the world leaves, a number is checked against it."""
     cp: int = 1
     """Context-parallel size. Not run yet: leave it at 1."""
-    cp_method: Literal["auto", "ring", "ulysses"] = "auto"
+    cp_method: Literal["auto", "ring", "ulysses", "all_gather"] = "auto"
     """How attention is computed across the context-parallel ranks. Not run yet."""
     pp: int = 1
     """Pipeline-parallel size. Not run yet: leave it at 1."""

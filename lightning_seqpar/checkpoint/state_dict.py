@@ -36,11 +36,11 @@ def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device
     Returns:
         The whole tensor on the rank that writes, on the device of ``local``; elsewhere a meta tensor of its shape.
     """
-    local = gather_rows(local, groups["dp"]).detach() if is_split(local) else local.detach()
+    local = gather_rows(local, groups[groups.mean_axes]).detach() if is_split(local) else local.detach()
     if layout.shard is None:
         return local if _is_writer(groups) else local.to("meta")
     whole = torch.empty(layout.global_shape, dtype=local.dtype, device="meta")
-    if groups.rank("dp") != 0:
+    if groups.rank(groups.mean_axes) != 0:
         return whole
     sent = local.to(device).contiguous()
     parts = [torch.empty_like(sent) for _ in range(groups.size("tp"))] if groups.rank("tp") == 0 else None
@@ -50,7 +50,7 @@ def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device
 
 def _is_writer(groups: ParallelGroups) -> bool:
     """Whether this rank writes a checkpoint that is one file."""
-    return groups.rank("dp") == 0 and groups.rank("tp") == 0
+    return groups.rank(groups.mean_axes) == 0 and groups.rank("tp") == 0
 
 
 def full_state_dict(
@@ -152,7 +152,7 @@ class _WriterChoice:
 
     def __init__(self, groups: ParallelGroups) -> None:
         self._groups = groups
-        self._loads = torch.zeros(groups.size("dp"), groups.size("tp"), dtype=torch.float64)
+        self._loads = torch.zeros(groups.size(groups.mean_axes), groups.size("tp"), dtype=torch.float64)
 
     def part(self, value: Tensor, layout: ParamLayout | None, *, alike: bool = True) -> Part:
         """The part of the next tensor. Every rank must ask for the same tensors in the same order.
@@ -163,7 +163,7 @@ class _WriterChoice:
             alike: whether all replicas hold the same values. Buffers may differ between replicas, which count on their own;
                 those of the first replica are written.
         """
-        dp, tp = self._groups.rank("dp"), self._groups.rank("tp")
+        dp, tp = self._groups.rank(self._groups.mean_axes), self._groups.rank("tp")
         if is_split(value):  # every replica writes its rows: of what the ranks of tp hold alike, one of them
             own_writer = int(self._loads.sum(0).argmin())
             sharded = layout is not None and layout.shard is not None

@@ -103,9 +103,9 @@ class ReplicaSampler(Sampler[Any]):
             forward = getattr(part, "set_epoch", None)
             if callable(forward):
                 forward(epoch)
-        source = self.groups.ranks(("dp", "tp"))[0]
+        source = self.groups.source(self.groups.holder_axes)
         if self.num_replicas == 1 and (type(self.order) in _DRAWN_FROM_TORCH or not isinstance(self.order, Sized)):
-            share_streams(self.groups["tp"], source, torch.device("cpu"))
+            share_streams(self.groups[self.groups.replica_axes], source, torch.device("cpu"))
             self._share_generator(source)
             return
         number = self.seed.of_epoch(epoch, self.place)
@@ -114,7 +114,7 @@ class ReplicaSampler(Sampler[Any]):
             np.random.seed(number)
             torch.default_generator.manual_seed(number)
             box = [list(self.order)]
-        dist.broadcast_object_list(box, src=source, group=self.groups["dp", "tp"])
+        dist.broadcast_object_list(box, src=source, group=self.groups[self.groups.holder_axes])
         self._agreed = box[0]
 
     def _share_generator(self, source: int) -> None:
@@ -123,7 +123,7 @@ class ReplicaSampler(Sampler[Any]):
             generator = getattr(part, "generator", None)
             if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
                 box = [generator.get_state()]
-                dist.broadcast_object_list(box, src=source, group=self.groups["tp"])
+                dist.broadcast_object_list(box, src=source, group=self.groups[self.groups.replica_axes])
                 generator.set_state(box[0])
 
     def __iter__(self) -> Iterator[Any]:

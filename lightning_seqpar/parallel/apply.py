@@ -332,7 +332,7 @@ def refuse_unlowered(plan: ResolvedPlan) -> None:
 
 def whole_tensor(local: Tensor, layout: ParamLayout, groups: ParallelGroups) -> Tensor:
     """The whole of a tensor laid out as the parameter is; collective over tp, and over dp if the replicas split it."""
-    local = gather_rows(local, groups["dp"]) if is_split(local) else local
+    local = gather_rows(local, groups[groups.mean_axes]) if is_split(local) else local
     if layout.shard is None:
         return local.detach().clone()
     group, sent = groups["tp"], local.detach().unsqueeze(0)

@@ -105,7 +105,7 @@ class FullySharded:
         self._own_names = {
             name: self._model.get_parameter(name) for name, _ in self._model.named_parameters(remove_duplicate=False)
         }
-        mesh = DeviceMesh.from_group(record.groups["dp"], device.type, mesh_dim_names=("dp",))
+        mesh = DeviceMesh.from_group(record.groups[record.groups.mean_axes], device.type, mesh_dim_names=("dp",))
         modules = list(self._model.modules())
         snapshots = [ModuleSnapshot(module) for module in modules]
         hooks = [(module, {key: dict(getattr(module, key)) for key in _HOOKS}) for module in modules]
@@ -309,7 +309,7 @@ class FullySharded:
             return
         used_here = [name in self._used for name in due]
         flags = send_numbers(used_here, torch.uint8, layout.parameter(due[0]).device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._record.groups["dp", "tp"])
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._record.groups[self._record.groups.holder_axes])
         if all(used_here):
             return
         for name, used in zip(due, flags.tolist(), strict=True):
@@ -327,7 +327,7 @@ class FullySharded:
         due = [p for p in self.whole.values() if id(p) in due_ids and p.requires_grad]
         if not due:
             return
-        group = self._record.groups["dp"]
+        group = self._record.groups[self._record.groups.mean_axes]
         wide = torch.promote_types(functools.reduce(torch.promote_types, (p.dtype for p in due)), torch.float32)
         sent = torch.zeros(2, len(due), dtype=wide, device=due[0].device)
         for at, parameter in enumerate(due):
@@ -338,7 +338,7 @@ class FullySharded:
         anywhere = (
             sent[1].tolist() if lacking else []
         )  # a rank that has all gradients does not wait for the others' answer
-        averages = sent[0] / self._record.groups.size("dp")
+        averages = sent[0] / self._record.groups.size(self._record.groups.mean_axes)
         for at, parameter in enumerate(due):
             if parameter.grad is not None:
                 parameter.grad.copy_(averages[at])
@@ -350,7 +350,7 @@ class FullySharded:
     def undo(self) -> None:
         """Give the model its own parameter objects back, each with all rows of its part over tp. Collective over dp."""
         self.reset()
-        group = self._record.groups["dp"]
+        group = self._record.groups[self._record.groups.mean_axes]
         sharded = {name: self._model.get_parameter(name) for name in self._own}
         with torch.no_grad():
             for name, parameter in self._own.items():

@@ -43,10 +43,10 @@ class Spread:
     Args:
         tensors: the same on every rank, but for their values.
         groups: the process groups.
-        axis: whose ranks are compared.
+        axis: whose ranks are compared; or several.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], groups: ParallelGroups, axis: str = "tp") -> None:
+    def __init__(self, tensors: Sequence[Tensor], groups: ParallelGroups, axis: str | tuple[str, ...] = "tp") -> None:
         on_gpus = [tensor.device for tensor in tensors if tensor.is_cuda]
         if not on_gpus and dist.get_backend(groups[axis]) == "nccl":  # numbers of the user's own on the CPU
             on_gpus = [torch.device("cuda", torch.cuda.current_device())]
@@ -70,10 +70,10 @@ def check_reduced(parameters: Iterable[Tensor], groups: ParallelGroups) -> Compa
         What raises RuntimeError on every rank, if one differs. Calling it a step later costs no wait for the device.
     """
     held = [p for p in parameters if p.requires_grad and not is_split(p)]
-    if not held or groups.size("dp") == 1:
+    if not held or groups.size(groups.mean_axes) == 1:
         return _passes
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in held]
-    shapes, spread = [(list(grad.shape), grad.dtype) for grad in grads], Spread(grads, groups, "dp")
+    shapes, spread = [(list(grad.shape), grad.dtype) for grad in grads], Spread(grads, groups, groups.mean_axes)
     unused = sum(p.grad is None for p in held)
     hint = (
         f". {unused} parameter{'s' * (unused > 1)} got no gradient: what the loss does not read the reduction waits for; set "

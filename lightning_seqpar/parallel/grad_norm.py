@@ -63,7 +63,7 @@ def global_grad_norm(
     splits = any(is_split(parameter) for parameter in parameters)
     if splits:  # each axis once: first what is divided over dp, alone or over tp too
         both = torch.stack([powers["dp",], powers["dp", "tp"]])
-        dist.all_reduce(both, op=op, group=groups["dp"])
+        dist.all_reduce(both, op=op, group=groups[groups.mean_axes])
         powers["dp",], powers["dp", "tp"] = both.unbind()
     part = torch.stack([powers["tp",], powers["dp", "tp"]])
     part = part.max() if highest else part.sum()

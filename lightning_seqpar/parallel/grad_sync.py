@@ -171,7 +171,7 @@ class GradSync:
         which comes before the addition.
         """
         self._all_summed = False
-        if self._groups.size("dp") == 1:
+        if self._groups.size(self._groups.mean_axes) == 1:
             return
         for partial in self._partials:
             grad = partial.parameter.grad
@@ -244,7 +244,9 @@ class GradSync:
             ride, arrived = None, self._fired_anywhere(due, self._agreed_now(due, flags))
             if not any(arrived):
                 return
-        elif ride is None or self._groups.size("dp") > 1:  # over dp the agreement is a reduction of its own
+        elif (
+            ride is None or self._groups.size(self._groups.mean_axes) > 1
+        ):  # over dp the agreement is a reduction of its own
             ride, late = None, self._agreed_later(due, flags)
             if not any(arrived):
                 arrived = self._fired_anywhere(due, late.tolist())
@@ -276,7 +278,7 @@ class GradSync:
         whole = [local_rows(grad) for p, grad in grads if p.layout.shard is None]
         sent = [part.given(rows) for part, rows in shared]
         group = self._groups[axes if len(axes) > 1 else axes[0]]
-        losses = self.losses if axes == ("tp",) else None
+        losses = self.losses if axes == ("tp",) and self.losses.rides_over_tp else None
         counts = _sum_coalesced([*whole, *sent], group, losses, flags)
         for (part, rows), summed in zip(shared, sent, strict=True):
             part.take(summed, rows)
@@ -302,7 +304,9 @@ class GradSync:
         kept = partial.parameter.grad
         if kept is None:
             return torch.zeros_like(partial.parameter, requires_grad=False)
-        is_new = kept is not partial.synced and self._groups.size("dp") > 1  # the other replicas', reduced here too
+        is_new = (
+            kept is not partial.synced and self._groups.size(self._groups.mean_axes) > 1
+        )  # the other replicas', reduced here too
         if not partial.fired and not is_new:  # whole on every rank since the last sum
             kept = kept.clone()
             local_rows(kept).div_(self._share(partial, kept))
@@ -327,12 +331,12 @@ class GradSync:
     def _agreed_now(self, due: Sequence[_Partial], flags: Sequence[bool]) -> list[bool]:
         """Which of this rank's arrival flags any rank has, over every rank that holds the same parameters."""
         # Over dp too: a replica that did not use a parameter still got the others' average for it.
-        return any_rank_has(flags, self._groups["dp", "tp"], due[0].parameter.device)
+        return any_rank_has(flags, self._groups[self._groups.holder_axes], due[0].parameter.device)
 
     def _agreed_later(self, due: Sequence[_Partial], flags: Sequence[bool]) -> Tensor:
         """The same, on the parameters' device, where nobody has waited for it yet."""
         highest = send_numbers(flags, torch.uint8, due[0].parameter.device)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._groups["dp", "tp"])
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._groups[self._groups.holder_axes])
         return highest
 
     @staticmethod

@@ -34,19 +34,19 @@ def _differ(numbers: Sequence[float], limit: float) -> bool:
 
 
 def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
-    """The loss must be the same on all ranks of a replica; collective over tp.
+    """The loss must be the same on all ranks of a replica; collective over the replica.
 
     Raises:
         RuntimeError: on every rank of the replica, with the values.
     """
     own = _number(loss)
-    values = [torch.zeros_like(own) for _ in range(groups.size("tp"))]
-    dist.all_gather(values, own, group=groups["tp"])
+    axes = groups.replica_axes
+    values = [torch.zeros_like(own) for _ in range(groups.size(axes))]
+    dist.all_gather(values, own, group=groups[axes])
     numbers = [float(value) for value in values]
     if _differ(numbers, _limit(loss.dtype)):
         raise RuntimeError(
-            "the loss differs across the tensor-parallel ranks of one replica: "
-            f"{', '.join(f'{n:.9g}' for n in numbers)}. {_CAUSES}"
+            f"the loss differs across the ranks of one replica: {', '.join(f'{n:.9g}' for n in numbers)}. {_CAUSES}"
         )
 
 
@@ -65,6 +65,11 @@ class LossWatch:
         # All ranks' losses, and how far they may lie apart.
         self._unread: OneStepLate[tuple[LateNumbers, float]] = OneStepLate()
 
+    @property
+    def rides_over_tp(self) -> bool:
+        """Whether a sum over tp reaches all ranks of the replica."""
+        return self._groups.size("tp") == self._groups.size(self._groups.replica_axes)
+
     def begin_step(self) -> None:
         """A step begins: losses that were taken until now can be read without a wait."""
         self._unread.begin_step()
@@ -79,8 +84,8 @@ class LossWatch:
         """What is to be summed over tp, ``[tp]``; none without a loss since the last time."""
         if self._own is None:
             return None
-        row = torch.zeros(self._groups.size("tp"), dtype=dtype, device=self._own.device)
-        row[self._groups.rank("tp")] = self._own
+        row = torch.zeros(self._groups.size(self._groups.replica_axes), dtype=dtype, device=self._own.device)
+        row[self._groups.rank(self._groups.replica_axes)] = self._own
         self._limit = max(self._limit, _limit(dtype))
         return row
 
@@ -93,7 +98,7 @@ class LossWatch:
         """Sum the row by itself, unless it has ridden along with a sum of gradients already; collective over tp."""
         row = self.row(torch.float64)
         if row is not None:
-            dist.all_reduce(row, group=self._groups["tp"])
+            dist.all_reduce(row, group=self._groups[self._groups.replica_axes])
             self.take(row)
 
     def settle(self, *, everything: bool = False) -> None:
@@ -107,7 +112,7 @@ class LossWatch:
             if not _differ(numbers, limit):
                 continue
             raise RuntimeError(
-                "the loss differed across the tensor-parallel ranks of one replica at the last step: "
+                "the loss differed across the ranks of one replica at the last step: "
                 f"{', '.join(f'{n:.9g}' for n in numbers)}. An update that was made of it is wrong: go on from a checkpoint "
                 f"before it. {_CAUSES}"
             )

@@ -84,6 +84,7 @@ class ShardedModel:
         on_shards: parameters whose gradient is partial because they are read inside a sequence region.
         is_copy: the model is a copy that no trainer trains.
         replicas: what splits the parts over the data-parallel replicas too; None if every replica holds all of them.
+        context_blocks: names of the blocks that see a part of the sequence each, where ``cp`` is more than 1.
         graphs: what compiled the blocks; None if they run eagerly.
     """
 
@@ -109,6 +110,7 @@ class ShardedModel:
     restore: list[Callable[[], None]] = field(default_factory=list)
     replicas: SplitReplicas | None = None
     graphs: BlockGraphs | None = None
+    context_blocks: tuple[str, ...] = ()
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:

@@ -143,6 +143,11 @@ class TopologyStrategy(ParallelStrategy):
         return self.groups.size("dp")
 
     @property
+    def _mean_size(self) -> int:
+        """Over how many ranks a gradient is averaged."""
+        return self.groups.size(self.groups.mean_axes)
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Arguments of a ``DistributedSampler``: it counts replicas, since the ranks of one read the same samples.
 

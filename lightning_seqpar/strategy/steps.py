@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.context.seq_part import SeqPart, whole_of
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.host import OneStepLate
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_optimizer
@@ -53,12 +54,17 @@ _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 """Hooks between the backward and the update, in which a user's code may change gradients."""
 
 
+def _whole(x: Tensor) -> Tensor:
+    """A tensor of which ranks hold parts, whole; any other unchanged. Collective over the ranks that do."""
+    return whole_logits(whole_of(x))
+
+
 def _with_whole_extras(out: Any) -> Any:
     """What a training step returns beside its loss, with sharded logits made whole: callbacks may read them on one rank alone."""
-    if not isinstance(out, dict) or not any(isinstance(x, ShardedLogits) for x in tensors_in(out)):
+    if not isinstance(out, dict) or not any(isinstance(x, ShardedLogits | SeqPart) for x in tensors_in(out)):
         return out
     with torch.no_grad():  # Lightning detaches them
-        return {key: value if key == "loss" else map_tensors(whole_logits, value) for key, value in out.items()}
+        return {key: value if key == "loss" else map_tensors(_whole, value) for key, value in out.items()}
 
 
 class SteppingStrategy(TopologyStrategy):
@@ -145,8 +151,8 @@ class SteppingStrategy(TopologyStrategy):
             schedule.note_draws(record.drawn(), watched=watched)
             out = _with_whole_extras(out)
         else:
-            if any(isinstance(tensor, ShardedLogits) for tensor in tensors_in(out)):
-                out = map_tensors(whole_logits, out)  # gathered here, since it may next be read on one rank alone
+            if any(isinstance(tensor, ShardedLogits | SeqPart) for tensor in tensors_in(out)):
+                out = map_tensors(_whole, out)  # gathered here, since it may next be read on one rank alone
             self._outputs.note(out, self.root_device)
             if due or self._outputs.is_full:
                 self._outputs.check(self.groups, loop)
@@ -208,7 +214,7 @@ class SteppingStrategy(TopologyStrategy):
         stream = torch.cuda.stream(torch.cuda.Stream()) if devices is not None else nullcontext()
         with stream:
             self._ddp_model = DistributedDataParallel(
-                module, device_ids=devices, process_group=self.groups["dp"], **options
+                module, device_ids=devices, process_group=self.groups[self.groups.mean_axes], **options
             )
         self.model = self._ddp_model
 
@@ -349,7 +355,7 @@ class SteppingStrategy(TopologyStrategy):
     @property
     def _shards(self) -> int:
         """Over how many ranks parameters are divided."""
-        return self.config.tp * (self.dp_size if self._split is not None else 1)
+        return self.config.tp * (self._mean_size if self._split is not None else 1)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -630,7 +636,7 @@ class SteppingStrategy(TopologyStrategy):
         """Compare the number of batches; leave prediction writers on the first rank of each replica alone. Collective."""
         self._on_loop_start()
         self._agree_on_batches("predict", list(self._trainer.num_predict_batches))
-        if self.groups.rank("tp") > 0:
+        if self.groups.rank(self.groups.replica_axes) > 0:
             callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
             self._muted_writers = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, BasePredictionWriter)]
             for _, writer in self._muted_writers:

@@ -35,6 +35,7 @@ from lightning_seqpar.init.meta_weights import LateWeights
 from lightning_seqpar.layout.replica_rows import is_split
 from lightning_seqpar.parallel.apply import parallelize, unshard, whole_model
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, compile_plain_blocks
+from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.module_changes import ModuleChange
@@ -152,7 +153,7 @@ class SeqParallelStrategy(TuningStrategy):
         sp: bool = True,
         dp: Literal["auto"] | int = "auto",
         cp: int = 1,
-        cp_method: Literal["auto", "ring", "ulysses"] = "auto",
+        cp_method: Literal["auto", "ring", "ulysses", "all_gather"] = "auto",
         pp: int = 1,
         virtual_pp: int | None = None,
         pp_split_rank: int | None = None,
@@ -265,7 +266,9 @@ class SeqParallelStrategy(TuningStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         meta_weights = self._late_weights(module)
         self.precision_plugin.convert_module(module)
-        share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)
+        share_streams(
+            self.groups[self.groups.replica_axes], self.groups.source(self.groups.replica_axes), self.root_device
+        )
         record = self._parallelize(module)
         if meta_weights is not None and self._splits:
             self._split = self._split_over_replicas(
@@ -308,17 +311,19 @@ class SeqParallelStrategy(TuningStrategy):
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)
             self._apply_layer_sync(module)
             with self._phases.phase("making optimizers"):
-                if self.dp_size > 1 and self._split is None:
+                if self._mean_size > 1 and self._split is None:
                     self._wrap_ddp(module)
                 self.setup_optimizers(trainer)
             self._watch_all_steps()
             self._note_hooks()
         self.setup_precision_plugin()
         if record is not None:
-            share_overflows(self.precision_plugin, self.groups["dp", "tp"])
+            share_overflows(self.precision_plugin, self.groups[self.groups.holder_axes])
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-        share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)
+        share_streams(
+            self.groups[self.groups.replica_axes], self.groups.source(self.groups.replica_axes), self.root_device
+        )
         if record is not None:
             record.note_versions()
 
@@ -353,7 +358,15 @@ class SeqParallelStrategy(TuningStrategy):
         earlier = record_of(module)
         config = self.config
         made_by = (
-            *(self.groups.topology, config.sp, config.plan, config.regather, config.vocab, config.loss_chunk),
+            *(
+                self.groups.topology,
+                config.cp_method,
+                config.sp,
+                config.plan,
+                config.regather,
+                config.vocab,
+                config.loss_chunk,
+            ),
             *(config.recompute, config.data_parallel, config.fsdp, config.compile, repr(config.compile_options)),
             self._syncs_batch_norms,
             tp > 1 or config.recompute == "none" or self._trainer.state.fn == TrainerFn.FITTING,
@@ -366,6 +379,8 @@ class SeqParallelStrategy(TuningStrategy):
             facts = {**describe_model(module), "sync_batchnorm": self._syncs_batch_norms}
             check_agreement(facts, self._world, self.root_device)
         self._make_replicas_equal(module)
+        if tp == 1 and config.cp > 1:
+            return self._split_context(module, made_by)
         if tp == 1:
             changes = self._recompute_unsharded(module)
             if config.compile:
@@ -426,6 +441,29 @@ class SeqParallelStrategy(TuningStrategy):
             )
         return record
 
+    def _split_context(self, module: LightningModule, made_by: object) -> ShardedModel:
+        """Let the blocks of a model that tp does not shard see a part of the sequence each, once that is proved."""
+        config = self.config
+        proved = Prover(module, self._trainer, config, self.groups, self.root_device, self._phases).prove_unsharded()
+        check_agreement({"the plan": "; ".join(plan.to_yaml() for plan in proved.plans)}, self._world, self.root_device)
+        record = split_context(module, proved.plans, self.groups, config.cp_method)
+        record.made_by = made_by
+        if config.recompute != "none" and self._trainer.state.fn == TrainerFn.FITTING:
+            _, record.changes = recompute_unsharded(module, proved.plans, config.recompute)
+        try:
+            record.changes += sync_batch_norms(module, self.groups, every=self._syncs_batch_norms)
+        except ValueError:
+            unshard(module)
+            raise
+        blocks = record.context_blocks
+        self._log_summary(
+            [
+                f"each rank of cp holds a part of the sequence in {len(blocks)} blocks ({blocks[0]} to {blocks[-1]})",
+                *proved.lines,
+            ]
+        )
+        return record
+
     @property
     def _syncs_batch_norms(self) -> bool:
         """Whether batch norms take their statistics over all replicas."""
@@ -449,7 +487,7 @@ class SeqParallelStrategy(TuningStrategy):
     @property
     def _splits(self) -> bool:
         """Whether the replicas share out what one of them would hold."""
-        return self.config.data_parallel == "fsdp" and self.dp_size > 1
+        return self.config.data_parallel == "fsdp" and self._mean_size > 1
 
     def _split_over_replicas(self, module: LightningModule, record: ShardedModel | None) -> FullySharded | None:
         """Let each replica hold some rows of every parameter, where that is asked for; an earlier run may have done so."""

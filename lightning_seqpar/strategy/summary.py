@@ -94,6 +94,7 @@ def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None
     sp_off = coverage.sp_off if coverage is not None else ""
     entries = [
         ("tp", "linears split", tp > 1),
+        ("cp", f"parts of the sequence, attention: {config.cp_method}", config.cp > 1),
         ("sp", f"sequence parallelism{f'; not in {sp_off}' if sp_off else ''}", has_sp),
         (config.data_parallel, "over the replicas", dp > 1),
         ("broadcast_batch", "one rank of each replica reads", config.broadcast_batch and tp > 1),
@@ -173,7 +174,7 @@ def summarize(
         *([("memory", [_memory(config, tp)])] if tp > 1 or config.recompute != "none" else []),
         ("on", [", ".join(on) or "nothing"]),
         ("off", [", ".join(off) or "nothing"]),
-        ("later", ["cp, pp (not run yet)"]),
+        ("later", ["pp (not run yet)"]),
     ]
     lines = [f"lightning_seqpar {version}: {world} rank{'s' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}{sizes}"]
     for name, body in rows:

@@ -197,7 +197,9 @@ class TuningStrategy(SavingStrategy):
         if isinstance(self.model, DistributedDataParallel):  # it would wait for the rest of the gradients
             self.model._remove_autograd_hooks()
             self._wrap_ddp(module, init_sync=False)
-        share_streams(self.groups["tp"], self.groups.ranks("tp")[0], self.root_device)
+        share_streams(
+            self.groups[self.groups.replica_axes], self.groups.source(self.groups.replica_axes), self.root_device
+        )
 
     def teardown(self) -> None:
         """End the run, and with it a search that an error has ended."""

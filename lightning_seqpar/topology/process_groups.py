@@ -293,6 +293,16 @@ class ParallelGroups:
         return self.ranks(axes)[0] if self._grid_rank >= 0 else -1
 
     @property
+    def mean_axes(self) -> tuple[str, ...]:
+        """The axes over which gradients are averaged, as their ranks hold the same parameters: ``dp`` and ``cp``."""
+        return tuple(axis for axis in self.topology.axes if axis in ("dp", "cp"))
+
+    @property
+    def holder_axes(self) -> tuple[str, ...]:
+        """The axes of all ranks that hold a part of the same layers, which agree on what becomes of a gradient."""
+        return tuple(axis for axis in self.topology.axes if axis in ("dp", "cp", "tp"))
+
+    @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axes along which ranks work on the same samples: all but ``dp``. Empty where there is no other."""
         return tuple(axis for axis in self.topology.axes if axis != "dp")

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from lightning_seqpar.distributed.rng import Drawn, drawn_by, seed_streams
 from lightning_seqpar.inference.examples import Example, backward_at_once
 from lightning_seqpar.inference.model_copy import Quiet
+from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
+from lightning_seqpar.parallel.context import average_gradients
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.loss_consistency import check_loss
 from lightning_seqpar.parallel.sharded_model import ShardedModel
@@ -118,7 +120,7 @@ def _noting_outputs(model: nn.Module, names: Sequence[str], outputs: list[tuple[
 
             def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
                 first = out[0] if isinstance(out, list | tuple) and out else out
-                if isinstance(first, ShardedLogits):
+                if isinstance(first, ShardedLogits | SeqPart):
                     first = first.whole()  # a collective: every rank is in this hook now, but may not be later
                 if isinstance(first, Tensor):
                     outputs.append((name, first.detach()))
@@ -172,6 +174,8 @@ def observe_run(
         repeats.compute_all()
         loss.backward()  # under the observer too, which makes the draws of activation checkpoints constant
     if record is not None and sync is not None:
+        if groups.size("cp") > 1:
+            average_gradients(list(model.parameters()), groups["cp"])
         sync.flush_all(check=True)
         sync.remove()
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}

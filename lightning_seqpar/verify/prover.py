@@ -128,7 +128,8 @@ class Prover:
         """
         spec = self._config.plan
         own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) else None
-        if own is not None and self._config.recompute == "full" and any(isinstance(r, BlocksRule) for r in own.rules):
+        selective = self._config.recompute == "selective"
+        if own is not None and not selective and any(isinstance(r, BlocksRule) for r in own.rules):
             own.match(self._module)
             return [own]
 
@@ -142,7 +143,7 @@ class Prover:
                     "dtype": dtype,
                     "prepare": lambda copied: attach_view(copied, self._trainer),
                 }
-                if self._config.recompute == "full":
+                if not selective:
                     return infer_blocks(self._module, example, **options)
                 return infer_plan(self._module, example, 2, own, **options).plan  # the plan that two ranks would have
 
@@ -153,11 +154,36 @@ class Prover:
             try:
                 return resolve_plans(spec, self._module, infer)
             except ValueError as error:
+                wanted = [f"cp={self._config.cp}"] * (self._config.cp > 1)
+                wanted += [f"recompute={self._config.recompute!r}"] * (self._config.recompute != "none")
+                instead = (
+                    "cp=1"
+                    if self._config.cp > 1
+                    else "recompute='none' (activation checkpointing inside the model works)"
+                )
                 raise ValueError(
-                    f"recompute={self._config.recompute!r} with tp=1: the blocks are found as for a larger tp, and {error}. Name "
-                    "them by a rule, plan={'rules': [{pattern: 'model.layers.*', style: blocks}]}, or use recompute='none' "
-                    "(activation checkpointing inside the model works)"
+                    f"{' and '.join(wanted)} with tp=1: the blocks are found as for a larger tp, and {error}. Name "
+                    "them by a rule, plan={'rules': [{pattern: 'model.layers.*', style: blocks}]}, or use "
+                    f"{instead}"
                 ) from None
+
+    def prove_unsharded(self) -> Proved:
+        """Find the blocks of a model of which tp shards nothing, and prove that they are right on parts of the sequence.
+
+        Raises:
+            ValueError: if no plan is found; the message says what to write.
+            SelfCheckError: if the model is not right on parts of the sequence.
+        """
+        out, started = Proved(), time.monotonic()
+        with self._phases.phase("looking for a remembered proof"):
+            key, unread = self._from_first_rank(self._key) if self._config.self_check else (None, "")
+            remembered = self._from_first_rank(lambda: None if key is None else read_proof(key))
+        out.plans = self.find_unsharded()
+        with self._phases.phase("proving the plan"):
+            self._prove(out, key, remembered is not None, started)
+        if unread:
+            out.lines.append(f"self-check: not remembered, because {unread}")
+        return out
 
     def _proved(self) -> Proved:
         """:meth:`prove` without the hint on adapters."""
@@ -547,6 +573,7 @@ class Prover:
             regather=True if self._config.regather == "auto" else self._config.regather,
             loss_chunk=self._config.loss_chunk,
             recompute=self._config.recompute,
+            context=self._config.cp_method,
             device=device,
             dtype=dtype,
             prepare=lambda copied: attach_view(copied, self._trainer),

@@ -15,6 +15,7 @@ from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, release
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.parallel.apply import parallelize
+from lightning_seqpar.parallel.context import Method, split_context
 from lightning_seqpar.parallel.grad_checks import check_replicated
 from lightning_seqpar.parallel.recompute import NoAttentionError, Recompute
 from lightning_seqpar.parallel.sharded_model import ShardedModel
@@ -49,11 +50,12 @@ def self_check(
     regather: bool | Literal["auto"],
     loss_chunk: int | None = None,
     recompute: Recompute = "none",
+    context: Method = "auto",
     device: torch.device,
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> Verdict:
-    """Run a copy of ``model`` whole and another one sharded, and compare them; collective over tp.
+    """Run a copy of ``model`` whole and another one sharded, and compare them; collective over the replica.
 
     ``model`` itself is not touched. Every rank must hold the same ``model`` and ``example``.
 
@@ -65,13 +67,14 @@ def self_check(
         sp: whether activations between the blocks are sharded along the sequence.
         regather: the field of the configuration.
         loss_chunk: the field of the configuration.
+        context: the field ``cp_method`` of the configuration; it is read where the groups have several context-parallel ranks.
         recompute: the field of the configuration: the sharded copy's blocks, or their attention, run again in the backward.
         device: this rank's.
         dtype: of the copies; None keeps the model's own types.
         prepare: is called with each copy before it runs.
 
     Returns:
-        The verdict, the same on every tensor-parallel rank.
+        The verdict, the same on every rank of the replica.
 
     Raises:
         ValueError: if the plan can't be carried out on the model.
@@ -81,6 +84,8 @@ def self_check(
     rules = _rules_by_name(model, plans)
 
     def shard(copied: nn.Module) -> ShardedModel:
+        if groups.size("tp") == 1:
+            return split_context(copied, plans, groups, context)
         options: dict[str, Any] = {"sp": sp, "regather": regather, "loss_chunk": loss_chunk}
         try:
             return parallelize(copied, plans, groups, **options, recompute=recompute)
@@ -143,17 +148,18 @@ _SLACK = 512 * 1024**2
 
 
 def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups) -> Verdict:
-    """The verdict of the first tensor-parallel rank that failed or saw a difference; collective over tp.
+    """The verdict of the first rank of the replica that failed or saw a difference; collective over it.
 
     Args:
         verdict: this rank's own.
         failure: what the copy raised on this rank; None if it ran.
         groups: the process groups.
     """
-    answers: list[Any] = [None] * groups.size("tp")
+    axes = groups.replica_axes
+    answers: list[Any] = [None] * groups.size(axes)
     # Of all replicas, since gradients are agreed on over dp too.
     _await_others(failure, groups[tuple(sorted(groups.topology.axes))])
-    dist.all_gather_object(answers, (verdict.wrong, failure, verdict.draws), group=groups["tp"])
+    dist.all_gather_object(answers, (verdict.wrong, failure, verdict.draws), group=groups[axes])
     verdict.draws = any(draws for *_, draws in answers)
     for wrong, raised, _ in answers:
         if raised is not None:

@@ -55,7 +55,7 @@ def _gathered(numbers: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
 
 
 def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: str) -> None:
-    """Compare the checksums of the batch over the ranks of one replica; collective over tp.
+    """Compare the checksums of the batch over the ranks of one replica; collective over the replica.
 
     Args:
         batch: what this rank read.
@@ -66,10 +66,10 @@ def check_batch(batch: Any, groups: ParallelGroups, device: torch.device, loop: 
     Raises:
         RuntimeError: on every rank of the replica.
     """
-    values = _gathered(checksum(batch, device), groups["tp"])
+    values = _gathered(checksum(batch, device), groups[groups.replica_axes])
     if any(value != values[0] for value in values):
         raise RuntimeError(
-            f"the tensor-parallel ranks of one replica read different {loop} batches (checksums "
+            f"the ranks of one replica read different {loop} batches (checksums "
             f"{', '.join(f'{value % 2**64:016x}' for value, _ in values)}). Deal data by strategy.dp_rank and dp_size, not by "
             "rank and world size, and draw random samples and augmentations from a seed that the replica shares; or set "
             "broadcast_batch=True, and one rank of each replica reads for all"
@@ -127,7 +127,7 @@ class OutputWatch:
         return len(self._steps) >= self.LIMIT
 
     def check(self, groups: ParallelGroups, loop: str) -> None:
-        """Compare the numbers of all steps since the last call; collective over tp.
+        """Compare the numbers of all steps since the last call; collective over the replica.
 
         Args:
             groups: the process groups.
@@ -141,13 +141,13 @@ class OutputWatch:
         numbers, tolerance = torch.cat(self._steps), self._tolerance
         self._steps, self._tolerance = [], 0.0
         both = torch.cat([numbers, -numbers])  # the largest of the negated numbers is the smallest
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups["tp"])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups[groups.replica_axes])
         highs, lows = both[: len(numbers)], -both[len(numbers) :]
         apart = (highs - lows > tolerance * torch.maximum(highs.abs(), lows.abs())).tolist()
         if any(apart):
             norm = apart.index(True) // 3 * 3 + 1
             raise RuntimeError(
-                f"what the {loop} step returns differs across the tensor-parallel ranks of one replica (its norms sum to "
+                f"what the {loop} step returns differs across the ranks of one replica (its norms sum to "
                 f"{lows[norm]:.9g} on one and {highs[norm]:.9g} on another): it is made of this rank's part of an activation "
                 "(hidden states or attention maps that were changed, pooled or kept aside before the model returned them?), or "
                 "drawn at random on its own. Use what the model returns in lists or tuples, or set sp=False"

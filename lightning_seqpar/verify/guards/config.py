@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_seqpar.config import ParallelConfig, nearest
 
 LATER = {
-    "cp": "context parallelism; config, topology and groups know it, the layers do not",
     "pp": "pipeline parallelism; config, topology and groups know it, the layers do not",
     "virtual_pp": "interleaved stages",
     "pp_split_rank": "pipelines of encoder-decoder models",
@@ -35,6 +34,15 @@ def refuse_unsupported(config: ParallelConfig) -> None:
         value, idle = getattr(config, field), getattr(default, field)
         if value != idle and not (field == "virtual_pp" and value == 1):
             raise ValueError(f"{field}={value!r} does not run yet; use {field}={idle!r} ({what})")
+    if config.cp > 1:
+        for field, value, why in (
+            ("tp", config.tp, "the two together are not built yet"),
+            ("compile", config.compile, "sequences of which ranks hold parts are not traced"),
+            ("data_parallel", config.data_parallel, "its hooks see no parts of sequences yet"),
+        ):
+            idle = getattr(default, field)
+            if value != idle:
+                raise ValueError(f"cp={config.cp} with {field}={value!r}: {why}; use {field}={idle!r}, or cp=1")
     if config.compile and config.recompute == "selective":
         raise ValueError(
             "recompute='selective' with compile=True: the attention can't be run again from inside a block's one graph; use "
