@@ -228,6 +228,10 @@ class ElementwiseRecompute(TorchFunctionMode):
     ) -> Any:
         """Run a function, and record it if it may be run again; a change in place of a recorded tensor spoils the span."""
         kwargs = kwargs or {}
+        for kind in types:
+            if getattr(kind, "runs_on_parts", False):  # it calls the function again with the tensors that it holds
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
         if self._spoiled or not self._records or name == "__get__":
             return func(*args, **kwargs)

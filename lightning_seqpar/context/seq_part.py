@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.context.exchange import gather_positions
-from lightning_seqpar.distributed.autograd import without_subclasses
+from lightning_seqpar.distributed.autograd import without_overrides
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,9 @@ class SeqPart(Tensor):
     a collective over cp: it must run on all ranks.
     """
 
+    runs_on_parts = True
+    """A function mode hands functions of these on, and sees those of the parts (ElementwiseRecompute)."""
+
     _local: Tensor
     _place: Place
 
@@ -120,6 +123,8 @@ class SeqPart(Tensor):
     def whole(self) -> Tensor:
         """The whole sequence as a plain tensor, ``[b, s, h]``. Forward: all-gather over cp. Backward: reduce-scatter."""
         place, local = self._place, self._local
+        if type(local) is not Tensor and hasattr(local, "whole"):  # sharded by vocabulary too
+            local = local.whole()
         if place.is_plain:
             return gather_positions(local, place.dim, place.chunks)
         split = local.unflatten(place.dim, (place.before, place.chunks.local_length, place.behind))
@@ -131,7 +136,7 @@ class SeqPart(Tensor):
         Raises:
             RuntimeError: for a Function with several outputs, or with inputs that other functions made of plain tensors.
         """
-        with without_subclasses():
+        with without_overrides():
             node: Any = self.grad_fn
             number = self.output_nr
             if node is None:
@@ -165,7 +170,7 @@ class SeqPart(Tensor):
         """
         kwargs = dict(kwargs or {})
         if func in _FACTS:
-            with without_subclasses():
+            with without_overrides():
                 return func(*args, **kwargs)
         for value in (*args, *kwargs.values()):
             if isinstance(value, SeqPart):

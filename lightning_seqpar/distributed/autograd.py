@@ -257,6 +257,12 @@ def unseen_by_compiler() -> AbstractContextManager[Any]:
     return unseen() if any_torch_dispatch_mode_on_stack() else nullcontext()
 
 
+def without_overrides() -> AbstractContextManager[Any]:
+    """A context in which functions of tensors are torch's own, whatever class a tensor has and whatever mode is active."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return context
+
+
 def without_subclasses() -> AbstractContextManager[Any]:
     """A context manager in which functions of tensor subclasses run as those of plain tensors."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.collectives import reduce_from_tensor_parallel_region, split
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import RowParallelLinear, sharded_linear, shrink
@@ -137,16 +138,20 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         whole = self.region.path.gather(query, self.full_name)
         self.region.rng.begin_columns(self.full_name, tuple(whole.shape[:-1]))
         if key is query:
-            packed = sharded_linear(whole, self.in_proj_weight, self.in_proj_bias, self.region)
+            packed = self._column(whole, self.in_proj_weight, self.in_proj_bias)
             return [self._split(part) for part in packed.chunk(3, -1)]
         copies = {id(x): self.region.path.copy(x, self.full_name) for x in (key, value)}
         weights = self.in_proj_weight.chunk(3)
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         inputs = (whole, copies[id(key)], copies[id(value)])
         return [
-            self._split(sharded_linear(x, weight, bias, self.region))
-            for x, weight, bias in zip(inputs, weights, biases, strict=True)
+            self._split(self._column(x, weight, bias)) for x, weight, bias in zip(inputs, weights, biases, strict=True)
         ]
+
+    def _column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``[b, s, h]`` → ``[b, s, f/tp]``, also of a part of a sequence."""
+        out = sharded_linear(local_of(x), weight, bias, self.region)
+        return x.like(out) if isinstance(x, SeqPart) else out
 
     def _split(self, x: Tensor) -> Tensor:
         """``[b, s, h/tp]`` → ``[b, heads/tp, s, d]``."""
@@ -192,7 +197,8 @@ class ParallelMultiheadAttention(nn.MultiheadAttention):
         return weights @ v, self._sum_over_ranks(weights.sum(1)) / self.global_heads
 
     def _sum_over_ranks(self, x: Tensor) -> Tensor:
-        return reduce_from_tensor_parallel_region(x, self.region.group)
+        out = reduce_from_tensor_parallel_region(local_of(x), self.region.group)
+        return x.like(out) if isinstance(x, SeqPart) else out
 
     def _merge(
         self, attn_mask: Tensor | None, padding: Tensor | None, b: int, s: int, t: int, dtype: torch.dtype
@@ -246,6 +252,9 @@ class ParallelTransformerEncoder(nn.TransformerEncoder):
         finally:
             self.norm = norm
         kept = (~_boolean(src_key_padding_mask)).unsqueeze(-1).to(out.dtype)  # packing needs batch_first: [b, s, 1]
+        chunks = self.region.frames.current.chunks
+        if self.region.sp and chunks is not None:
+            kept = chunks.own(kept, 1)
         out = out * (split(kept, 1, self.region.group) if self.region.sp else kept)
         return out if norm is None else norm(out)
 

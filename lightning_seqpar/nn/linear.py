@@ -26,11 +26,13 @@ from lightning_seqpar.activations.wgrad_overlap import (
     once,
     rows_of,
 )
+from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.async_ops import PendingGather, PendingReduceScatter
 from lightning_seqpar.distributed.collectives import passes_none
 from lightning_seqpar.layout.linear_kind import LinearKind, features
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.layout.stand_in import resolve
+from lightning_seqpar.region.data_path import as_part
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
 
@@ -334,6 +336,16 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, h]`` (or its shard, if this layer gathers) → ``[b, s, f/tp]``."""
         region = self.region
+        if isinstance(x, SeqPart):
+            part, out = x, self._product(x.local)
+            return SeqPart.wrap(out, part.place)
+        if self.gathers_input and region.sp:
+            return as_part(self._product(x), region.dim, region.frames.current.chunks)
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """:meth:`forward` on this rank's positions."""
+        region = self.region
         if not self.gathers_input:
             x = resolve(x)
             region.rng.begin_columns(self.full_name, tuple(x.shape[:-1]))
@@ -346,7 +358,7 @@ class ColumnParallelLinear(_ParallelLinear):
                 length = region.path.length_for(x, self.full_name)
                 out: Tensor = GatherLinear.apply(x, self.matrix, self.bias, region, length, remembered(x))  # type: ignore[no-untyped-call]
             else:
-                whole = region.path.gather(x, self.full_name)
+                whole = local_of(region.path.gather(x, self.full_name))
                 out = sharded_linear(whole, self.weight, self.bias, region, transposed=self.transposed)
             tokens = tuple(out.shape[:-1])
         finally:
@@ -386,6 +398,13 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, f/tp]`` → ``[b, s/tp, h]``."""
+        if isinstance(x, SeqPart):
+            out = self._reduced(x.local)
+            return out if self.region.sp and not self.leaves_partial else SeqPart.wrap(out, x.place)
+        return self._reduced(x)
+
+    def _reduced(self, x: Tensor) -> Tensor:
+        """:meth:`forward` on this rank's positions."""
         try:
             with self.region.elementwise_spans.row():
                 partial = self._product(x)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from lightning_seqpar.distributed.host import require_inside
@@ -172,6 +173,8 @@ class VocabParallelEmbedding(nn.Embedding):
         Raises:
             IndexError: for an id outside the vocabulary (on the CPU; as in torch, a device assertion elsewhere).
         """
+        if isinstance(ids, SeqPart):
+            return SeqPart.wrap(self.forward(ids.local), ids.place)
         shard, group, rank = self._vocab_part.shard, self._vocab_part.group, self._vocab_part.rank
         inside = (ids >= 0) & (ids < shard.length)
         require_inside(
@@ -232,6 +235,8 @@ class VocabParallelHead(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h]`` → :class:`ShardedLogits` of the shape ``[..., v]``."""
+        if isinstance(x, SeqPart):
+            return x.like(self.forward(x.local))
         part = self._vocab_part
         x = copy_to_tensor_parallel_region(x, part.group)
         weight, bias = _read(self.weight), None if self.bias is None else _read(self.bias)

@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.activations.norm_recompute import is_norm, make_recomputing
+from lightning_seqpar.context.axis import ContextAxis, Method
 from lightning_seqpar.distributed.collectives import all_gather
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason
@@ -54,10 +55,11 @@ class _Swap:
         loss_chunk: int | None,
         recompute: Recompute,
         compiler: BlockGraphs | None,
+        context: ContextAxis | None,
     ) -> None:
         self.plan = ResolvedPlan(model, plans, groups.size("tp"), sp, loss_chunk)
         self._recompute, self._recomputed = recompute, recomputed(self.plan, recompute)
-        self._model, self._groups, self._compiler = model, groups, compiler
+        self._model, self._groups, self._compiler, self._context = model, groups, compiler, context
         if compiler is not None:
             refuse_unlowered(self.plan)
         regions = {stack.blocks[0]: self._region(stack, regather) for stack in self.plan.stacks}
@@ -68,7 +70,9 @@ class _Swap:
             }
 
     def _region(self, stack: Stack, regather: bool | Literal["auto"]) -> SequenceRegion:
-        region = SequenceRegion(self._groups["tp"], stack.dim, sp=stack.sp, name=stack.shown, regather=regather)
+        region = SequenceRegion(
+            self._groups["tp"], stack.dim, sp=stack.sp, name=stack.shown, regather=regather, context=self._context
+        )
         region.blocks = tuple(stack.blocks)
         return region
 
@@ -276,8 +280,9 @@ def parallelize(
     loss_chunk: int | None = None,
     recompute: Recompute = "none",
     compiler: BlockGraphs | None = None,
+    cp_method: Method = "auto",
 ) -> ShardedModel:
-    """Shard ``model`` in place by ``plans`` over the axis ``tp``.
+    """Shard ``model`` in place by ``plans`` over the axis ``tp``; its blocks see a part of the sequence each if ``cp`` has several ranks.
 
     Every rank must hold the same whole model. Modules and parameters stay the same objects; shapes shrink. With a ``compiler`` the
     blocks take their lowered form, and their forward is compiled.
@@ -287,7 +292,9 @@ def parallelize(
     """
     if record_of(model) is not None:
         raise ValueError("the model is parallelised already; call unshard(model) first")
-    swap = _Swap(model, plans, groups, sp, regather, loss_chunk, recompute, compiler)
+    has_context = "cp" in groups.topology.axes and groups.size("cp") > 1
+    context = ContextAxis(groups["cp"], cp_method) if has_context else None
+    swap = _Swap(model, plans, groups, sp, regather, loss_chunk, recompute, compiler, context)
     refuse_compiled(model, [match.name for match in swap.plan.matches])
     return swap.apply()
 

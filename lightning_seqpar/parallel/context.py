@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-# Each of the first two says what torch's functions do with parts of sequences, from its import on.
-import lightning_seqpar.context.attention
-import lightning_seqpar.context.loss  # noqa: F401
-from lightning_seqpar.context.chunks import Chunks, contiguous, zigzag
-from lightning_seqpar.context.exchange import enter
-from lightning_seqpar.context.seq_part import Place, SeqPart
+from lightning_seqpar.context.axis import ContextAxis, Method
+from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.parallel.apply import whole_model
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -24,17 +20,8 @@ from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.styles.style import PlannedModel, Stack
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
-Method = Literal["auto", "ring", "ulysses", "all_gather"]
-"""The field ``cp_method`` of the configuration."""
 
-
-def deal_out(length: int, group: dist.ProcessGroup, method: Method) -> Chunks:
-    """How a sequence is dealt out: in runs, or in zig-zag for the ring, whose ranks then have equally much to do."""
-    deal = zigzag if method == "ring" else contiguous
-    return Chunks(group, length, deal(length, group.size()), method)
-
-
-def enter_context(name: str, stack: Stack, group: dist.ProcessGroup, method: Method) -> Callable[..., Any]:
+def enter_context(name: str, stack: Stack, axis: ContextAxis) -> Callable[..., Any]:
     """A pre-hook of a block: a whole activation becomes this rank's part of a sequence, ``[b, s, h]`` → ``[b, s/cp, h]``.
 
     The block sees the whole shape (:class:`~lightning_seqpar.context.seq_part.SeqPart`). What is a part already stays one.
@@ -42,8 +29,7 @@ def enter_context(name: str, stack: Stack, group: dist.ProcessGroup, method: Met
     Args:
         name: of the block.
         stack: of which it is one.
-        group: the context-parallel group.
-        method: how attention between the ranks is computed.
+        axis: the context-parallel axis.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,19 +40,17 @@ def enter_context(name: str, stack: Stack, group: dist.ProcessGroup, method: Met
             raise ValueError(
                 f"{name}: argument {stack.arg!r} of the block is no (plain) tensor; name the right one by 'scatter'"
             )
-        chunks = deal_out(x.shape[stack.dim], group, method)
-        part = SeqPart.wrap(enter(x, stack.dim, chunks), Place(chunks, stack.dim))
-        return put_argument(where, part, args, kwargs)
+        return put_argument(where, axis.part(x, stack.dim), args, kwargs)
 
     return hook
 
 
-def _hook_stacks(plan: PlannedModel, group: dist.ProcessGroup, method: Method) -> Iterator[RemovableHandle]:
+def _hook_stacks(plan: PlannedModel, axis: ContextAxis) -> Iterator[RemovableHandle]:
     """The hooks in front of all blocks."""
     for stack in plan.stacks:
         for name in stack.blocks:
             block = plan.modules[name]
-            yield block.register_forward_pre_hook(enter_context(name, stack, group, method), with_kwargs=True)
+            yield block.register_forward_pre_hook(enter_context(name, stack, axis), with_kwargs=True)
 
 
 def split_context(
@@ -85,7 +69,7 @@ def split_context(
     """
     plan = PlannedModel(model, [match for one in plans for match in one.match(model)], list(STYLES), 1, False)
     record = whole_model(model, groups)
-    record.hooks += _hook_stacks(plan, groups["cp"], method)
+    record.hooks += _hook_stacks(plan, ContextAxis(groups["cp"], method))
     record.context_blocks = tuple(name for stack in plan.stacks for name in stack.blocks)
     return record
 

@@ -18,6 +18,9 @@ from lightning_seqpar.activations.wgrad_overlap import (
     gather_over,
     reduce_scatter_over,
 )
+from lightning_seqpar.context.axis import ContextAxis
+from lightning_seqpar.context.chunks import Chunks
+from lightning_seqpar.context.seq_part import Place, SeqPart, local_of
 from lightning_seqpar.distributed.collectives import (
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
@@ -58,6 +61,10 @@ class DataPath:
         rng: which random stream draws come from.
         columns: what is gathered for columns.
         observers: what is told of each event.
+        context: the context-parallel axis; None where it has one rank.
+
+    With context parallelism ``s`` counts this rank's positions, and what is whole over tp is a part of a sequence
+    (:class:`~lightning_seqpar.context.seq_part.SeqPart`): the user's code sees the length of the whole.
 
     Attributes:
         row_window: under which collectives a row's weight-gradient product may run: of ``any`` row before it, of one in its own
@@ -74,11 +81,13 @@ class DataPath:
         rng: RngScope,
         columns: ColumnInputs,
         observers: Observers,
+        context: ContextAxis | None = None,
     ) -> None:
         self.group, self.dim, self.policy = group, dim, policy
         self.sp, self.size = policy.sp, policy.size
         self._frames, self._rng, self._columns = frames, rng, columns
         self._observers, self._placement = observers, observers.placement
+        self._context = context
         self.row_window: Literal["any", "block", "none"] = "any"
 
     # ---- in and out ------------------------------------------------------------------------------------------
@@ -86,7 +95,7 @@ class DataPath:
     def enter(self, x: Tensor, block: str = "block") -> Tensor:
         """The input of a block: scattered if it is the call's first, and required to be a shard otherwise."""
         if not self.sp:
-            return x
+            return x if self._context is None else self._context.part(x, self.dim)
         frames = self._frames
         self._placement.check_layout(x, block)
         frames.open_recompute(x, block)
@@ -99,7 +108,10 @@ class DataPath:
             if self.row_window != "any":
                 frames.current.overlap_seq_nr = None
             return x
-        frames.begin(x, key)
+        chunks = None
+        if self._context is not None:
+            x, chunks = self._context.enter(x, self.dim)
+        frames.begin(x, key, chunks)
         self._observers.region_begins()
         entered = scatter_to_sequence_parallel_region(x, self.dim, self.group)
         self._observers.shard_made(entered, block)
@@ -114,9 +126,11 @@ class DataPath:
         if not self.sp:
             return x
         self._placement.check_shard(x, module)
-        length = self._frames.end()
+        chunks, length = self._frames.current.chunks, self._frames.end()
         self._observers.region_ends()
-        return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)
+        return as_part(
+            gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length), self.dim, chunks
+        )
 
     def abort(self) -> None:
         """A block raised, or was never left: activations are no shards any more."""
@@ -129,12 +143,16 @@ class DataPath:
             return x
         self._frames.open_recompute(x, module)
         self._rng.begin_whole()
-        return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, self.length_for(x, module))
+        length = self.length_for(x, module)
+        whole = gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)
+        return as_part(whole, self.dim, self._frames.current.chunks)
 
     def resume(self, x: Tensor, module: str) -> Tensor:
         """What such a module made: a shard again."""
         if not self.sp:
-            return x
+            return x if self._context is None else self._context.part(x, self.dim)
+        if self._context is not None:
+            x, _ = self._context.enter(x, self.dim)
         self._placement.check_whole_output(x, module)
         self._rng.end_whole(module)
         return scatter_to_sequence_parallel_region(x, self.dim, self.group)
@@ -143,7 +161,8 @@ class DataPath:
 
     def gather(self, x: Tensor, module: str) -> Tensor:
         """A shard (or flattened tokens of one) on its way to column linears: whole."""
-        handle = None
+        handle, place = None, x.place if isinstance(x, SeqPart) else None
+        x = local_of(x)
         if not self.sp:
             if self.policy.overlaps(x.nbytes):
                 whole, window = copy_over(x, self.group)
@@ -165,7 +184,10 @@ class DataPath:
             elif self.policy.remakes(x.nbytes):
                 handle = RegatheredInput(x, self.dim, self.group, length)
         self._columns.add(whole, handle, window)
-        return whole
+        if place is not None:
+            return SeqPart.wrap(whole, place)
+        flat = self.sp and folded is not None
+        return as_part(whole, self.dim, self._frames.current.chunks, self._frames.current.batch if flat else 0)
 
     def length_for(self, x: Tensor, module: str) -> int:
         """The length of the whole sequence that ``x``, a module's input, is required to be a shard of."""
@@ -175,19 +197,22 @@ class DataPath:
 
     def copy(self, x: Tensor, module: str) -> Tensor:
         """An activation that is whole already (an encoder's states) on its way to column linears."""
+        place, x = x.place if isinstance(x, SeqPart) else None, local_of(x)
         copied = copy_to_tensor_parallel_region(x, self.group)
         self._frames.current.copied.append(x.shape[self.dim])
         if self._frames.active:
             self._frames.remember((module, tuple(x.shape)), is_shard=True)
         self._columns.add_whole(copied)
-        return copied
+        return copied if place is None else SeqPart.wrap(copied, place)
 
     def reduce(self, x: Tensor, module: str, local: int = 0) -> Tensor:
         """The partial sums of a row linear, which has ``local`` in-features on this rank."""
         self._observers.row_ended(local)
         self._rng.end_row(x.shape[-1])
         if not self.sp:
-            return reduce_from_tensor_parallel_region(x, self.group)
+            reduced = reduce_from_tensor_parallel_region(local_of(x), self.group)
+            return x.like(reduced) if isinstance(x, SeqPart) else reduced
+        x = local_of(x)
         key, frame = (module, tuple(x.shape)), self._frames.current
         if (known := self._frames.remembered(key)) is not None:
             folded = self._frames.fold(x, known.length, known)
@@ -222,8 +247,26 @@ class DataPath:
         """This rank's part of a whole tensor along a head or feature dim; messages call the tensor ``what``."""
         if x.shape[dim] % self.size:
             raise ValueError(f"{what}: {x.shape[dim]} at dim {dim} do not divide by tp={self.size}")
-        return scatter_to_sequence_parallel_region(x, dim % x.ndim, self.group)
+        part = scatter_to_sequence_parallel_region(local_of(x), dim % x.ndim, self.group)
+        return x.like(part) if isinstance(x, SeqPart) else part
 
     def gather_features(self, x: Tensor) -> Tensor:
         """Every rank's features, in order, for a module over the whole width."""
-        return gather_from_sequence_parallel_region(x, x.ndim - 1, self.group)
+        whole = gather_from_sequence_parallel_region(local_of(x), x.ndim - 1, self.group)
+        return x.like(whole) if isinstance(x, SeqPart) else whole
+
+
+def as_part(x: Tensor, dim: int, chunks: Chunks | None, batch: int = 0) -> Tensor:
+    """What is whole over tp, as the part of a sequence that it is over cp; ``x`` itself without context parallelism.
+
+    Args:
+        x: ``[b, s, h]`` with the sequence at ``dim``, or flattened tokens.
+        dim: the tensor dim of the sequence in ``[b, s, h]``.
+        chunks: how the sequence is dealt out; None for not at all.
+        batch: of flattened tokens, the size of the batch; else 0.
+    """
+    if chunks is None:
+        return x
+    if not batch:
+        return SeqPart.wrap(x, Place(chunks, dim))
+    return SeqPart.wrap(x, Place(chunks, 0, batch, 1) if dim == 1 else Place(chunks, 0, 1, batch))

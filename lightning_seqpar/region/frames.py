@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.activations.wgrad_overlap import OverlapWindow
+from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
 from lightning_seqpar.distributed.padding import shard_length
 
@@ -47,12 +48,14 @@ class InputRecord(NamedTuple):
         length: positions of the whole sequence.
         batch: size of an activation's dim that is neither sequence nor features.
         ndim: number of dims of an activation.
+        chunks: how the sequence is dealt out over the context-parallel ranks, of which ``length`` counts this rank's positions.
     """
 
     is_shard: bool
     length: int
     batch: int
     ndim: int
+    chunks: Chunks | None = None
 
 
 @dataclass
@@ -63,6 +66,7 @@ class Frame:
         length: positions of the whole sequence while activations are shards; None outside of the blocks.
         ndim: number of dims of an activation: 3 for ``[b, s, h]``, 2 for flattened tokens ``[b·s, h]``.
         batch: size of an activation's dim that is neither sequence nor features; flattened tokens are folded by it.
+        chunks: how the whole sequence is dealt out over the context-parallel ranks; ``length`` then counts this rank's positions.
         first: the block at which the call entered the region, and the shape of its whole input.
         task: the backward in which the call began, or ``NO_BACKWARD``.
         resumed_by: the module that opened this frame because a backward computes it again; None for a call of the owner.
@@ -88,6 +92,7 @@ class Frame:
     length: int | None = None
     ndim: int = 0
     batch: int = 1
+    chunks: Chunks | None = None
     first: InputKey | None = None
     task: int = NO_BACKWARD
     resumed_by: str | None = None
@@ -197,7 +202,7 @@ class FrameStack:
                 f"{list(x.shape)}; pad the sequences to a multiple of tp={self._size}"
             )
         length = known.length if known.is_shard else None
-        self._push(Frame(length, known.ndim, known.batch, task=task, resumed_by=module))
+        self._push(Frame(length, known.ndim, known.batch, known.chunks, task=task, resumed_by=module))
 
     def finish(self, module: str) -> None:
         """A block or a module with gathered inputs ended: close the frame that :meth:`resume` opened for it, if any."""
@@ -212,7 +217,7 @@ class FrameStack:
         """
         outer, count = self.current, len(self._outer)
         length = known.length if known.is_shard else None
-        self._push(Frame(length, known.ndim, known.batch, task=current_backward(), repeats=True))
+        self._push(Frame(length, known.ndim, known.batch, known.chunks, task=current_backward(), repeats=True))
         try:
             yield
         finally:  # torch ends a recompute with an exception, as soon as all is there that the backward needs
@@ -222,7 +227,7 @@ class FrameStack:
     def lengths(self) -> InputRecord:
         """The lengths of the current call, for :meth:`repeating`."""
         frame = self.current
-        return InputRecord(frame.length is not None, frame.length or 0, frame.batch, frame.ndim)
+        return InputRecord(frame.length is not None, frame.length or 0, frame.batch, frame.ndim, frame.chunks)
 
     def _push(self, frame: Frame) -> None:
         self._outer.append(self.current)
@@ -260,14 +265,16 @@ class FrameStack:
         """Positions of a shard of it, padding included."""
         return shard_length(self.length, self._size)
 
-    def begin(self, x: Tensor, key: InputKey) -> None:
+    def begin(self, x: Tensor, key: InputKey, chunks: Chunks | None = None) -> None:
         """From here on activations are shards of sequences as long as ``x``.
 
         Args:
             x: the whole input of the first block, ``[b, s, h]``, ``[s, b, h]`` or ``[s, h]``.
-            key: the block's name and the shape of ``x``.
+            key: the block's name and the shape of its input.
+            chunks: how the sequence is dealt out over the context-parallel ranks, of which ``x`` are this rank's positions.
         """
         frame = self.current
+        frame.chunks = chunks
         frame.length, frame.ndim, frame.first = x.shape[self._dim], x.ndim, key
         frame.batch = x.shape[1 - self._dim] if x.ndim == 3 else 1
         self.remember(key, is_shard=False)
@@ -313,7 +320,7 @@ class FrameStack:
             is_shard: whether that input is a shard.
         """
         frame = self.current
-        known = InputRecord(is_shard, self.length, frame.batch, frame.ndim)
+        known = InputRecord(is_shard, self.length, frame.batch, frame.ndim, frame.chunks)
         self._inputs[key] = known if self._inputs.get(key, known) == known else None
 
     def remembered(self, key: InputKey) -> InputRecord | None:

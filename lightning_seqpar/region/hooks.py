@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.layout.stand_in import stand_in
@@ -155,6 +156,12 @@ def _widest(values: Iterable[Any]) -> torch.dtype | None:
     return functools.reduce(torch.promote_types, kinds) if len(kinds) > 1 else None
 
 
+def _narrow(whole: Tensor, size: int) -> Tensor:
+    """What stands for a gathered activation where a module reads its width off it."""
+    narrow = stand_in(local_of(whole), size)
+    return SeqPart.wrap(narrow, whole.place) if isinstance(whole, SeqPart) else narrow
+
+
 def gather_arguments(
     region: SequenceRegion,
     name: str,
@@ -196,7 +203,7 @@ def gather_arguments(
                 casts = torch.is_autocast_enabled(x.device.type)
                 if widest not in (None, x.dtype) and not casts and any(p.dtype == x.dtype for p in module.parameters()):
                     whole = whole.to(x.dtype)  # products want their input in the weights' type
-                done[id(x)] = stand_in(whole, region.size) if local_width and arg in gathered else whole
+                done[id(x)] = _narrow(whole, region.size) if local_width and arg in gathered else whole
             args, kwargs = put_argument(where, done[id(x)], args, kwargs)
         return args, kwargs
 
@@ -409,7 +416,7 @@ def narrow(region: SequenceRegion, name: str) -> Callable[..., Any]:
         if not isinstance(out, Tensor):
             raise ValueError(f"{name}: 'full_width' takes a module that returns a tensor, not a {type(out).__name__}")
         width = out.shape[-1] // region.size
-        return out.narrow(-1, region.rank * width, width)
+        return out.narrow(out.ndim - 1, region.rank * width, width)
 
     return hook
 
@@ -442,7 +449,7 @@ def draw_alike(region: SequenceRegion, *, always: bool) -> tuple[Callable[..., N
     switched: list[bool] = []
 
     def reads_whole(args: tuple[Any, ...]) -> bool:
-        return bool(args) and isinstance(args[0], Tensor) and region.columns.is_whole(args[0])
+        return bool(args) and isinstance(args[0], Tensor) and region.columns.is_whole(local_of(args[0]))
 
     pause, resume = switch_streams(region, "pause"), switch_streams(region, "resume")
 
@@ -456,7 +463,7 @@ def draw_alike(region: SequenceRegion, *, always: bool) -> tuple[Callable[..., N
         if switched and switched.pop():
             resume(module)
         if isinstance(out, Tensor) and reads_whole(args):
-            region.columns.note_whole(out)
+            region.columns.note_whole(local_of(out))
 
     return before, behind
 

@@ -82,9 +82,10 @@ class Observers:
         if not frames.active or not isinstance(out, Tensor) or not self.schedule.watches_forward():
             return
         if (folded := frames.fold(out, frames.shard_length)) is not None:
-            self.sharded_outputs.note(out, module, self._dim, frames.length, (folded.shape[0], folded.shape[1]))
+            sizes = folded.shape[0], folded.shape[1]
+            self.sharded_outputs.note(out, module, self._dim, frames.length, sizes, frames.current.chunks)
         elif out.ndim == frames.current.ndim and out.shape[self._dim] == frames.shard_length:
-            self.sharded_outputs.note(out, module, self._dim, frames.length)
+            self.sharded_outputs.note(out, module, self._dim, frames.length, chunks=frames.current.chunks)
 
     def heads_made(self, out: Tensor, module: str, heads: int) -> None:
         """A module on some of ``heads`` query heads made ``out`` beside its activation: ``[b, heads/tp, s, s]``, or a mean."""

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_seqpar.activations.elementwise_spans import ElementwiseSpans
 from lightning_seqpar.activations.policy import SavePolicy
+from lightning_seqpar.context.axis import ContextAxis
+from lightning_seqpar.context.seq_part import local_of
 from lightning_seqpar.distributed.rng import Drawn, RankStreams
 from lightning_seqpar.region.column_inputs import ColumnInputs
 from lightning_seqpar.region.data_path import DataPath
@@ -34,6 +36,7 @@ class SequenceRegion:
         name: what messages call it.
         regather: whether column inputs are gathered again in the backward, and norms and activation functions computed again,
             instead of keeping their results; ``auto`` keeps small ones.
+        context: the context-parallel axis, over which the sequence is dealt out first; None where it has one rank.
 
     Attributes:
         path: moves activations between whole and sharded.
@@ -53,21 +56,26 @@ class SequenceRegion:
         sp: bool = True,
         name: str = "",
         regather: bool | Literal["auto"] = "auto",
+        context: ContextAxis | None = None,
     ) -> None:
-        self.group, self.dim, self.sp = group, dim, sp
+        self.group, self.dim, self.sp, self.context = group, dim, sp, context
         self.name = name or "the model"
         self.size, self.rank = group.size(), group.rank()
         policy = SavePolicy(regather, self.size, sp)
         self.frames = FrameStack(self.size, dim, self.name)
-        self.rng = RngScope(self.rank, sp, self.frames)
+        # Ranks of one tp rank at several places of cp draw apart for their shards.
+        place = self.rank if context is None else self.rank + self.size * context.rank
+        self.rng = RngScope(place, sp, self.frames)
         self.columns = ColumnInputs(self.frames)
         self.observers = Observers(self.name, group, dim, sp, self.frames, self.rng)
-        self.path = DataPath(group, dim, policy, self.frames, self.rng, self.columns, self.observers)
+        self.path = DataPath(group, dim, policy, self.frames, self.rng, self.columns, self.observers, context)
         self.elementwise_spans = ElementwiseSpans(policy.remakes)
         self.blocks: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
-        copied = SequenceRegion(self.group, self.dim, sp=self.sp, name=self.name, regather=self.policy.regather)
+        copied = SequenceRegion(
+            self.group, self.dim, sp=self.sp, name=self.name, regather=self.policy.regather, context=self.context
+        )
         memo[id(self)] = copied
         copied.observers.placement.is_copy = True
         return copied
@@ -175,7 +183,7 @@ class SequenceRegion:
             self.path.abort()
         else:
             self.observers.shard_made(out, block)
-            self.observers.block_ended(out, block)
+            self.observers.block_ended(local_of(out), block)
         self.frames.finish(block)
 
     # ---- modules with gathered inputs ------------------------------------------------------------------------
@@ -190,7 +198,7 @@ class SequenceRegion:
     def close_gather(self, out: Tensor | None = None, module: str = "") -> None:
         """It returned the activation ``out``; or raised, where that is None."""
         self.rng.end_gathering(module)
-        self.observers.gathering_ended(out, module, self.columns.close())
+        self.observers.gathering_ended(local_of(out), module, self.columns.close())
 
     # ---- modules that return a sum over ranks ----------------------------------------------------------------
 
@@ -209,14 +217,14 @@ class SequenceRegion:
         frame.sum_widths.append(widths)
         nodes = None
         if features is not None:
-            nodes = [x.grad_fn for x in features if isinstance(x, Tensor) and x.grad_fn is not None]
+            nodes = [x.grad_fn for x in map(local_of, features) if isinstance(x, Tensor) and x.grad_fn is not None]
             self.rng.begin_features(module)
         frame.sum_features.append(nodes)
         frame.unwrapped += unwrapped
 
     def leave_partial(self, partial: Tensor) -> None:
         """A row linear in it made partial sums, ``[b, s, h]``."""
-        self.observers.partial_left(partial)
+        self.observers.partial_left(local_of(partial))
         of_features = self.frames.current.sum_features[-1:] not in ([], [None])
         if not of_features:  # else the module may drop out of this rank's features again, for its next row
             self.rng.leave_partial()
@@ -235,12 +243,12 @@ class SequenceRegion:
         """
         frame = self.frames.current
         if (features := frame.sum_features[-1]) is not None:
-            self.observers.sum_returned(out, module, features, rows, once)
+            self.observers.sum_returned(local_of(out), module, features, rows, once)
             return self.path.reduce(out, module, max(frame.sum_widths[-1]))
         gathers = frame.sources
-        self.observers.sum_returned(out, module, gathers, rows, once)
+        self.observers.sum_returned(local_of(out), module, gathers, rows, once)
         reduced = self.path.reduce(out, module)
-        self.observers.sum_reduced(reduced, module, gathers)
+        self.observers.sum_reduced(local_of(reduced), module, gathers)
         return reduced
 
     def end_sum(self, *, unwrapped: bool) -> None:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_seqpar.context.chunks import Chunks
+from lightning_seqpar.context.seq_part import Place, SeqPart
 from lightning_seqpar.distributed.collectives import gather_replicated_from_sequence_parallel_region
 
 _MANY = 4096
@@ -24,6 +26,7 @@ class ShardedOutput(NamedTuple):
         dim: the tensor dim of which this rank has a part.
         length: the whole length of that dim; None if the ranks' parts can't be put together.
         sizes: the two dims that its first one was flattened from; None if it was not.
+        chunks: how the sequence is dealt out over the context-parallel ranks, if ``dim`` is the sequence; else None.
     """
 
     tensor: weakref.ref[Tensor]
@@ -31,6 +34,7 @@ class ShardedOutput(NamedTuple):
     dim: int
     length: int | None
     sizes: tuple[int, int] | None
+    chunks: Chunks | None
 
 
 class ShardedOutputs:
@@ -45,12 +49,18 @@ class ShardedOutputs:
         self._parts: dict[int, ShardedOutput] = {}
 
     def note(
-        self, tensor: Tensor, name: str, dim: int, length: int | None, sizes: tuple[int, int] | None = None
+        self,
+        tensor: Tensor,
+        name: str,
+        dim: int,
+        length: int | None,
+        sizes: tuple[int, int] | None = None,
+        chunks: Chunks | None = None,
     ) -> None:
         """Note a tensor; the arguments are the fields of :class:`ShardedOutput`."""
         if len(self._parts) > _MANY:
             self._parts = {key: part for key, part in self._parts.items() if part.tensor() is not None}
-        self._parts[id(tensor)] = ShardedOutput(weakref.ref(tensor), name, dim, length, sizes)
+        self._parts[id(tensor)] = ShardedOutput(weakref.ref(tensor), name, dim, length, sizes, chunks)
 
     def _part(self, tensor: Tensor) -> ShardedOutput | None:
         part = self._parts.get(id(tensor))
@@ -77,10 +87,17 @@ class ShardedOutputs:
                 "and nothing tells how the ranks' parts are put together; do not ask for it (output_attentions=False), or "
                 f"leave the module whole: {{pattern: {part.name}, style: whole}}"
             )
-        if part.sizes is None:
-            return gather_replicated_from_sequence_parallel_region(tensor, part.dim, self._group, part.length)
-        folded = tensor.reshape(*part.sizes, *tensor.shape[1:])
-        return gather_replicated_from_sequence_parallel_region(folded, part.dim, self._group, part.length).flatten(0, 1)
+        if isinstance(tensor, SeqPart):  # heads of a part of a sequence
+            return tensor.like(
+                gather_replicated_from_sequence_parallel_region(tensor.local, part.dim, self._group, part.length)
+            )
+        shape = tensor.shape if part.sizes is None else (*part.sizes, *tensor.shape[1:])
+        whole = gather_replicated_from_sequence_parallel_region(
+            tensor.reshape(shape), part.dim, self._group, part.length
+        )
+        if part.chunks is not None:
+            whole = SeqPart.wrap(whole, Place(part.chunks, part.dim))
+        return whole if part.sizes is None else whole.flatten(0, 1)
 
     def check_none(self, leaves: Iterable[object], region: str) -> None:
         """Require that a step returns nothing of which this rank has a part.

@@ -415,6 +415,7 @@ class SeqParallelStrategy(TuningStrategy):
                 regather=config.regather,
                 loss_chunk=config.loss_chunk,
                 recompute=config.recompute,
+                cp_method=config.cp_method,
                 compiler=BlockGraphs(config.compile_options) if config.compile else None,
             )
         record.made_by = made_by

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.distributed.rng import Drawn, drawn_by, seed_streams
 from lightning_seqpar.inference.examples import Example, backward_at_once
 from lightning_seqpar.inference.model_copy import Quiet
-from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
 from lightning_seqpar.parallel.context import average_gradients
 from lightning_seqpar.parallel.grad_sync import GradSync
@@ -174,7 +174,7 @@ def observe_run(
         repeats.compute_all()
         loss.backward()  # under the observer too, which makes the draws of activation checkpoints constant
     if record is not None and sync is not None:
-        if groups.size("cp") > 1:
+        if "cp" in groups.topology.axes and groups.size("cp") > 1:
             average_gradients(list(model.parameters()), groups["cp"])
         sync.flush_all(check=True)
         sync.remove()

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_seqpar.context.axis import Method
 from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, release
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.parallel.apply import parallelize
-from lightning_seqpar.parallel.context import Method, split_context
+from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.grad_checks import check_replicated
 from lightning_seqpar.parallel.recompute import NoAttentionError, Recompute
 from lightning_seqpar.parallel.sharded_model import ShardedModel
@@ -86,7 +87,7 @@ def self_check(
     def shard(copied: nn.Module) -> ShardedModel:
         if groups.size("tp") == 1:
             return split_context(copied, plans, groups, context)
-        options: dict[str, Any] = {"sp": sp, "regather": regather, "loss_chunk": loss_chunk}
+        options: dict[str, Any] = {"sp": sp, "regather": regather, "loss_chunk": loss_chunk, "cp_method": context}
         try:
             return parallelize(copied, plans, groups, **options, recompute=recompute)
         except NoAttentionError:  # which training is refused for; no fault of the plan's

@@ -71,7 +71,7 @@ def fit(
     torch.manual_seed(0)
     # These models are too small for "auto" to make or gather anything again.
     chosen = SeqParallelStrategy(**{"regather": True, **strategy}) if strategy is not None else "auto"
-    dp = world // strategy.get("tp", 1) if strategy is not None else 1
+    dp = world // (strategy.get("tp", 1) * strategy.get("cp", 1)) if strategy is not None else 1
     module = class_named(model)(**model_args)
     recorder = ParityRecorder()
     trainer = quiet_trainer(

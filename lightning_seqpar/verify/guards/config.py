@@ -36,7 +36,6 @@ def refuse_unsupported(config: ParallelConfig) -> None:
             raise ValueError(f"{field}={value!r} does not run yet; use {field}={idle!r} ({what})")
     if config.cp > 1:
         for field, value, why in (
-            ("tp", config.tp, "the two together are not built yet"),
             ("compile", config.compile, "sequences of which ranks hold parts are not traced"),
             ("data_parallel", config.data_parallel, "its hooks see no parts of sequences yet"),
         ):
