@@ -85,6 +85,7 @@ def test_compiled_blocks_train_as_one_process_does():
     check(2, CASES)
 
 
+@pytest.mark.matrix
 def test_over_replicas_and_with_shared_heads():
     check(
         4,

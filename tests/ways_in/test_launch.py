@@ -112,7 +112,7 @@ def test_torchrun(script):
 @pytest.mark.parametrize(
     ("bad", "world", "says"),
     [
-        ("raise:1", 2, r"the run failed: rank 1 raised ValueError: on purpose"),
+        pytest.param("raise:1", 2, r"the run failed: rank 1 raised ValueError: on purpose", marks=pytest.mark.matrix),
         pytest.param("raise:0", 2, r"the run failed: rank 0 raised ValueError: on purpose", marks=pytest.mark.matrix),
         pytest.param(
             "KILL:1", 2, r"the run failed: rank 1 \(pid \d+\) was killed by SIGKILL", marks=pytest.mark.matrix
@@ -131,7 +131,7 @@ def test_a_bad_end_names_the_rank_and_leaves_nobody(script, bad, world, says):
 
 
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout(script):
-    done = script(BAD="hang:1", TIMEOUT="8")
+    done = script(BAD="hang:1", TIMEOUT="5")
     assert done.returncode != 0
     assert re.search(r"the run failed: rank 1 \(pid \d+\) did not answer and did not end", done.stderr), done.stderr[
         -3000:
@@ -260,7 +260,7 @@ def test_a_users_own_handler_stays(script):
     assert "MY HANDLER 0" in done.stdout
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_ctrl_c(script, hangs):
     """The terminal sends SIGINT to every process of the run."""
     env = {"SEQPAR_TAG": script.tag, "BAD": "hang:1" if hangs else "pause:1", "TIMEOUT": "300"}

@@ -64,6 +64,7 @@ def check(results: list[tuple[int, str]], losses: list[float], ranks: dict[int, 
 
 
 @pytest.mark.launch
+@pytest.mark.matrix
 def test_python_alone(script, losses):
     told = check([run(PYTHON, str(script), TP="2", DEVICES="2")], losses, {0: 0, 1: 0})
     assert "node of" not in told
