@@ -224,9 +224,10 @@ class ParallelConfig(FrozenModel):
     dp: Literal["auto"] | int = "auto"
     """Data-parallel size; ``auto`` takes what the world leaves, a number is checked against it."""
     cp: int = 1
-    """Context-parallel size. Not run yet: leave it at 1."""
+    """Context-parallel size: over how many ranks each sequence is dealt out."""
     cp_method: Literal["auto", "ring", "ulysses", "all_gather"] = "auto"
-    """How attention is computed across the context-parallel ranks. Not run yet."""
+    """How attention is computed across the context-parallel ranks: ``ulysses`` (each rank some heads), ``ring`` (keys and values
+    travel), ``all_gather`` (each rank all keys and values), or ``auto``, the first of them that fits."""
     pp: int = 1
     """Pipeline-parallel size. Not run yet: leave it at 1."""
     virtual_pp: int | None = None

@@ -92,7 +92,7 @@ MUTANTS = [
     ),
     Mutant(
         "wrong conjugate for the gather",
-        "_Gather.backward",
+        "collectives:_Gather.backward",
         "        return reduce_scatter_to_sequence_parallel_region(grad, ctx.dim, ctx.group), None, None, None\n",
         "        return _applied(_SplitGrad, split, grad, ctx.dim, ctx.group), None, None, None\n",
     ),
@@ -144,7 +144,7 @@ MUTANTS = [
     Mutant(
         "ranks of a replica shuffle each for itself",
         "ReplicaSampler.set_epoch",
-        '            share_streams(self.groups["tp"], source, torch.device("cpu"))\n            self._share_generator(source)\n',
+        '            share_streams(self.groups[self.groups.replica_axes], source, torch.device("cpu"))\n            self._share_generator(source)\n',
         "",
         "tests/test_data.py",
     ),
@@ -158,8 +158,8 @@ MUTANTS = [
     Mutant(
         "DDP over the world group",
         "SteppingStrategy._wrap_ddp",
-        'process_group=self.groups["dp"], **options',
-        'process_group=self.groups["dp", "tp"], **options',
+        'process_group=self.groups[self.groups.mean_axes], **options',
+        'process_group=self.groups[self.groups.holder_axes], **options',
     ),
     Mutant(
         "replicas start apart",
@@ -815,7 +815,7 @@ MUTANTS = [
     Mutant(
         "a writer on one rank gets logits in parts",
         "SteppingStrategy._step",
-        "out = map_tensors(whole_logits, out)",
+        "out = map_tensors(_whole, out)",
         "out = map_tensors(lambda x: x, out)",
         "tests/test_data.py -k logits",
     ),
@@ -884,7 +884,7 @@ MUTANTS = [
     ),
     Mutant(
         "an expert's row bias added by every rank",
-        "RowParallelLinear.forward",
+        "RowParallelLinear._reduced",
         "float(self.region.rank == 0)",
         "1.0",
         "tests/test_products.py",
@@ -1727,8 +1727,8 @@ MUTANTS = [
     Mutant(
         "gather before the head missing",
         "DataPath.leave",
-        "        return gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length)",
-        "        return x",
+        "            gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length), self.dim, chunks\n",
+        "            x, self.dim, chunks\n",
     ),
     Mutant(
         "order of the summed gradients from a set",
@@ -2816,8 +2816,8 @@ MUTANTS = [
     Mutant(
         "fsdp: split over the world",
         "FullySharded.__init__",
-        'DeviceMesh.from_group(record.groups["dp"]',
-        'DeviceMesh.from_group(record.groups["dp", "tp"]',
+        'DeviceMesh.from_group(record.groups[record.groups.mean_axes]',
+        'DeviceMesh.from_group(record.groups[record.groups.holder_axes]',
         "tests/test_fsdp.py::test_parity_with_one_process",
     ),
     Mutant(
@@ -2830,7 +2830,7 @@ MUTANTS = [
     Mutant(
         "fsdp: norm from this rank's rows",
         "global_grad_norm",
-        '        dist.all_reduce(both, op=op, group=groups["dp"])\n',
+        '        dist.all_reduce(both, op=op, group=groups[groups.mean_axes])\n',
         "",
         "tests/test_fsdp.py::test_parity_with_one_process",
     ),
@@ -2970,14 +2970,14 @@ MUTANTS = [
     Mutant(
         "overflows of a rank not shared",
         "SeqParallelStrategy.setup",
-        '            share_overflows(self.precision_plugin, self.groups["dp", "tp"])\n',
+        '            share_overflows(self.precision_plugin, self.groups[self.groups.holder_axes])\n',
         "            pass\n",
         "tests/test_precision.py::test_all_ranks_skip_the_same_step",
     ),
     Mutant(
         "overflows shared within a replica alone",
         "SeqParallelStrategy.setup",
-        'share_overflows(self.precision_plugin, self.groups["dp", "tp"])',
+        'share_overflows(self.precision_plugin, self.groups[self.groups.holder_axes])',
         'share_overflows(self.precision_plugin, self.groups["tp"])',
         "tests/test_precision.py::test_all_ranks_skip_the_same_step",
     ),
@@ -3518,7 +3518,7 @@ MUTANTS = [
     Mutant(
         "kept gradients of a replica are whole in the reduction",
         "GradSync.begin_backward",
-        '        if self._groups.size("dp") == 1:\n',
+        '        if self._groups.size(self._groups.mean_axes) == 1:\n',
         "        if not any(is_split(p.parameter) for p in self._partials):\n",
         "tests/test_training.py -k one_replica",
     ),

@@ -1,7 +1,7 @@
-"""Context parallelism: sequences of which each rank of the cp axis holds a part, through attention, head and loss.
+"""Context parallelism: sequences of which each rank of the axis cp holds a part, through attention, head and loss.
 
-:mod:`~lightning_seqpar.context.chunks` says which positions a rank holds, :mod:`~lightning_seqpar.context.exchange` moves them between
-ranks, and :mod:`~lightning_seqpar.context.seq_part` is the tensor that the user's code sees.
+A tensor that tells the shape of the whole sequence, what torch's functions do with it, and attention and losses over ranks.
+May import: ``config`` to ``activations``.
 """
 
 # These say what torch's functions do with parts of sequences, from their import on.

@@ -94,7 +94,7 @@ def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None
     sp_off = coverage.sp_off if coverage is not None else ""
     entries = [
         ("tp", "linears split", tp > 1),
-        ("cp", f"parts of the sequence, attention: {config.cp_method}", config.cp > 1),
+        *([("cp", f"parts of the sequence, attention: {config.cp_method}", True)] * (config.cp > 1)),
         ("sp", f"sequence parallelism{f'; not in {sp_off}' if sp_off else ''}", has_sp),
         (config.data_parallel, "over the replicas", dp > 1),
         ("broadcast_batch", "one rank of each replica reads", config.broadcast_batch and tp > 1),

@@ -94,7 +94,6 @@ def test_keywords_and_config():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("cp", 2),
         ("pp", 2),
         ("fp8_groups", True),
     ],

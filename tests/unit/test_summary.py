@@ -26,7 +26,7 @@ def test_two_replicas_on_two_nodes():
         "  memory  regather auto: over 2 MiB, what norms, activations and gathers make is made again in the backward\n"
         "  on      tp (linears split), sp (sequence parallelism), ddp (over the replicas)\n"
         "  off     broadcast_batch, gloo_twins\n"
-        "  later   cp, pp (not run yet)"
+        "  later   pp (not run yet)"
     )
 
 
@@ -36,7 +36,7 @@ def test_one_process():
         "  plan    the plan\n"
         "  on      nothing\n"
         "  off     tp, sp, ddp (one replica), broadcast_batch, gloo_twins\n"
-        "  later   cp, pp (not run yet)"
+        "  later   pp (not run yet)"
     )
 
 

@@ -1,0 +1,108 @@
+"""Context parallelism: unmodified models on parts of sequences, equal to one process in losses, gradients and weights."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import pytest
+
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import Trace, compare
+from tests.end_to_end.test_zoo import KEPT_WHOLE
+from tests.end_to_end.test_zoo import KINDS as ZOO
+from tests.helpers.families import FAMILIES
+from tests.helpers.fit import fit
+
+LENGTH = 9  # odd: ranks hold different numbers of positions
+
+
+class Run(NamedTuple):
+    """One training: the model of the helpers, its arguments, and what differs from the usual."""
+
+    model: str
+    args: tuple[tuple[str, Any], ...]
+    more: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For the test's id."""
+        return "-".join(str(value) for _, value in (*self.args, *self.more)) or self.model
+
+    def reference(self) -> Trace:
+        """On one process."""
+        return fit(self.model, dict(self.args), **{"steps": 3, **dict(self.more)})
+
+
+def zoo(kinds: Any) -> list[Run]:
+    return [Run("Zoo", (("kind", kind),)) for kind in kinds]
+
+
+def families(names: Any) -> list[Run]:
+    return [Run("HuggingFace", (("family", name), ("loss", "user")), (("length", LENGTH),)) for name in names]
+
+
+OWN = [
+    Run("GPT", (("tied", True),)),
+    Run("GPT", (("tied", False),), (("length", LENGTH), ("accumulate", 2), ("clip", 0.05))),
+    Run("Encoder", (("batch_first", True),)),
+    Run("Encoder", (("batch_first", False),), (("length", LENGTH),)),
+]
+EVERY = [*OWN, *zoo((*ZOO, *KEPT_WHOLE)), *families(FAMILIES)]
+FEW = [*OWN[:2], *zoo(("gqa_shared", "alibi", "bias_table", "encoder_decoder", "flat")), *families(("llama", "t5", "gpt2"))]
+STARTS: dict[str, tuple[int, dict[str, Any], list[Run]]] = {
+    "cp2": (2, {"cp": 2}, EVERY),
+    "cp2-all_gather": (2, {"cp": 2, "cp_method": "all_gather"}, FEW),
+    "cp2-ring": (2, {"cp": 2, "cp_method": "ring"}, FEW),
+    "cp4": (4, {"cp": 4}, EVERY[::4]),
+    "dp2-cp2": (4, {"cp": 2}, EVERY[1::4]),
+    "tp2-cp2": (4, {"tp": 2, "cp": 2}, EVERY[2::4]),
+    "tp2-cp2-no-sp": (4, {"tp": 2, "cp": 2, "sp": False}, EVERY[3::4]),
+    "tp2-cp2-recompute": (4, {"tp": 2, "cp": 2, "recompute": "full"}, OWN),
+    "cp2-recompute": (2, {"cp": 2, "recompute": "full"}, OWN),
+}
+OTHERS = {
+    f"{name}-others": (world, strategy, [run for run in EVERY if run not in runs])
+    for name, (world, strategy, runs) in STARTS.items()
+    if name in ("cp4", "dp2-cp2", "tp2-cp2", "tp2-cp2-no-sp")
+}
+
+
+def train(runs: list[Run], world: int, strategy: dict[str, Any]) -> dict[Run, Trace | str]:
+    """Every run, one after the other. An error is the same on all ranks."""
+    out: dict[Run, Trace | str] = {}
+    for run in runs:
+        try:
+            out[run] = fit(
+                run.model, dict(run.args), world=world, strategy=strategy, **{"steps": 3, **dict(run.more)}
+            )
+        except ValueError as error:
+            out[run] = str(error)
+    return out
+
+
+@functools.cache
+def trained(start: str) -> dict[Run, Trace | str]:
+    """One start of the ranks for all runs of a topology."""
+    world, strategy, runs = {**STARTS, **OTHERS}[start]
+    return run_distributed(train, world, runs, world, strategy, timeout=290.0)[0]
+
+
+@functools.cache
+def reference(run: Run) -> Trace:
+    return run.reference()
+
+
+CASES = [
+    pytest.param(start, run, id=f"{start}-{run.name}", marks=marks)
+    for starts, marks in ((STARTS, ()), (OTHERS, pytest.mark.matrix))
+    for start, (_, _, runs) in starts.items()
+    for run in runs
+]
+
+
+@pytest.mark.parametrize(("start", "run"), CASES)
+def test_parity_with_one_process(start, run):
+    got = trained(start)[run]
+    assert isinstance(got, Trace), got
+    compare(reference(run), got).raise_if_failed()
