@@ -33,6 +33,9 @@ _ROWS = 512
 _TOKENS = 32
 """About how long the sequences are that a copy is run on."""
 
+_LONG = 256
+"""Sequences up to this length are left as they are, if the model is small."""
+
 _TOKENS_PER_EXPERT = 8
 """About how many positions there are for each expert of a list, so that each gets tokens."""
 
@@ -67,12 +70,13 @@ class Reduction:
 
         Args:
             model: the model.
-            tp: number of tensor-parallel ranks; what is left of a vocabulary and a length has their remainder.
+            tp: number of ranks that share a sample (tp × cp); what is left of a vocabulary and a length has their remainder.
             length: of the example's sequences, if it is made of tokens.
             longest: the largest dim of its tensors: tables of positions keep as many rows.
         """
         if not is_large(model):
-            return [Reduction()]
+            kept = _short_length(model, tp, length) if length is not None and length > _LONG else None
+            return [Reduction()] if kept is None else [Reduction(lengths=(length or 0, kept)), Reduction()]
         rows = _short_vocabularies(model, tp, max(_ROWS, longest))
         found = [Reduction(True, rows, samples=2), Reduction(True, samples=2), Reduction()]
         if length is not None and (kept := _short_length(model, tp, length)) is not None:

@@ -49,7 +49,7 @@ class ExampleSearch:
     Args:
         module: the whole model.
         trainer: whose loaders give a batch.
-        tp: number of tensor-parallel ranks, which decides how far a copy may be reduced.
+        tp: number of ranks that share a sample, which decides how far a copy may be reduced.
         device: this process's.
     """
 

@@ -92,7 +92,7 @@ class Prover:
         self._module, self._trainer, self._config, self._groups, self._device = module, trainer, config, groups, device
         self._world = groups[tuple(sorted(groups.topology.axes))]
         self._tp = groups.size("tp")
-        self._search = ExampleSearch(module, trainer, self._tp, device)
+        self._search = ExampleSearch(module, trainer, groups.size(groups.replica_axes), device)
         self._found: FoundExample | None = None  # what the first rank's search found, once every rank has it
         self._reasons: list[str] = []
         self._vocabulary: list[str] = []  # lines on what of it is sharded

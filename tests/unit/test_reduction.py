@@ -113,7 +113,13 @@ def reduced(**options: Any) -> Reduction:
 
 
 def test_a_small_model_is_copied_as_it_is():
-    assert Reduction.variants(zoo.Zoo("gqa"), 2, 512, 512) == [Reduction()]
+    assert Reduction.variants(zoo.Zoo("gqa"), 2, 256, 256) == [Reduction()]
+
+
+def test_of_a_small_model_long_sequences_are_cut_and_nothing_else():
+    short, whole = Reduction.variants(zoo.Zoo("gqa"), 2, 8191, 8191)
+    assert short == Reduction(lengths=(8191, 35))
+    assert whole == Reduction()
 
 
 def test_blocks_of_each_kind_are_there_once():
