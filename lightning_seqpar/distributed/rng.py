@@ -436,6 +436,8 @@ def drawn_apart(place: int) -> Iterator[None]:
     """
     before = _states()
     _reseed(before, _APART + place)
+    for generator in _generators():
+        generator.manual_seed(generator.initial_seed() & ~_MARK | _APART_MARK)
     try:
         yield
     finally:
@@ -443,8 +445,16 @@ def drawn_apart(place: int) -> Iterator[None]:
         _advance([True] * len(before))
 
 
+def draws_apart() -> bool:
+    """Whether a draw now is one of :func:`drawn_apart`, which the generator's seed tells."""
+    return torch.default_generator.initial_seed() & _MARK == _APART_MARK
+
+
 _APART = 1 << 16
 """Above any tensor-parallel rank, whose own streams are seeded from the same state."""
+
+_MARK, _APART_MARK = 0xFFFFF, 0xA9A47
+"""The lowest bits of a seed, and what they are in :func:`drawn_apart`."""
 
 
 def _advance(used: list[bool]) -> None:

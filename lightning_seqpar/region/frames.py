@@ -261,6 +261,12 @@ class FrameStack:
         return self.current.length
 
     @property
+    def whole_length(self) -> int:
+        """The same over all context-parallel ranks."""
+        chunks = self.current.chunks
+        return self.length if chunks is None else chunks.length
+
+    @property
     def shard_length(self) -> int:
         """Positions of a shard of it, padding included."""
         return shard_length(self.length, self._size)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_seqpar.context.seq_part import SeqPart
-from lightning_seqpar.distributed.rng import Drawn, drawn_by, seed_streams
+from lightning_seqpar.distributed.rng import Drawn, drawn_by, draws_apart, seed_streams
 from lightning_seqpar.inference.examples import Example, backward_at_once
 from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
@@ -67,8 +67,10 @@ class _Observer(Quiet):
         if isinstance(out, Tensor) and out.is_floating_point() and out.ndim > 1 and out.dtype != torch.float64:
             self.narrow = True
         if (drawn := drawn_by(func, out, args, kwargs)) is not None:
-            own = not drawn.seeded and any(region.streams.own for region in self._regions)
-            sequences = tuple((region.dim, region.frames.length) for region in self._regions if region.frames.active)
+            own = not drawn.seeded and (draws_apart() or any(region.streams.own for region in self._regions))
+            sequences = tuple(
+                (region.dim, region.frames.whole_length) for region in self._regions if region.frames.active
+            )
             self.drawn.append(RandomDraw(self.where, drawn, own, sequences))
         return out
 
