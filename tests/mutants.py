@@ -158,8 +158,8 @@ MUTANTS = [
     Mutant(
         "DDP over the world group",
         "SteppingStrategy._wrap_ddp",
-        'process_group=self.groups[self.groups.mean_axes], **options',
-        'process_group=self.groups[self.groups.holder_axes], **options',
+        "process_group=self.groups[self.groups.mean_axes], **options",
+        "process_group=self.groups[self.groups.holder_axes], **options",
     ),
     Mutant(
         "replicas start apart",
@@ -2816,8 +2816,8 @@ MUTANTS = [
     Mutant(
         "fsdp: split over the world",
         "FullySharded.__init__",
-        'DeviceMesh.from_group(record.groups[record.groups.mean_axes]',
-        'DeviceMesh.from_group(record.groups[record.groups.holder_axes]',
+        "DeviceMesh.from_group(record.groups[record.groups.mean_axes]",
+        "DeviceMesh.from_group(record.groups[record.groups.holder_axes]",
         "tests/test_fsdp.py::test_parity_with_one_process",
     ),
     Mutant(
@@ -2830,7 +2830,7 @@ MUTANTS = [
     Mutant(
         "fsdp: norm from this rank's rows",
         "global_grad_norm",
-        '        dist.all_reduce(both, op=op, group=groups[groups.mean_axes])\n',
+        "        dist.all_reduce(both, op=op, group=groups[groups.mean_axes])\n",
         "",
         "tests/test_fsdp.py::test_parity_with_one_process",
     ),
@@ -2970,14 +2970,14 @@ MUTANTS = [
     Mutant(
         "overflows of a rank not shared",
         "SeqParallelStrategy.setup",
-        '            share_overflows(self.precision_plugin, self.groups[self.groups.holder_axes])\n',
+        "            share_overflows(self.precision_plugin, self.groups[self.groups.holder_axes])\n",
         "            pass\n",
         "tests/test_precision.py::test_all_ranks_skip_the_same_step",
     ),
     Mutant(
         "overflows shared within a replica alone",
         "SeqParallelStrategy.setup",
-        'share_overflows(self.precision_plugin, self.groups[self.groups.holder_axes])',
+        "share_overflows(self.precision_plugin, self.groups[self.groups.holder_axes])",
         'share_overflows(self.precision_plugin, self.groups["tp"])',
         "tests/test_precision.py::test_all_ranks_skip_the_same_step",
     ),
@@ -3518,7 +3518,7 @@ MUTANTS = [
     Mutant(
         "kept gradients of a replica are whole in the reduction",
         "GradSync.begin_backward",
-        '        if self._groups.size(self._groups.mean_axes) == 1:\n',
+        "        if self._groups.size(self._groups.mean_axes) == 1:\n",
         "        if not any(is_split(p.parameter) for p in self._partials):\n",
         "tests/test_training.py -k one_replica",
     ),

@@ -19,8 +19,9 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lightning_seqpar.context.seq_part import Place, SeqPart, local_of
 from lightning_seqpar.distributed.autograd import tensor_hooks
 from lightning_seqpar.distributed.host import send_numbers
 from lightning_seqpar.layout.module_names import inside
@@ -74,6 +75,54 @@ def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
     return [name for name in named if name in found]
 
 
+class _PartsAround:
+    """Keeps parts of sequences from the hooks of ``fully_shard``, which put autograd functions around a unit's tensors.
+
+    Outside of those hooks a part is the plain tensor that this rank holds, and inside of them a part again; and so with what the unit
+    returns. It is made before ``fully_shard`` is called on the unit, and closed after.
+
+    Args:
+        unit: the module.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._unit = unit
+        self._places: list[list[Place | None]] = []  # of the calls under way, the innermost last
+        self._made: list[Place | None] = []
+        unit.register_forward_pre_hook(self._put_back, prepend=True, with_kwargs=True)
+        unit.register_forward_hook(self._take_out)
+
+    def close(self) -> None:
+        """Register the hooks that lie outside of those of ``fully_shard``."""
+        self._unit.register_forward_pre_hook(self._take, prepend=True, with_kwargs=True)
+        self._unit.register_forward_hook(self._return)
+
+    def _take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._places.append([_place(leaf) for leaf in tree_leaves((args, kwargs))])
+        return tree_map(local_of, (args, kwargs))
+
+    def _put_back(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _with_places((args, kwargs), self._places.pop())
+
+    def _take_out(self, module: nn.Module, args: Any, out: Any) -> Any:
+        self._made = [_place(leaf) for leaf in tree_leaves(out)]
+        return tree_map(local_of, out)
+
+    def _return(self, module: nn.Module, args: Any, out: Any) -> Any:
+        return _with_places(out, self._made)
+
+
+def _place(leaf: Any) -> Place | None:
+    return leaf.place if isinstance(leaf, SeqPart) else None
+
+
+def _with_places(tree: Any, places: Sequence[Place | None]) -> Any:
+    """The tensors of a tree as the parts of sequences that they were."""
+    leaves, spec = tree_flatten(tree)
+    back = [leaf if place is None else SeqPart.wrap(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
+    return tree_unflatten(back, spec)
+
+
 class FullySharded:
     """A model of which each data-parallel rank holds some rows of every parameter.
 
@@ -105,11 +154,13 @@ class FullySharded:
         self._own_names = {
             name: self._model.get_parameter(name) for name, _ in self._model.named_parameters(remove_duplicate=False)
         }
+        has_context = "cp" in record.groups.topology.axes and record.groups.size("cp") > 1
         mesh = DeviceMesh.from_group(record.groups[record.groups.mean_axes], device.type, mesh_dim_names=("dp",))
         modules = list(self._model.modules())
         snapshots = [ModuleSnapshot(module) for module in modules]
         hooks = [(module, {key: dict(getattr(module, key)) for key in _HOOKS}) for module in modules]
         left = dict(self._own)
+        crossings = [_PartsAround(self._model.get_submodule(unit)) for unit in self.units if has_context]
         for unit in [*self.units, ""]:
             within = [left.pop(name) for name in list(left) if not unit or inside(name, unit)]
             for parameter in within:
@@ -139,6 +190,8 @@ class FullySharded:
             ),
             *(self._model.get_submodule(unit).register_forward_hook(_refuse_graph(unit)) for unit in self.units),
         ]
+        for crossing in crossings:
+            crossing.close()
 
     @property
     def root(self) -> FSDPModule:

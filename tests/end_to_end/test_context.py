@@ -49,7 +49,11 @@ OWN = [
     Run("Encoder", (("batch_first", False),), (("length", LENGTH),)),
 ]
 EVERY = [*OWN, *zoo((*ZOO, *KEPT_WHOLE)), *families(FAMILIES)]
-FEW = [*OWN[:2], *zoo(("gqa_shared", "alibi", "bias_table", "encoder_decoder", "flat")), *families(("llama", "t5", "gpt2"))]
+FEW = [
+    *OWN[:2],
+    *zoo(("gqa_shared", "alibi", "bias_table", "encoder_decoder", "flat")),
+    *families(("llama", "t5", "gpt2")),
+]
 STARTS: dict[str, tuple[int, dict[str, Any], list[Run]]] = {
     "cp2": (2, {"cp": 2}, EVERY),
     "cp2-all_gather": (2, {"cp": 2, "cp_method": "all_gather"}, FEW),
@@ -59,6 +63,9 @@ STARTS: dict[str, tuple[int, dict[str, Any], list[Run]]] = {
     "tp2-cp2": (4, {"tp": 2, "cp": 2}, EVERY[2::4]),
     "tp2-cp2-no-sp": (4, {"tp": 2, "cp": 2, "sp": False}, EVERY[3::4]),
     "tp2-cp2-recompute": (4, {"tp": 2, "cp": 2, "recompute": "full"}, OWN),
+    "cp2-fsdp": (2, {"cp": 2, "data_parallel": "fsdp"}, FEW),
+    "dp2-cp2-fsdp": (4, {"cp": 2, "data_parallel": "fsdp"}, OWN),
+    "tp2-cp2-fsdp": (4, {"tp": 2, "cp": 2, "data_parallel": "fsdp"}, OWN),
     "cp2-recompute": (2, {"cp": 2, "recompute": "full"}, OWN),
 }
 OTHERS = {
@@ -73,9 +80,7 @@ def train(runs: list[Run], world: int, strategy: dict[str, Any]) -> dict[Run, Tr
     out: dict[Run, Trace | str] = {}
     for run in runs:
         try:
-            out[run] = fit(
-                run.model, dict(run.args), world=world, strategy=strategy, **{"steps": 3, **dict(run.more)}
-            )
+            out[run] = fit(run.model, dict(run.args), world=world, strategy=strategy, **{"steps": 3, **dict(run.more)})
         except ValueError as error:
             out[run] = str(error)
     return out

@@ -83,7 +83,6 @@ STRATEGIES: list[tuple[dict[str, Any], str]] = [
     ({"config": {"tpp": 2}}, "'tpp' is not a field of ParallelConfig; did you mean 'tp'"),
     ({"config": ParallelConfig().model_copy(update={"tp": 0})}, "tp=0: a size must be 1 or more; leave it out for 1"),
     ({"cp": 2, "compile": True}, "cp=2 with compile=True: sequences of which ranks hold parts are not traced; use compile=False, or cp=1"),
-    ({"cp": 2, "data_parallel": "fsdp"}, "cp=2 with data_parallel='fsdp': its hooks see no parts of sequences yet; use data_parallel='ddp', or cp=1"),
     ({"pp": 2}, "pp=2 does not run yet; use pp=1 (pipeline parallelism; config, topology and groups know it"),
     ({"fp8_groups": True}, "fp8_groups=True does not run yet; use fp8_groups=False (fp8 training)"),
     ({"fsdp": {"reshard_after_forward": True}}, "fsdp={'reshard_after_forward': True} beside data_parallel='ddp': nothing reads it; set data_parallel='fsdp', or leave it out"),

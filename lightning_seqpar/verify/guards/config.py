@@ -35,10 +35,7 @@ def refuse_unsupported(config: ParallelConfig) -> None:
         if value != idle and not (field == "virtual_pp" and value == 1):
             raise ValueError(f"{field}={value!r} does not run yet; use {field}={idle!r} ({what})")
     if config.cp > 1:
-        for field, value, why in (
-            ("compile", config.compile, "sequences of which ranks hold parts are not traced"),
-            ("data_parallel", config.data_parallel, "its hooks see no parts of sequences yet"),
-        ):
+        for field, value, why in (("compile", config.compile, "sequences of which ranks hold parts are not traced"),):
             idle = getattr(default, field)
             if value != idle:
                 raise ValueError(f"cp={config.cp} with {field}={value!r}: {why}; use {field}={idle!r}, or cp=1")
