@@ -90,8 +90,8 @@ def scaled_dot_product_attention(func: Any, args: tuple[Any, ...], kwargs: dict[
         return _ulysses(q, k, v, mask, what)
     if method == "ulysses" and not divides:
         raise ValueError(
-            f"cp_method='ulysses' with cp={place.chunks.size}: an attention has {heads} heads (on a rank), which must divide by cp; "
-            "use cp_method='auto' or 'ring', or a cp that divides them"
+            f"cp_method='ulysses' with cp={place.chunks.size}: an attention has {heads} heads (on a rank), which must divide by "
+            "cp; use cp_method='auto' or 'ring', or a cp that divides them"
         )
     if not what.dropout_p and _rings(q, k, v, mask, what):
         return _ring(q, k, v, mask, what)
@@ -101,7 +101,12 @@ def scaled_dot_product_attention(func: Any, args: tuple[Any, ...], kwargs: dict[
 def _are_parts(q: SeqPart, *others: Any) -> bool:
     """Whether keys and values are parts too, dealt out alike, over the ranks of the queries."""
     for x in others:
-        if not isinstance(x, SeqPart) or x.ndim != q.ndim or x._place.dim != x.ndim - 2 or not x._place.same(others[0]._place):
+        if (
+            not isinstance(x, SeqPart)
+            or x.ndim != q.ndim
+            or x._place.dim != x.ndim - 2
+            or not x._place.same(others[0]._place)
+        ):
             return False
     return others[0]._place.is_plain and others[0]._place.chunks.group is q._place.chunks.group
 
@@ -146,7 +151,10 @@ def _all_gather(q: SeqPart, k: Any, v: Any, mask: Any, what: Attention) -> SeqPa
         keys, values = keys[..., :reach, :], values[..., :reach, :]
         at = chunks.positions(q.device)
         rows = at[:, None] >= torch.arange(reach, device=q.device)
-    return q.like(what.run(q._local, keys, values, rows, chunks, is_causal=False))
+    out = what.run(q._local, keys, values, rows, chunks, is_causal=False)
+    if rows is not None and rows.requires_grad and not chunks.local_length:
+        out = out + rows.sum()  # without queries torch leaves out the mask's gradient, which is 0 here and not None
+    return q.like(out)
 
 
 def _served(q: SeqPart, k: SeqPart, v: SeqPart, what: Attention) -> bool:

@@ -66,7 +66,10 @@ def pieces(queries: Ranges, keys: Ranges, causal: bool) -> Iterator[Piece]:
         for start, stop in queries:
             move = at_row - start
             at_row += stop - start
-            low, high = max(start, first), min(stop, last)  # queries before low see none of the keys, nor any those from high on
+            low, high = (
+                max(start, first),
+                min(stop, last),
+            )  # queries before low see none of the keys, nor any those from high on
             for rows, columns, diagonal in (
                 ((low, stop), (first, min(high, low)), False),
                 ((low, high), (low, high), True),
@@ -158,7 +161,11 @@ def _fused(block: _Block) -> str | None:
     the logarithm that they return.
     """
     q, k, v, mask, *_ = block
-    if q.shape[-1] != v.shape[-1] or (mask is not None and mask.dtype != torch.bool) or not q.dtype == k.dtype == v.dtype:
+    if (
+        q.shape[-1] != v.shape[-1]
+        or (mask is not None and mask.dtype != torch.bool)
+        or not q.dtype == k.dtype == v.dtype
+    ):
         return None
     if q.device.type == "cpu" and q.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return "cpu"
@@ -351,7 +358,9 @@ class _RingAttention(torch.autograd.Function):
         # In memory the heads lie behind the positions, as torch's kernels have them, so that they can be joined by a view.
         out = q.new_zeros(batch, rows, number, v.shape[-1], dtype=dtype).transpose(1, 2)
         found = _Part(
-            out, q.new_full((batch, number, rows), float("-inf"), dtype=dtype), q.new_zeros((batch, number, rows), dtype=dtype)
+            out,
+            q.new_full((batch, number, rows), float("-inf"), dtype=dtype),
+            q.new_zeros((batch, number, rows), dtype=dtype),
         )
         here = _joined(k, v)
         for step in range(size):
@@ -408,7 +417,7 @@ class _RingAttention(torch.autograd.Function):
                 dq[..., rows, :] += found[0]
                 for total, one in zip(sums, found[1:3], strict=True):
                     total[..., columns, :] += heads.summed(one.to(dtype))
-                if dmask is not None:
+                if dmask is not None and found[3] is not None:
                     into = _cut(_cut(dmask, -2, *piece.rows), -1, *piece.columns)
                     into += found[3]
             if returning is not None:

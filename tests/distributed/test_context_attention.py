@@ -133,7 +133,9 @@ def check_equal(method: str) -> tuple[int, list[str]]:
         for kind, given in masks(13, 13).items():
             more = {**given, "enable_gqa": True}
             check(f"{groups} groups, {kind}, {dealt}", sizes(13, 13, groups), more, method, (deal, deal))
-    for dealt, (s, t) in product(((contiguous, zigzag), (zigzag, contiguous), (zigzag, zigzag)), ((13, 7), (3, 16), (16, 1))):
+    for dealt, (s, t) in product(
+        ((contiguous, zigzag), (zigzag, contiguous), (zigzag, zigzag)), ((13, 7), (3, 16), (16, 1))
+    ):
         for kind, given in masks(s, t).items():
             check(f"{s} queries of {t} keys, {kind}, {dealt}", sizes(s, t), given, method, dealt)
     for kind, given in masks(13, 13).items():
@@ -182,7 +184,11 @@ def check_long() -> list[str]:
     s = 300
     wrong = []
     bias = {"attn_mask": numbers(8, HEADS, s, s)}
-    for kind, given, width in (("bias", bias, WIDTH), ("causal", {"is_causal": True}, 5), ("causal", {"is_causal": True}, WIDTH)):
+    for kind, given, width in (
+        ("bias", bias, WIDTH),
+        ("causal", {"is_causal": True}, 5),
+        ("causal", {"is_causal": True}, WIDTH),
+    ):
         for dealt in DEALS.values():
             wrong += compare(f"long, {kind}", sizes(s, s, width=width), given, "ring", (dealt, dealt))
     return wrong
@@ -215,7 +221,9 @@ def check_choice() -> None:
     assert used("ring", 4, dropout_p=0.1) == "all_gather"
     assert used("auto", 3, dropout_p=0.1) == "all_gather"
     assert used("auto", 3, attn_mask=torch.ones(12, 12).tril().bool()) == "ring"
-    with pytest.raises(ValueError, match=r"cp_method='ulysses' with cp=2: an attention has 3 heads .* use cp_method='auto' or"):
+    with pytest.raises(
+        ValueError, match=r"cp_method='ulysses' with cp=2: an attention has 3 heads .* use cp_method='auto' or"
+    ):
         used("ulysses", 3)
     with pytest.raises(ValueError, match=r"cp_method='rings': must be one of 'auto', 'ulysses', 'ring', 'all_gather'"):
         used("rings", 4)
@@ -248,7 +256,11 @@ def test_ring_refuses_a_second_derivative():
 
 def check_autocast() -> None:
     """Under autocast torch's function gets 16-bit numbers, whatever it is called with."""
-    given = [numbers(0, *sizes(12, 12)[0]).float(), numbers(1, *sizes(12, 12)[1]).float(), numbers(2, *sizes(12, 12)[2]).bfloat16()]
+    given = [
+        numbers(0, *sizes(12, 12)[0]).float(),
+        numbers(1, *sizes(12, 12)[1]).float(),
+        numbers(2, *sizes(12, 12)[2]).bfloat16(),
+    ]
     for width, method in product((WIDTH, 5), ("ring", "ulysses", "all_gather")):
         q, k, v = (x[..., : (width if number == 2 else WIDTH)] for number, x in enumerate(given))
         with torch.autocast("cpu", torch.bfloat16):
@@ -286,7 +298,9 @@ def test_ring_of_tensors_of_which_some_need_no_gradient():
 # ---- what is sent, and what is kept ----------------------------------------------------------------------------
 
 
-def step(method: str, length: int, groups: int = HEADS, width: int = WIDTH, **given: Any) -> tuple[dict[str, int], dict[str, int]]:
+def step(
+    method: str, length: int, groups: int = HEADS, width: int = WIDTH, **given: Any
+) -> tuple[dict[str, int], dict[str, int]]:
     """What the forward and the backward of attention give to the backend, in numbers by operation; nothing else is counted."""
     leaves = [numbers(seed, *shape) for seed, shape in enumerate(sizes(length, length, groups, width))]
     parts = [part(x, method, zigzag) for x in leaves]
