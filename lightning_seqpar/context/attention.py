@@ -7,12 +7,17 @@ ulysses       all positions of ``heads / cp`` heads (arXiv 2309.14509)  q, k, v 
 ring          its own positions, keys and values a chunk at a time      k and v, ``cp - 1`` times, to its neighbour
 all_gather    its own positions, of all keys and values                 k and v, to all
 ============  ========================================================  ===========================================
+
+``auto`` takes the first of them that can compute the attention: ulysses where the heads divide by cp, ring for shapes that
+:func:`~lightning_seqpar.context.ring.can_ring` knows. Attention that drops out weights (``dropout_p``) does not go round: torch's
+kernels draw by the position of a weight in the block that they are given, and can't draw the same for a chunk in the backward; it
+gathers. Keys and values that every rank has whole (of a prefix, a memory) need nothing sent at all.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +26,7 @@ from torch import Tensor
 from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.context.exchange import heads_to_positions, positions_to_heads
 from lightning_seqpar.context.operations import handles
+from lightning_seqpar.context.ring import can_ring, ring_attention
 from lightning_seqpar.context.seq_part import Place, SeqPart, whole_of
 from lightning_seqpar.distributed.rng import drawn_apart
 
@@ -72,17 +78,37 @@ def scaled_dot_product_attention(func: Any, args: tuple[Any, ...], kwargs: dict[
     what = Attention(
         given.get("dropout_p", 0.0), given.get("is_causal", False), given.get("scale"), given.get("enable_gqa", False)
     )
+    if what.is_causal and mask is not None:
+        raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
     method = place.chunks.method
-    parts = all(isinstance(x, SeqPart) and x._place.dim == x.ndim - 2 and x._place.is_plain for x in (k, v))
-    heads = q.shape[-3] if q.ndim > 2 else 1
-    if parts and method in ("auto", "ulysses") and heads % place.chunks.size == 0:
+    if method not in get_args(Method):
+        raise ValueError(f"cp_method={method!r}: must be one of {', '.join(map(repr, get_args(Method)))}; use 'auto'")
+    if method == "all_gather" or not _are_parts(q, k, v):
+        return _all_gather(q, k, v, mask, what)
+    heads, divides = (q.shape[-3], q.shape[-3] % place.chunks.size == 0) if q.ndim > 2 else (1, False)
+    if method != "ring" and divides and _served(q, k, v, what):
         return _ulysses(q, k, v, mask, what)
-    if method == "ulysses" and parts:
+    if method == "ulysses" and not divides:
         raise ValueError(
-            f"cp_method='ulysses' with cp={place.chunks.size}: an attention has {heads} heads (on a rank), which do not divide by it; "
-            "use cp_method='auto' or 'ring', or a cp that divides them"
+            f"cp_method='ulysses' with cp={place.chunks.size}: an attention has {heads} heads (on a rank), which must divide by "
+            "cp; use cp_method='auto' or 'ring', or a cp that divides them"
         )
+    if not what.dropout_p and _rings(q, k, v, mask, what):
+        return _ring(q, k, v, mask, what)
     return _all_gather(q, k, v, mask, what)
+
+
+def _are_parts(q: SeqPart, *others: Any) -> bool:
+    """Whether keys and values are parts too, dealt out alike, over the ranks of the queries."""
+    for x in others:
+        if (
+            not isinstance(x, SeqPart)
+            or x.ndim != q.ndim
+            or x._place.dim != x.ndim - 2
+            or not x._place.same(others[0]._place)
+        ):
+            return False
+    return others[0]._place.is_plain and others[0]._place.chunks.group is q._place.chunks.group
 
 
 def _batched(func: Any, given: dict[str, Any], q: SeqPart) -> Any:
@@ -125,7 +151,34 @@ def _all_gather(q: SeqPart, k: Any, v: Any, mask: Any, what: Attention) -> SeqPa
         keys, values = keys[..., :reach, :], values[..., :reach, :]
         at = chunks.positions(q.device)
         rows = at[:, None] >= torch.arange(reach, device=q.device)
-    return q.like(what.run(q._local, keys, values, rows, chunks, is_causal=False))
+    out = what.run(q._local, keys, values, rows, chunks, is_causal=False)
+    if rows is not None and rows.requires_grad and not chunks.local_length:
+        out = out + rows.sum()  # without queries torch leaves out the mask's gradient, which is 0 here and not None
+    return q.like(out)
+
+
+def _served(q: SeqPart, k: SeqPart, v: SeqPart, what: Attention) -> bool:
+    """Whether torch's function takes so many heads of keys and values for those of queries."""
+    heads, groups = q.shape[-3], k.shape[-3]
+    return v.shape[-3] == groups and (groups in (1, heads) or (what.enable_gqa and heads % groups == 0))
+
+
+def _rings(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, what: Attention) -> bool:
+    """Whether ring attention can be used."""
+    grouped = q.ndim > 2 and k.shape[-3] != q.shape[-3]
+    if (grouped and not what.enable_gqa) or not (mask is None or isinstance(mask, Tensor)):
+        return False
+    return can_ring(q, k, v, mask, q._place.chunks, k._place.chunks)
+
+
+def _ring(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, what: Attention) -> SeqPart:
+    """Own positions of the queries with keys and values that go round."""
+    place = q._place
+    rows = _own_rows(mask, place, q.shape[-2])
+    out = ring_attention(
+        q._local, k._local, v._local, rows, place.chunks, k._place.chunks, is_causal=what.is_causal, scale=what.scale
+    )
+    return q.like(out)
 
 
 def _ulysses(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, what: Attention) -> SeqPart:

@@ -207,3 +207,36 @@ def heads_to_positions(x: Tensor, chunks: Chunks) -> Tensor:
     """
     out: Tensor = _HeadsToPositions.apply(x, chunks)  # type: ignore[no-untyped-call]
     return out
+
+
+class PassedOn:
+    """A row of numbers on its way to the next rank of a ring, and one from the rank before on its way here.
+
+    All ranks of the group make these in the same order. What has no numbers is not sent.
+
+    Args:
+        x: this rank's numbers, ``[n]``; they must not change before :meth:`wait`.
+        count: how many come.
+        chunks: of the group.
+    """
+
+    def __init__(self, x: Tensor, count: int, chunks: Chunks) -> None:
+        rank, size, group = chunks.rank, chunks.size, chunks.group
+        self._sent, self._out = x, x.new_empty(count)
+        self._works: list[Any] = []
+        if size == 1:
+            self._out = x
+            return
+        calls = []
+        if x.numel():
+            calls.append(dist.P2POp(dist.isend, x, dist.get_global_rank(group, (rank + 1) % size), group))
+        if count:
+            calls.append(dist.P2POp(dist.irecv, self._out, dist.get_global_rank(group, (rank - 1) % size), group))
+        if calls:
+            self._works = dist.batch_isend_irecv(calls)
+
+    def wait(self) -> Tensor:
+        """Wait for both; returns what came, ``[count]``."""
+        for work in self._works:
+            work.wait()
+        return self._out

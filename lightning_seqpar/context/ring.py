@@ -1,0 +1,505 @@
+"""Ring attention: each rank keeps its queries, and keys and values travel past them a chunk at a time (arXiv 2310.01889).
+
+A rank's result over some of the keys is a part of a softmax, known with the logarithm of its sum; parts are merged as in the
+blocks of flash attention (arXiv 2205.14135). The next chunk is under way while the present one is computed with. In the backward
+keys and values travel again and their gradients with them, one rank behind, until they are back where they belong.
+
+No rank ever has more of the keys and values than its own chunk and two others, and what is kept for the backward is as long as
+its own chunk. Within a chunk torch's own fused kernel computes where it can (:func:`_fused`), else :func:`_rows_forward` does, some
+rows at a time, so that memory grows with the length and not with its square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod, sqrt
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_seqpar.context.chunks import Chunks, Ranges
+from lightning_seqpar.context.exchange import PassedOn
+from lightning_seqpar.distributed.autograd import once_differentiable
+from lightning_seqpar.distributed.collectives import passes_none
+
+_ROWS = 128
+"""Queries at a time for which scores are held, where torch has no fused kernel."""
+
+
+class Piece(NamedTuple):
+    """Queries and keys that are multiplied in one go, as indices into what the rank has of each.
+
+    Attributes:
+        rows: (start, stop) among this rank's queries.
+        keys: (start, stop) among the keys of the chunk that is here.
+        diagonal: whether query ``i`` of the piece reads its keys ``0`` to ``i`` alone; else each query reads all of them.
+        columns: (start, stop) of the keys in the whole sequence where they are one run of it, as masks need them.
+    """
+
+    rows: tuple[int, int]
+    keys: tuple[int, int]
+    diagonal: bool
+    columns: tuple[int, int]
+
+
+def pieces(queries: Ranges, keys: Ranges, causal: bool) -> Iterator[Piece]:
+    """What there is to compute of the queries and the keys that lie at these positions of their sequences.
+
+    Causal attention of two runs of positions is at most three rectangles and one square on the diagonal; what lies in the future
+    is in none of them.
+
+    >>> [(piece.rows, piece.keys, piece.diagonal) for piece in pieces(((0, 2), (6, 8)), ((2, 4), (4, 7)), True)]
+    [((2, 4), (0, 2), False), ((2, 4), (2, 4), False), ((2, 3), (4, 5), True), ((3, 4), (4, 5), False)]
+    """
+    total = sum(stop - start for start, stop in queries)
+    at_key = 0
+    for first, last in keys:
+        shift = at_key - first  # from a position of the whole to an index into the chunk
+        at_key += last - first
+        if not causal:
+            if total and first < last:
+                yield Piece((0, total), (first + shift, last + shift), False, (first, last))
+            continue
+        at_row = 0
+        for start, stop in queries:
+            move = at_row - start
+            at_row += stop - start
+            low, high = (
+                max(start, first),
+                min(stop, last),
+            )  # queries before low see none of the keys, nor any those from high on
+            for rows, columns, diagonal in (
+                ((low, stop), (first, min(high, low)), False),
+                ((low, high), (low, high), True),
+                ((max(high, low), stop), (low, high), False),
+            ):
+                if rows[0] < rows[1] and columns[0] < columns[1]:
+                    yield Piece(
+                        (rows[0] + move, rows[1] + move), (columns[0] + shift, columns[1] + shift), diagonal, columns
+                    )
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What a ring attention needs to know beside its tensors.
+
+    Args:
+        queries: how the queries' sequence is dealt out.
+        keys: how that of keys and values is.
+        is_causal: whether a query reads keys at its own position and before it alone.
+        scale: of the scores.
+    """
+
+    queries: Chunks
+    keys: Chunks
+    is_causal: bool
+    scale: float
+
+    def pieces(self, source: int, masked: bool) -> list[Piece]:
+        """What this rank computes with the chunk of the rank ``source``."""
+        runs = self.keys.ranges[source]
+        queries = self.queries.ranges[self.queries.rank]
+        if self.is_causal or masked:
+            return list(pieces(queries, runs, self.is_causal))
+        # Positions do not matter: all runs in one go.
+        return list(pieces(queries, ((0, self.keys.counts[source]),), False))
+
+
+class _Block(NamedTuple):
+    """One piece's tensors: queries ``[b, heads, rows, d]``, keys and values ``[b, heads, n, d]``, mask ``[.., .., rows, n]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    diagonal: bool
+    scale: float
+
+
+class _Part(NamedTuple):
+    """The result over some of the keys: ``sum of exp(score - top) · v / total``, where ``total = sum of exp(score - top)``.
+
+    ``top`` and ``total`` are ``[b, heads, rows]``. They are kept apart: where all scores of a row hold ``-1e30`` of a mask, their
+    sum's logarithm would be lost in it. A row that sees no key has the top ``-inf`` and the total 0.
+    """
+
+    out: Tensor
+    top: Tensor
+    total: Tensor
+
+
+class _Whole(NamedTuple):
+    """The result over all keys for the rows of a piece: its gradient, itself, and what makes weights of scores."""
+
+    grad: Tensor
+    out: Tensor
+    top: Tensor
+    log_total: Tensor
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums: float32 for 16-bit tensors."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to the scores."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+
+
+# ---- torch's kernels -------------------------------------------------------------------------------------------
+
+
+def _fused(block: _Block) -> str | None:
+    """The kind of device whose fused kernel computes a block; None if :func:`_rows_forward` does.
+
+    A mask of numbers never goes to a kernel: where it is large and negative in all of a row, kernels lose the sum over the row in
+    the logarithm that they return.
+    """
+    q, k, v, mask, *_ = block
+    if (
+        q.shape[-1] != v.shape[-1]
+        or (mask is not None and mask.dtype != torch.bool)
+        or not q.dtype == k.dtype == v.dtype
+    ):
+        return None
+    if q.device.type == "cpu" and q.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        return "cpu"
+    if q.is_cuda and mask is None and q.dtype in (torch.bfloat16, torch.float16):
+        fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        return "cuda" if fits and torch.backends.cuda.flash_sdp_enabled() else None
+    return None
+
+
+def _last_dim_close(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with the numbers of a head next to each other, which kernels ask for."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _forward(block: _Block) -> _Part:
+    """Attention of one piece."""
+    kind = _fused(block)
+    dtype = _sum_dtype(block.q.dtype)
+    if kind is None:
+        return _rows_forward(block)
+    q, k, v = _last_dim_close(block.q, block.k, block.v)
+    mask, diagonal, scale = block.mask, block.diagonal, block.scale
+    if kind == "cuda":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, diagonal, False, scale=scale)[:2]
+        lse = lse[..., : q.shape[-2]]
+    else:
+        added = None if mask is None else _as_added(mask, q.dtype)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, diagonal, attn_mask=added, scale=scale
+        )
+    top = lse.to(dtype)
+    total = torch.ones_like(top)
+    if mask is not None:  # the kernel gives 0 for the logarithm of no numbers
+        sees = mask.any(-1).expand_as(top)
+        top, total = top.masked_fill(~sees, float("-inf")), total * sees
+    return _Part(out.to(dtype), top, total)
+
+
+def _backward(block: _Block, whole: _Whole) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of a piece's q, k and v, given the result over all keys, and those of the scores where a mask needs them."""
+    kind = _fused(block)
+    if kind is None:
+        return _rows_backward(block, whole)
+    q, k, v, grad, out = _last_dim_close(block.q, block.k, block.v, whole.grad, whole.out)
+    lse = (whole.top + whole.log_total).contiguous()
+    if kind == "cuda":
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, of which there is none
+        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, block.diagonal, seed, unused,
+            scale=block.scale,
+        )  # fmt: skip
+    else:
+        added = None if block.mask is None else _as_added(block.mask, q.dtype)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, block.diagonal, attn_mask=added, scale=block.scale
+        )
+    return *grads, None
+
+
+# ---- without a kernel ------------------------------------------------------------------------------------------
+
+
+def _scores(block: _Block, start: int, stop: int, k: Tensor) -> Tensor:
+    """Scores of the rows ``start`` to ``stop`` of a piece, ``[b, heads, rows, n]``, with ``-inf`` where a key is not seen."""
+    scores = (block.q[..., start:stop, :].to(k.dtype) * block.scale) @ k.mT
+    if block.mask is not None:
+        scores = scores + _as_added(_cut(block.mask, -2, start, stop), scores.dtype)
+    if block.diagonal:
+        row = torch.arange(start, stop, device=scores.device)[:, None]
+        scores.masked_fill_(row < torch.arange(scores.shape[-1], device=scores.device), float("-inf"))
+    return scores
+
+
+def _rows_forward(block: _Block) -> _Part:
+    """Attention of one piece, :data:`_ROWS` queries at a time."""
+    dtype = _sum_dtype(block.q.dtype)
+    k, v = block.k.to(dtype), block.v.to(dtype)
+    found = []
+    for start in range(0, block.q.shape[-2], _ROWS):
+        scores = _scores(block, start, min(start + _ROWS, block.q.shape[-2]), k)
+        top = scores.amax(-1)
+        weights = (scores - _finite(top)[..., None]).exp_()
+        total = weights.sum(-1)
+        found.append((weights @ v / _not_zero(total)[..., None], top, total))
+    out, tops, totals = zip(*found, strict=True)
+    return _Part(torch.cat(out, -2), torch.cat(tops, -1), torch.cat(totals, -1))
+
+
+def _rows_backward(block: _Block, whole: _Whole) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of one piece, :data:`_ROWS` queries at a time; those of the scores have the mask's shape."""
+    dtype = _sum_dtype(block.q.dtype)
+    k, v = block.k.to(dtype), block.v.to(dtype)
+    dq, dk, dv = torch.empty_like(block.q, dtype=dtype), torch.zeros_like(k), torch.zeros_like(v)
+    mask = block.mask
+    scores_grad = None if mask is None or mask.dtype == torch.bool else torch.zeros_like(mask, dtype=dtype)
+    for start in range(0, block.q.shape[-2], _ROWS):
+        stop = min(start + _ROWS, block.q.shape[-2])
+        top, log_total = whole.top[..., start:stop, None], whole.log_total[..., start:stop, None]
+        weights = (_scores(block, start, stop, k) - top - log_total).exp_()
+        grad, out = whole.grad[..., start:stop, :].to(dtype), whole.out[..., start:stop, :].to(dtype)
+        dv += weights.mT @ grad
+        of_scores = weights.mul_(grad @ v.mT - (grad * out).sum(-1, keepdim=True))
+        if scores_grad is not None:
+            into = _cut(scores_grad, -2, start, stop)
+            into += of_scores.sum_to_size(into.shape)
+        dq[..., start:stop, :] = of_scores @ k * block.scale
+        dk += of_scores.mT @ block.q[..., start:stop, :].to(dtype) * block.scale
+    return dq, dk, dv, scores_grad
+
+
+# ---- parts of a softmax ----------------------------------------------------------------------------------------
+
+
+def _finite(top: Tensor) -> Tensor:
+    """The largest score of rows, and 0 for those that see no key, where ``-inf - -inf`` would be no number."""
+    return top.masked_fill(top == float("-inf"), 0.0)
+
+
+def _not_zero(total: Tensor) -> Tensor:
+    return total.masked_fill(total == 0, 1.0)
+
+
+def _cut(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """A stretch along a dim, which may have the size 1 for any."""
+    return x if x.shape[dim] == 1 else x.narrow(dim, start, stop - start)
+
+
+def _merge(into: _Part, part: _Part) -> None:
+    """Add to the result over some keys, in place, that over others."""
+    top = torch.maximum(into.top, part.top)
+    old, new = (one.total * (one.top - _finite(top)).exp() for one in (into, part))
+    total = old + new
+    into.out.mul_((old / _not_zero(total))[..., None]).add_(part.out * (new / _not_zero(total))[..., None])
+    into.top.copy_(top)
+    into.total.copy_(total)
+
+
+class _Heads:
+    """Keys and values of one chunk as one row of numbers, which travels, and as tensors ``[b, heads, n, d]``."""
+
+    def __init__(self, k: Tensor, v: Tensor, repeats: int) -> None:
+        self._lead, self._widths, self._repeats = k.shape[:2], (k.shape[-1], v.shape[-1]), repeats
+
+    def numbers(self, length: int) -> int:
+        """How many numbers the keys and values of ``length`` positions are."""
+        return prod(self._lead) * length * sum(self._widths)
+
+    def split(self, row: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, as views of the row."""
+        sizes = [prod(self._lead) * length * width for width in self._widths]
+        k, v = row.split(sizes)
+        return k.view(*self._lead, length, self._widths[0]), v.view(*self._lead, length, self._widths[1])
+
+    def repeated(self, x: Tensor) -> Tensor:
+        """One head for each of the queries' heads."""
+        return x if self._repeats == 1 else x.repeat_interleave(self._repeats, 1)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over the heads that one was repeated to."""
+        return x if self._repeats == 1 else x.unflatten(1, (-1, self._repeats)).sum(2)
+
+
+def _joined(k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([k.detach().reshape(-1), v.detach().reshape(-1)])
+
+
+def _block(ring: Ring, piece: Piece, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> _Block:
+    """The tensors of a piece."""
+    if mask is not None:
+        mask = _cut(_cut(mask, -2, *piece.rows), -1, *piece.columns)
+    rows, keys = slice(*piece.rows), slice(*piece.keys)
+    return _Block(q[..., rows, :], k[..., keys, :], v[..., keys, :], mask, piece.diagonal, ring.scale)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Forward: q ``[b, heads, s/cp, d]``, k and v ``[b, groups, t/cp, d]`` → ``[b, heads, s/cp, d]``; k and v go round.
+
+    Backward: k and v go round again, and their gradients with them until each is where it came from:
+    ``dk_r = sum over q of what rank q made of the keys of r``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
+        ctx.set_materialize_grads(False)
+        keys, rank, size = ring.keys, ring.keys.rank, ring.keys.size
+        heads = _Heads(k, v, q.shape[1] // k.shape[1])
+        dtype = _sum_dtype(q.dtype)
+        batch, number, rows, _ = q.shape
+        # In memory the heads lie behind the positions, as torch's kernels have them, so that they can be joined by a view.
+        out = q.new_zeros(batch, rows, number, v.shape[-1], dtype=dtype).transpose(1, 2)
+        found = _Part(
+            out,
+            q.new_full((batch, number, rows), float("-inf"), dtype=dtype),
+            q.new_zeros((batch, number, rows), dtype=dtype),
+        )
+        here = _joined(k, v)
+        for step in range(size):
+            source, behind = (rank - step) % size, (rank - step - 1) % size
+            coming = None
+            if step < size - 1:
+                coming = PassedOn(here, heads.numbers(keys.counts[behind]), keys)
+            plan = ring.pieces(source, mask is not None)
+            if plan:
+                some_k, some_v = (heads.repeated(x) for x in heads.split(here, keys.counts[source]))
+            for piece in plan:
+                part = _forward(_block(ring, piece, q, some_k, some_v, mask))
+                stretch = slice(*piece.rows)
+                _merge(_Part(found.out[:, :, stretch], found.top[..., stretch], found.total[..., stretch]), part)
+            if coming is not None:
+                here = coming.wait()
+        result = found.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, mask, result, _finite(found.top), _not_zero(found.total).log())
+        ctx.ring, ctx.heads = ring, heads
+        return result
+
+    @staticmethod
+    @once_differentiable
+    @passes_none
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(grad.device.type, enabled=False):
+            return _RingAttention._grads(ctx, grad)
+
+    @staticmethod
+    def _grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, out, top, log_total = ctx.saved_tensors
+        ring, heads = ctx.ring, ctx.heads
+        keys, rank, size = ring.keys, ring.keys.rank, ring.keys.size
+        dtype = _sum_dtype(q.dtype)
+        dq = torch.zeros_like(q, dtype=dtype)
+        dmask = torch.zeros_like(mask, dtype=dtype) if ctx.needs_input_grad[3] else None
+        here = _joined(k, v)
+        returning = None  # the gradients of the keys that are here, of the ranks where these were before
+        for step in range(size):
+            source, behind = (rank - step) % size, (rank - step - 1) % size
+            coming = None
+            if step < size - 1:
+                coming = PassedOn(here, heads.numbers(keys.counts[behind]), keys)
+            length = keys.counts[source]
+            grads = here.new_zeros(heads.numbers(length), dtype=dtype)
+            plan = ring.pieces(source, mask is not None)
+            if plan:
+                some_k, some_v = (heads.repeated(x) for x in heads.split(here, length))
+                sums = heads.split(grads, length)
+            for piece in plan:
+                rows, columns = slice(*piece.rows), slice(*piece.keys)
+                whole = _Whole(grad[..., rows, :], out[..., rows, :], top[..., rows], log_total[..., rows])
+                found = _backward(_block(ring, piece, q, some_k, some_v, mask), whole)
+                dq[..., rows, :] += found[0]
+                for total, one in zip(sums, found[1:3], strict=True):
+                    total[..., columns, :] += heads.summed(one.to(dtype))
+                if dmask is not None and found[3] is not None:
+                    into = _cut(_cut(dmask, -2, *piece.rows), -1, *piece.columns)
+                    into += found[3]
+            if returning is not None:
+                grads += returning.wait()
+            returning = PassedOn(grads, heads.numbers(keys.counts[behind]), keys)
+            if coming is not None:
+                here = coming.wait()
+        home = grads if returning is None else returning.wait()
+        dk, dv = heads.split(home, keys.local_length)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if dmask is None else dmask.to(mask.dtype), None
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which torch's function would get a tensor: under autocast that of autocast."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+def can_ring(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, queries: Chunks, keys: Chunks) -> bool:
+    """Whether :func:`ring_attention` can compute attention of whole sequences of these shapes.
+
+    Batch dims of q, k and v must be equal, heads of q a multiple of those of k and v, and a mask must have the shape
+    ``[..., s, t]`` up to dims of size 1.
+    """
+    if queries.group is not keys.group or not q.is_floating_point() or len({_dtype(x) for x in (q, k, v)}) > 1:
+        return False
+    if not q.ndim == k.ndim == v.ndim >= 2 or not q.numel() or not k.numel() or not v.numel():
+        return False
+    if q.shape[:-3] != k.shape[:-3] or k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
+        return False
+    if q.ndim > 2 and q.shape[-3] % k.shape[-3]:
+        return False
+    if mask is None:
+        return True
+    if not (mask.dtype == torch.bool or mask.is_floating_point()) or not 2 <= mask.ndim <= q.ndim:
+        return False
+    whole = (*q.shape[:-1], k.shape[-2])
+    return all(size in (1, full) for size, full in zip(reversed(mask.shape), reversed(whole), strict=False))
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    queries: Chunks,
+    keys: Chunks,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` of this rank's queries with the keys and values of all ranks.
+
+    q ``[..., heads, s/cp, d]``, k ``[..., groups, t/cp, d]`` and v ``[..., groups, t/cp, e]`` → ``[..., heads, s/cp, e]``, in which
+    each group of keys serves ``heads / groups`` heads. Forward: k and v are sent on ``cp - 1`` times. Backward: likewise, and
+    their gradients ``cp`` times. It has no second derivative.
+
+    Args:
+        q: this rank's queries.
+        k: this rank's keys.
+        v: this rank's values.
+        mask: the rows of this rank's queries and the columns of all keys, ``[..., s/cp, t]``, of bool or numbers.
+        queries: how the queries are dealt out.
+        keys: how keys and values are.
+        is_causal: whether a query reads keys at its own position and before it alone.
+        scale: of the scores; None for one over the root of ``d``.
+    """
+    ring = Ring(queries, keys, is_causal, 1 / sqrt(q.shape[-1]) if scale is None else scale)
+    lead, number = q.shape[:-3], q.shape[-3] if q.ndim > 2 else 1
+
+    def flat(x: Tensor) -> Tensor:
+        return x.reshape(prod(lead), x.shape[-3] if x.ndim > 2 else 1, *x.shape[-2:])
+
+    if mask is not None:
+        mask = mask[(None,) * (max(q.ndim, 4) - mask.ndim)]
+        if mask.ndim > 4:
+            batch = mask.shape[:-3]
+            mask = mask.expand(*lead, *mask.shape[-3:]) if any(size > 1 for size in batch) else mask
+            mask = mask.flatten(0, -4)
+    q, k, v = (x.to(_dtype(x)) for x in (q, k, v))
+    with torch.autocast(q.device.type, enabled=False):
+        out: Tensor = _RingAttention.apply(flat(q), flat(k), flat(v), mask, ring)  # type: ignore[no-untyped-call]
+    return out.reshape(*lead, number, *out.shape[-2:]) if q.ndim > 2 else out.reshape(out.shape[-2:])

@@ -1,0 +1,420 @@
+"""Attention of parts of sequences, by every method, against torch's own of whole ones: results, gradients, traffic, memory."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_seqpar.context import attention  # noqa: F401  (fills the handlers)
+from lightning_seqpar.context.chunks import Chunks, contiguous, zigzag
+from lightning_seqpar.context.exchange import enter
+from lightning_seqpar.context.ring import pieces
+from lightning_seqpar.context.seq_part import Place, SeqPart
+from lightning_seqpar.distributed.counters import Traffic
+from lightning_seqpar.testing import run_distributed
+
+BATCH, HEADS, WIDTH = 2, 4, 8
+METHODS = ("ulysses", "ring", "all_gather")
+DEALS = {"contiguous": contiguous, "zigzag": zigzag}
+LENGTHS = (1, 3, 13, 16)
+
+
+def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def part(x: torch.Tensor, method: str, deal: Any) -> SeqPart:
+    """A leaf as the sequence of which this rank has its positions; its gradient will be the true one."""
+    size, dim = dist.get_world_size(), x.ndim - 2
+    chunks = Chunks(dist.group.WORLD, x.shape[dim], deal(x.shape[dim], size), method)
+    return SeqPart.wrap(enter(x, dim, chunks), Place(chunks, dim))
+
+
+def masks(s: int, t: int) -> dict[str, dict[str, Any]]:
+    """Arguments beside q, k and v, by name; masks of numbers are those that get a gradient."""
+    row, column = torch.arange(s)[:, None], torch.arange(t)
+    documents = torch.stack([column // 5, column // 4])[:, None]  # [b, 1, t]
+    real = torch.ones(BATCH, 1, 1, t, dtype=torch.bool)
+    real[0, ..., t - t // 3 :] = False
+    nothing = (row >= column) & (row != s // 2)  # one query that sees no key at all
+    alibi = -(row - column).abs() * torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)[:, None, None]
+    unseen = torch.zeros(s, t, dtype=torch.float64).masked_fill(row < column, float("-inf"))
+    found: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "causal": {"is_causal": True},
+        "scale": {"is_causal": True, "scale": 0.7},
+        "window": {"attn_mask": (row >= column) & (row - column < 3)},
+        "padding": {"attn_mask": real},
+        "no keys": {"attn_mask": nothing},
+        "alibi": {"attn_mask": alibi},
+        "alibi, causal": {"attn_mask": alibi + unseen},
+        "bias": {"attn_mask": numbers(8, BATCH, HEADS, s, t)},
+        "bias of keys": {"attn_mask": numbers(9, HEADS, 1, t)},
+        "bias of queries": {"attn_mask": numbers(9, 1, s, 1)},
+    }
+    if s == t:
+        found["documents"] = {"attn_mask": (documents[..., None] == documents[..., None, :]) & (row >= column)}
+    return found
+
+
+def compare(
+    name: str,
+    shapes: tuple[tuple[int, ...], ...],
+    given: dict[str, Any],
+    method: str,
+    deals: tuple[Any, Any],
+    *,
+    dtype: torch.dtype = torch.float64,
+    within: float = 1e-12,
+    backend: SDPBackend | None = None,
+) -> list[str]:
+    """Attention of sequences in parts and of whole ones: what differs by more than ``within``, relative to the largest number."""
+    mask = given.get("attn_mask")
+    learned = mask is not None and mask.is_floating_point()
+    weight = numbers(5, *shapes[0][:-1], shapes[2][-1], dtype=dtype)
+    results = []
+    for split in (False, True):
+        leaves = [numbers(seed, *shape, dtype=dtype).requires_grad_() for seed, shape in enumerate(shapes)]
+        more = dict(given)
+        if learned:
+            more["attn_mask"] = mask.to(dtype, copy=True).requires_grad_()
+            leaves.append(more["attn_mask"])
+        q, k, v = leaves[:3]
+        if split:
+            q = part(q, method, deals[0])
+            k, v = (part(x, method, deals[1]) for x in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, **more)
+            assert isinstance(out, SeqPart), name
+            out = out.whole()
+        elif backend is not None:
+            with sdpa_kernel(backend):
+                out = F.scaled_dot_product_attention(q, k, v, **more)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, **more)
+        (out * weight).sum().backward()
+        grads = [leaf.grad for leaf in leaves]
+        if split and learned:  # as of a parameter: the mean over ranks
+            dist.all_reduce(grads[3])
+            grads[3] /= dist.get_world_size()
+        results.append([out.detach(), *grads])
+    wrong = []
+    largest = max(float(x.abs().max()) for x in results[0]) or 1.0
+    for what, whole, parts in zip(("out", "dq", "dk", "dv", "dmask"), *results, strict=False):
+        error = float((whole.double() - parts.double()).abs().max()) / largest
+        if not error <= within:  # NaN too
+            wrong.append(f"{name}, {method}: {what} differs by {error:.1e}")
+    return wrong
+
+
+def sizes(s: int, t: int, groups: int = HEADS, width: int = WIDTH) -> tuple[tuple[int, ...], ...]:
+    return (BATCH, HEADS, s, WIDTH), (BATCH, groups, t, WIDTH), (BATCH, groups, t, width)
+
+
+def check_equal(method: str) -> tuple[int, list[str]]:
+    """All kinds of attention with all dealings; the number of them, and what was wrong."""
+    wrong, number = [], 0
+
+    def check(*args: Any, **more: Any) -> None:
+        nonlocal number
+        number += 1
+        wrong.extend(compare(*args, **more))
+
+    for (dealt, deal), length in product(DEALS.items(), LENGTHS):
+        for kind, given in masks(length, length).items():
+            check(f"{kind}, {dealt}, {length}", sizes(length, length), given, method, (deal, deal))
+    for (dealt, deal), groups in product(DEALS.items(), (1, 2, 4)):
+        for kind, given in masks(13, 13).items():
+            more = {**given, "enable_gqa": True}
+            check(f"{groups} groups, {kind}, {dealt}", sizes(13, 13, groups), more, method, (deal, deal))
+    for dealt, (s, t) in product(
+        ((contiguous, zigzag), (zigzag, contiguous), (zigzag, zigzag)), ((13, 7), (3, 16), (16, 1))
+    ):
+        for kind, given in masks(s, t).items():
+            check(f"{s} queries of {t} keys, {kind}, {dealt}", sizes(s, t), given, method, dealt)
+    for kind, given in masks(13, 13).items():
+        check(f"other values, {kind}", sizes(13, 13, width=5), given, method, (zigzag, zigzag))
+        if (mask := given.get("attn_mask")) is None or mask.ndim == 3 or mask.shape[:-2] in ((), (1,)):
+            flat = tuple((HEADS, 13, x) for x in (WIDTH, WIDTH, WIDTH))
+            check(f"three dims, {kind}", flat, given, method, (zigzag, zigzag))
+        more = {**given, "attn_mask": mask[None]} if mask is not None and mask.ndim == 4 else given
+        five = tuple((3, *shape) for shape in sizes(13, 13))
+        check(f"five dims, {kind}", five, more, method, (zigzag, contiguous))
+    for dtype, within in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        for kind, given in masks(13, 13).items():
+            check(f"{dtype}, {kind}", sizes(13, 13), given, method, (zigzag, zigzag), dtype=dtype, within=within)
+    return number, wrong
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_attention_of_parts_equals_that_of_the_whole(cp, method):
+    for number, wrong in run_distributed(check_equal, cp, method):
+        assert not wrong, "\n".join(wrong)
+        assert number > 200
+
+
+def check_large_masks() -> list[str]:
+    """Rows of which a mask of large negative numbers hides all keys: each key weighs the same, as in torch's plain formula."""
+    wrong = []
+    for dtype, low in product((torch.float64, torch.float32), (-1e9, -1e30)):
+        mask = torch.zeros(BATCH, 1, 13, 13, dtype=torch.float64).masked_fill_(torch.ones(13, 13).triu(1).bool(), low)
+        mask[0, :, :4] = low
+        for dealt in DEALS.values():
+            wrong += compare(
+                f"{low}, {dtype}", sizes(13, 13), {"attn_mask": mask}, "ring", (dealt, dealt),
+                dtype=dtype, within=1e-12 if dtype == torch.float64 else 1e-6, backend=SDPBackend.MATH,
+            )  # fmt: skip
+    return wrong
+
+
+def test_ring_with_rows_that_a_mask_of_numbers_hides():
+    for wrong in run_distributed(check_large_masks, 2):
+        assert not wrong, "\n".join(wrong)
+
+
+def check_long() -> list[str]:
+    """Longer than the rows that are computed at once where there is no kernel."""
+    s = 300
+    wrong = []
+    bias = {"attn_mask": numbers(8, HEADS, s, s)}
+    for kind, given, width in (
+        ("bias", bias, WIDTH),
+        ("causal", {"is_causal": True}, 5),
+        ("causal", {"is_causal": True}, WIDTH),
+    ):
+        for dealt in DEALS.values():
+            wrong += compare(f"long, {kind}", sizes(s, s, width=width), given, "ring", (dealt, dealt))
+    return wrong
+
+
+def test_ring_of_long_sequences():
+    for wrong in run_distributed(check_long, 2):
+        assert not wrong, "\n".join(wrong)
+
+
+# ---- which method ----------------------------------------------------------------------------------------------
+
+
+def used(method: str, heads: int, **given: Any) -> str:
+    """The method by which attention is computed, told by what is sent."""
+    q, k, v = (part(numbers(seed, 2, heads, 12, WIDTH), method, contiguous) for seed in range(3))
+    with Traffic() as traffic:
+        F.scaled_dot_product_attention(q, k, v, **given)
+    for operation, name in (("send", "ring"), ("alltoall_base", "ulysses")):
+        if traffic.backend_calls[operation] and traffic.calls["all_gather"] == 0:
+            return name
+    return "all_gather"
+
+
+def check_choice() -> None:
+    assert used("auto", 4) == "ulysses"
+    assert used("auto", 3) == "ring"
+    assert used("ring", 4) == "ring"
+    assert used("all_gather", 4) == "all_gather"
+    assert used("ring", 4, dropout_p=0.1) == "all_gather"
+    assert used("auto", 3, dropout_p=0.1) == "all_gather"
+    assert used("auto", 3, attn_mask=torch.ones(12, 12).tril().bool()) == "ring"
+    with pytest.raises(
+        ValueError, match=r"cp_method='ulysses' with cp=2: an attention has 3 heads .* use cp_method='auto' or"
+    ):
+        used("ulysses", 3)
+    with pytest.raises(ValueError, match=r"cp_method='rings': must be one of 'auto', 'ulysses', 'ring', 'all_gather'"):
+        used("rings", 4)
+    for method in METHODS:
+        with pytest.raises(RuntimeError, match="Explicit attn_mask should not be set when is_causal=True"):
+            used(method, 4, is_causal=True, attn_mask=torch.ones(12, 12).bool())
+    # Keys that every rank has whole: nothing is sent.
+    q, k = part(numbers(0, 2, 4, 12, WIDTH), "ring", zigzag), numbers(1, 2, 4, 5, WIDTH)
+    with Traffic() as traffic:
+        out = F.scaled_dot_product_attention(q, k, k)
+    assert not traffic.backend_calls
+    torch.testing.assert_close(out.whole(), F.scaled_dot_product_attention(numbers(0, 2, 4, 12, WIDTH), k, k))
+
+
+def test_which_method_is_used():
+    run_distributed(check_choice, 2)
+
+
+def check_second_derivative() -> None:
+    q, k, v = (numbers(seed, 2, 3, 12, WIDTH).requires_grad_() for seed in range(3))
+    out = F.scaled_dot_product_attention(*(part(x, "ring", zigzag) for x in (q, k, v))).whole()
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.pow(2).sum().backward()
+
+
+def test_ring_refuses_a_second_derivative():
+    run_distributed(check_second_derivative, 2)
+
+
+def check_autocast() -> None:
+    """Under autocast torch's function gets 16-bit numbers, whatever it is called with."""
+    given = [
+        numbers(0, *sizes(12, 12)[0]).float(),
+        numbers(1, *sizes(12, 12)[1]).float(),
+        numbers(2, *sizes(12, 12)[2]).bfloat16(),
+    ]
+    for width, method in product((WIDTH, 5), ("ring", "ulysses", "all_gather")):
+        q, k, v = (x[..., : (width if number == 2 else WIDTH)] for number, x in enumerate(given))
+        with torch.autocast("cpu", torch.bfloat16):
+            want = F.scaled_dot_product_attention(q, k, v)
+            got = F.scaled_dot_product_attention(*(part(x, method, zigzag) for x in (q, k, v)))
+        assert got.dtype == want.dtype == torch.bfloat16
+        torch.testing.assert_close(got.whole(), want, rtol=1e-2, atol=1e-2)
+
+
+def test_autocast():
+    run_distributed(check_autocast, 2)
+
+
+def check_frozen() -> None:
+    """Where some of q, k and v need no gradient, the others have theirs."""
+    weight = numbers(5, *sizes(13, 13)[0])
+    for needs in product((False, True), repeat=3):
+        if not any(needs):
+            continue
+        grads = []
+        for split in (False, True):
+            leaves = [numbers(i, *sizes(13, 13)[i]).requires_grad_(need) for i, need in enumerate(needs)]
+            tensors = [part(x, "ring", zigzag) for x in leaves] if split else leaves
+            out = F.scaled_dot_product_attention(*tensors, is_causal=True)
+            ((out.whole() if split else out) * weight).sum().backward()
+            grads.append([leaf.grad for leaf in leaves])
+        for whole, parts in zip(*grads, strict=True):
+            torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_ring_of_tensors_of_which_some_need_no_gradient():
+    run_distributed(check_frozen, 2)
+
+
+# ---- what is sent, and what is kept ----------------------------------------------------------------------------
+
+
+def step(
+    method: str, length: int, groups: int = HEADS, width: int = WIDTH, **given: Any
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What the forward and the backward of attention give to the backend, in numbers by operation; nothing else is counted."""
+    leaves = [numbers(seed, *shape) for seed, shape in enumerate(sizes(length, length, groups, width))]
+    parts = [part(x, method, zigzag) for x in leaves]
+    local = [x.local.detach().requires_grad_() for x in parts]
+    q, k, v = (x.like(y) for x, y in zip(parts, local, strict=True))
+    with Traffic() as forward:
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=groups != HEADS, **given)
+    with Traffic() as backward:
+        out.local.backward(torch.ones_like(out.local))
+    told = []
+    for traffic in (forward, backward):
+        told.append({name: size // 8 for name, size in traffic.backend_bytes.items() if size})
+    return told[0], told[1]
+
+
+def check_traffic() -> None:
+    cp = dist.get_world_size()
+    length = 8 * cp
+    own = BATCH * length * HEADS * WIDTH // cp  # numbers of [b, s/cp, h]
+    # Ulysses: q, k, v and the result, of N·h/P numbers each, of which a P-th goes to each rank.
+    forward, backward = step("ulysses", length)
+    assert forward == backward == {"alltoall_base": 4 * own}
+    # Two groups of keys: where there are as many ranks or fewer, keys and values are half as much.
+    forward, backward = step("ulysses", length, groups=2)
+    expected = 3 * own if cp == 2 else 4 * own
+    assert forward == backward == {"alltoall_base": expected}
+    # Ring: k and v cp - 1 times; in the backward their gradients too, which go home.
+    forward, backward = step("ring", length, is_causal=True)
+    assert forward == {"send": (cp - 1) * 2 * own}
+    assert backward == {"send": (cp - 1) * 2 * own + cp * 2 * own}
+    forward, backward = step("ring", length, groups=1)
+    assert forward == {"send": (cp - 1) * 2 * own // HEADS}
+    assert backward == {"send": (2 * cp - 1) * 2 * own // HEADS}
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_what_is_sent(cp):
+    run_distributed(check_traffic, cp)
+
+
+class Watch(TorchDispatchMode):
+    """Notes the tensors that operations make, and the order of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.names.append(func.name().split("::")[-1].split(".")[0])
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.shapes.append(tuple(x.shape))
+        return out
+
+
+def check_memory(fused: bool) -> None:
+    """No tensor that the ring makes or keeps is as long as the sequence, or as large as all keys."""
+    cp, length = dist.get_world_size(), 13 * dist.get_world_size()
+    width = WIDTH if fused else WIDTH - 1
+    parts = [part(numbers(i, *shape), "ring", zigzag) for i, shape in enumerate(sizes(length, length, width=width))]
+    local = [x.local.detach().requires_grad_() for x in parts]
+    q, k, v = (x.like(y) for x, y in zip(parts, local, strict=True))
+    kept: list[tuple[int, ...]] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(x.shape))
+        return x
+
+    with Watch() as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    with Watch() as backward:
+        out.local.backward(torch.ones_like(out.local))
+    assert all(x.grad is not None for x in local)
+    all_keys = BATCH * HEADS * length * WIDTH
+    assert len(kept) == 6
+    assert max(max(shape, default=0) for shape in kept) == length // cp
+    for watch, operation in (
+        (forward, "_scaled_dot_product_flash_attention_for_cpu"),
+        (backward, "_scaled_dot_product_flash_attention_for_cpu_backward"),
+    ):
+        assert watch.shapes
+        for shape in watch.shapes:
+            made = torch.Size(shape).numel()
+            if len(shape) > 1:  # a row of numbers has all dims in one
+                assert max(shape) < length, shape
+            assert made < all_keys, shape
+        assert (operation in watch.names) == fused
+        # The next chunk is under way before the present one is computed with.
+        assert watch.names.index("send") < watch.names.index(operation if fused else "bmm")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_ring_never_has_all_keys(fused):
+    run_distributed(check_memory, 4, fused)
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------
+
+
+def test_pieces_are_what_causal_attention_sees():
+    for deal, other, s, t, cp in product(DEALS.values(), DEALS.values(), (1, 3, 13, 16), (1, 5, 16), (1, 2, 3)):
+        queries, keys = deal(s, cp), other(t, cp)
+        for mine, theirs, causal in product(range(cp), range(cp), (False, True)):
+            rows = torch.tensor([at for run in queries[mine] for at in range(*run)], dtype=torch.int64)
+            columns = torch.tensor([at for run in keys[theirs] for at in range(*run)], dtype=torch.int64)
+            seen = torch.zeros(len(rows), len(columns), dtype=torch.int64)
+            for piece in pieces(queries[mine], keys[theirs], causal):
+                shape = piece.rows[1] - piece.rows[0], piece.keys[1] - piece.keys[0]
+                assert min(shape) > 0
+                assert not piece.diagonal or shape[0] == shape[1]
+                assert torch.equal(columns[slice(*piece.keys)], torch.arange(*piece.columns))
+                block = torch.ones(shape, dtype=torch.int64)
+                seen[slice(*piece.rows), slice(*piece.keys)] += block.tril() if piece.diagonal else block
+            expected = rows[:, None] >= columns if causal else torch.ones_like(seen)
+            assert torch.equal(seen, expected.to(torch.int64))
