@@ -33,14 +33,22 @@ class Place:
     tp: int
     form: str
     kind: str = "ours"
+    cp: int = 1
 
     def __str__(self) -> str:
         if self.kind not in ("ours", "fsdp"):
             return self.kind
-        return f"tp{self.tp}-{'fsdp' if self.kind == 'fsdp' else 'dp'}{self.world // self.tp}-{self.form}"
+        cp = f"-cp{self.cp}" if self.cp > 1 else ""
+        return f"tp{self.tp}{cp}-{'fsdp' if self.kind == 'fsdp' else 'dp'}{self.replicas}-{self.form}"
+
+    @property
+    def replicas(self) -> int:
+        """How many read other samples."""
+        return self.world // (self.tp * self.cp)
 
 
 SIZES = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
+CONTEXT = ((1, "single", "ours"), (2, "sharded", "ours"), (1, "sharded", "fsdp"), (2, "single", "fsdp"))
 PLACES = {
     str(place): place
     for place in (
@@ -49,6 +57,7 @@ PLACES = {
         *(Place(world, tp, form) for world, tp in SIZES for form in ("single", "sharded")),
         Place(4, 2, "async"),
         *(Place(4, tp, form, "fsdp") for tp in (1, 2) for form in ("single", "sharded", "async")),
+        *(Place(4, tp, form, kind, 2) for tp, form, kind in CONTEXT),
     )
 }
 
@@ -109,6 +118,7 @@ def run(job: Job) -> tuple[Trace, Any]:
     place, each = job.place, 2 if job.optimizer == "several" else 1  # Lightning counts the steps of every optimizer
     ours = SeqParallelStrategy(
         tp=place.tp,
+        cp=place.cp,
         checkpoint=FORMS[place.form],
         self_check=False,
         data_parallel="fsdp" if place.kind == "fsdp" else "ddp",
@@ -129,7 +139,7 @@ def run(job: Job) -> tuple[Trace, Any]:
     module = (Several() if job.optimizer == "several" else Two(optimizer=job.optimizer)).double()
     if place.kind == "ddp" and job.optimizer != "several":
         module.model.norm.weight.requires_grad_(False)  # before configure_optimizers does: DDP has counted it by then
-    data = models.loader(8 * place.tp // place.world, count=8 * BATCHES)
+    data = models.loader(8 // place.replicas, count=8 * BATCHES)
     if place.kind == "ddp":  # Lightning's own sampler would shuffle
         data = DataLoader(data.dataset, 4, sampler=DistributedSampler(data.dataset, shuffle=False))
     trainer.fit(module, data, ckpt_path=job.ckpt)
@@ -215,6 +225,9 @@ SLICE = (
     ("tp1-fsdp4-single", "plain", "adamw"),
     ("tp4-dp1-sharded", "tp2-fsdp2-sharded", "sgd"),
     ("plain", "tp2-fsdp2-single", "several"),
+    ("tp2-cp2-dp1-sharded", "plain", "adamw"),
+    ("tp1-fsdp4-single", "tp2-cp2-dp1-sharded", "several"),
+    ("tp1-cp2-fsdp2-sharded", "tp2-dp2-single", "sgd"),
 )
 
 
