@@ -6,6 +6,7 @@ made whole.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
@@ -15,18 +16,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_seqpar.context.exchange import sum_over_ranks
-from lightning_seqpar.context.seq_part import HANDLERS, Handler, Place, SeqPart, local_of, writes
+from lightning_seqpar.context.seq_part import HANDLERS, VIEWS, Handler, Place, SeqPart, changes, local_of, share_of
+from lightning_seqpar.distributed.autograd import without_subclasses
 from lightning_seqpar.distributed.rng import drawn_apart
 
 
-def handles(*names: str) -> Callable[[Handler], Handler]:
-    """Decorate the handler of the functions of these names, in ``torch``, ``torch.Tensor`` and ``torch.nn.functional``."""
+def handles(*names: str, views: bool = False) -> Callable[[Handler], Handler]:
+    """Decorate the handler of the functions of these names, in ``torch``, ``torch.Tensor`` and ``torch.nn.functional``.
+
+    Args:
+        names: of the functions.
+        views: whether what they return is a view of their first argument.
+    """
 
     def register(handler: Handler) -> Handler:
         for name in names:
             for home in (torch, Tensor, F, torch.special):
                 if (func := getattr(home, name, None)) is not None:
                     HANDLERS[func] = handler
+                    if views:
+                        VIEWS.add(func)
         return handler
 
     return register
@@ -35,9 +44,214 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
 # ---- each number by itself -------------------------------------------------------------------------------------
 
 
-_ELEMENTWISE = ["abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "angle", "asin", "asinh", "atan", "atan2", "atanh", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous", "copysign", "cos", "cosh", "detach", "digamma", "div", "divide", "elu", "eq", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "fix", "floor", "floor_divide", "fmax", "fmin", "fmod", "frac", "ge", "gelu", "greater", "greater_equal", "gt", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "heaviside", "hypot", "isfinite", "isinf", "isnan", "le", "leaky_relu", "lerp", "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2", "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "logsigmoid", "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "multiply", "nan_to_num", "ne", "neg", "negative", "not_equal", "positive", "pow", "reciprocal", "relu", "relu6", "remainder", "round", "rsqrt", "rsub", "selu", "sgn", "sigmoid", "sign", "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "softsign", "sqrt", "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "threshold", "true_divide", "trunc", "where", "xlogy", "float", "double", "half", "bfloat16", "long", "int", "short", "bool", "to", "type", "type_as", "nan_to_num", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__pow__", "__rpow__", "__neg__", "__abs__", "__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__invert__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "zeros_like", "ones_like", "full_like", "empty_like", "hinge_embedding_loss"]
-_IN_PLACE = ["add_", "sub_", "mul_", "div_", "pow_", "neg_", "exp_", "relu_", "sigmoid_", "tanh_", "clamp_", "clamp_min_", "clamp_max_", "masked_fill_", "zero_", "fill_", "copy_", "addcmul_", "addcdiv_", "sqrt_", "rsqrt_", "lerp_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"]
-_DRAWS = ["dropout", "alpha_dropout", "feature_alpha_dropout", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "dropout_", "normal_", "uniform_", "exponential_", "rrelu"]
+_ELEMENTWISE = [
+    "abs",
+    "absolute",
+    "acos",
+    "acosh",
+    "add",
+    "addcdiv",
+    "addcmul",
+    "angle",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "bitwise_and",
+    "bitwise_not",
+    "bitwise_or",
+    "bitwise_xor",
+    "ceil",
+    "celu",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "clip",
+    "clone",
+    "contiguous",
+    "copysign",
+    "cos",
+    "cosh",
+    "detach",
+    "digamma",
+    "div",
+    "divide",
+    "elu",
+    "eq",
+    "erf",
+    "erfc",
+    "erfinv",
+    "exp",
+    "exp2",
+    "expm1",
+    "fix",
+    "floor",
+    "floor_divide",
+    "fmax",
+    "fmin",
+    "fmod",
+    "frac",
+    "ge",
+    "gelu",
+    "greater",
+    "greater_equal",
+    "gt",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "heaviside",
+    "hypot",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "le",
+    "leaky_relu",
+    "lerp",
+    "less",
+    "less_equal",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "logaddexp",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "logical_xor",
+    "logit",
+    "logsigmoid",
+    "lt",
+    "masked_fill",
+    "maximum",
+    "minimum",
+    "mish",
+    "mul",
+    "multiply",
+    "nan_to_num",
+    "ne",
+    "neg",
+    "negative",
+    "not_equal",
+    "positive",
+    "pow",
+    "reciprocal",
+    "relu",
+    "relu6",
+    "remainder",
+    "round",
+    "rsqrt",
+    "rsub",
+    "selu",
+    "sgn",
+    "sigmoid",
+    "sign",
+    "silu",
+    "sin",
+    "sinc",
+    "sinh",
+    "softplus",
+    "softshrink",
+    "softsign",
+    "sqrt",
+    "square",
+    "sub",
+    "subtract",
+    "tan",
+    "tanh",
+    "tanhshrink",
+    "threshold",
+    "true_divide",
+    "trunc",
+    "xlogy",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "long",
+    "int",
+    "short",
+    "bool",
+    "type",
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__mul__",
+    "__rmul__",
+    "__truediv__",
+    "__rtruediv__",
+    "__floordiv__",
+    "__rfloordiv__",
+    "__mod__",
+    "__pow__",
+    "__rpow__",
+    "__neg__",
+    "__abs__",
+    "__and__",
+    "__rand__",
+    "__or__",
+    "__ror__",
+    "__xor__",
+    "__rxor__",
+    "__invert__",
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "empty_like",
+]
+_IN_PLACE = [
+    "add_",
+    "sub_",
+    "mul_",
+    "div_",
+    "pow_",
+    "neg_",
+    "exp_",
+    "relu_",
+    "sigmoid_",
+    "tanh_",
+    "clamp_",
+    "clamp_min_",
+    "clamp_max_",
+    "masked_fill_",
+    "zero_",
+    "fill_",
+    "copy_",
+    "addcmul_",
+    "addcdiv_",
+    "sqrt_",
+    "rsqrt_",
+    "lerp_",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ifloordiv__",
+    "__imod__",
+    "__ipow__",
+]
+_DRAWS = [
+    "dropout",
+    "alpha_dropout",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "bernoulli",
+    "bernoulli_",
+    "normal_",
+    "uniform_",
+    "exponential_",
+    "rrelu",
+]
 
 
 def _aligned(place: Place, ndim: int, values: Iterable[Any]) -> Any:
@@ -75,17 +289,48 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """A function of each number by itself, under broadcasting."""
     values = (*args, *kwargs.values())
     first = next((value for value in values if isinstance(value, SeqPart)), None)
-    if first is None or (writes(func, kwargs) and first is not args[0]):
+    if first is None:
+        return NotImplemented
+    changed = func in _MAY_CHANGE and (kwargs.get("inplace") is True or any(value is True for value in args[1:]))
+    if changed and first is not args[0]:
         return NotImplemented
     locals_ = _aligned(first._place, first.ndim, values)
     if locals_ is NotImplemented:
         return locals_
-    out = func(*locals_[: len(args)], **dict(zip(kwargs, locals_[len(args) :], strict=True)))
+    if changed:
+        changes(first)
+    out = (
+        func(*locals_[: len(args)], **dict(zip(kwargs, locals_[len(args) :], strict=True)))
+        if kwargs
+        else func(*locals_)
+    )
     if out is first._local:
+        if changed:
+            first._changed()
         return first
-    if not isinstance(out, Tensor):
+    if not isinstance(out, Tensor):  # x.type() without arguments
         return out
     return SeqPart.wrap(out, first._place.at(out.ndim - (first.ndim - first._place.dim)))
+
+
+@handles("where")
+def where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A choice between numbers; with a condition alone, the indices of the whole."""
+    return elementwise(func, args, kwargs) if len(args) + len(kwargs) > 1 else NotImplemented
+
+
+@handles("type_as")
+def cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Another dtype and device, told by a tensor of any shape."""
+    x, *rest = args
+    if not isinstance(x, SeqPart):
+        return func(*map(local_of, args), **{name: local_of(value) for name, value in kwargs.items()})
+    out = func(x._local, *map(local_of, rest), **{name: local_of(value) for name, value in kwargs.items()})
+    return x if out is x._local else x.like(out)
+
+
+HANDLERS[Tensor.to] = cast
+VIEWS.update([Tensor.detach, torch.detach])
 
 
 @handles(*_IN_PLACE)
@@ -96,21 +341,37 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     values = (*args[1:], *kwargs.values())
     locals_ = _aligned(target._place, target.ndim, values)
-    if locals_ is NotImplemented:
-        return locals_
+    if locals_ is NotImplemented or any(isinstance(value, Tensor) and value.ndim > target.ndim for value in values):
+        return NotImplemented
+    changes(target)
     func(target._local, *locals_[: len(args) - 1], **dict(zip(kwargs, locals_[len(args) - 1 :], strict=True)))
+    target._changed()
     return target
 
 
 @handles(*_DRAWS)
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that draws a random number for each of the tensor's: each rank draws for its own positions."""
-    x = args[0] if args else kwargs.get("input")
-    if not isinstance(x, SeqPart):
+    x = args[0] if args else None
+    if not isinstance(x, SeqPart) or kwargs.get("generator") is not None:
         return NotImplemented
     handler = in_place if func.__name__.endswith("_") else elementwise
+    if func in _DROPOUTS:
+        p, training = (
+            _argument(args, kwargs, 1, "p", 0.5),
+            _argument(args, kwargs, 2, "training", func is not F.alpha_dropout),
+        )
+        if not training or p == 0:
+            return handler(func, args, kwargs)
     with drawn_apart(x._place.chunks.rank):
         return handler(func, args, kwargs)
+
+
+_DROPOUTS = frozenset([F.dropout, torch.dropout, F.alpha_dropout])
+_MAY_CHANGE = frozenset(getattr(F, name) for name in (
+    "celu", "dropout", "alpha_dropout", "elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "relu6", "rrelu",
+    "selu", "silu", "threshold",
+))  # fmt: skip
 
 
 # ---- along other dims ------------------------------------------------------------------------------------------
@@ -133,22 +394,16 @@ def _wrap_all(out: Any, place: Place) -> Any:
 
 def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: int, default: Any = None) -> Any:
     """A function along a dim that is not the sequence's, of which the result has all dims."""
-    x = args[0] if args else kwargs.get("input")
+    x = args[0] if args else None
     dim = _argument(args, kwargs, at, "dim", default)
     if not isinstance(x, SeqPart) or dim is None or isinstance(dim, Tensor | str):
         return NotImplemented
     if x._place.dim in _dims(dim, x.ndim) or any(isinstance(v, SeqPart) for v in (*args[1:], *kwargs.values())):
         return NotImplemented
-    arguments = {**kwargs, "input": x._local} if not args else kwargs
-    return _wrap_all(func(*(local_of(arg) for arg in args), **arguments), x._place)
+    return _wrap_all(func(x._local, *args[1:], **kwargs), x._place)
 
 
-_ALONG_FIRST = ["softmax", "log_softmax", "softmin", "cumsum", "cumprod", "argsort", "sort", "flip", "logcumsumexp", "glu", "chunk", "split", "tensor_split", "unflatten_"]
-
-
-@handles(
-    "softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "flip", "index_select"
-)
+@handles("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "index_select")
 def along_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function whose first argument behind the tensor is its dim."""
     return _along(func, args, kwargs, 1)
@@ -160,7 +415,18 @@ def along_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _along(func, args, kwargs, 1, -1)
 
 
-@handles("topk", "normalize", "kthvalue")
+@handles("flip")
+def flip(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Other dims the other way round."""
+    dims = (
+        args[1:]
+        if len(args) > 2 or (len(args) == 2 and isinstance(args[1], int))
+        else _argument(args, kwargs, 1, "dims")
+    )
+    return _along(torch.flip, (*args[:1], dims), {}, 1)
+
+
+@handles("topk", "normalize")
 def along_second(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function whose second argument behind the tensor is its dim."""
     return _along(func, args, kwargs, 2, 1 if func.__name__ == "normalize" else -1)
@@ -172,7 +438,7 @@ def roll(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _along(func, args, kwargs, 2)
 
 
-@handles("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split")
+@handles("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split", views=True)
 def cut(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pieces along another dim."""
     return _along(func, args, kwargs, 2, 0)
@@ -184,55 +450,69 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, shape = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "normalized_shape")
     if not isinstance(x, SeqPart) or x._place.dim >= x.ndim - len(shape):
         return NotImplemented
-    if any(isinstance(value, SeqPart) for value in (*args[1:], *(v for k, v in kwargs.items() if k != "input"))):
+    if any(isinstance(value, SeqPart) for value in (*args[1:], *kwargs.values())):
         return NotImplemented
-    return x.like(func(*map(local_of, args), **{k: local_of(v) for k, v in kwargs.items()}))
+    return x.like(func(x._local, *args[1:], **kwargs))
 
 
 _SUMS = frozenset(f for home in (torch, Tensor) for f in (home.sum, home.mean))
 
 
 @handles("sum", "mean", "amax", "amin", "argmax", "argmin", "max", "min", "logsumexp", "all", "any", "prod", "var", "std", "median",
-         "nansum", "count_nonzero", "std_mean", "var_mean")  # fmt: skip
+         "nansum", "count_nonzero", "std_mean", "var_mean", "nanmean", "nanmedian")  # fmt: skip
 def reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A reduction over other dims; a sum or a mean also over the sequence, of which the ranks' are added."""
-    x = args[0] if args else kwargs.get("input")
+    x = args[0] if args else None
     if not isinstance(x, SeqPart):
         return NotImplemented
     dim = _argument(args, kwargs, 1, "dim", kwargs.get("axis"))
-    if isinstance(dim, Tensor):  # the other of two tensors, for max and min
+    if isinstance(dim, Tensor) or "other" in kwargs:  # the other of two tensors, for max and min
         return elementwise(func, args, kwargs)
-    if isinstance(dim, bool):  # var(unbiased)
+    if isinstance(dim, bool | str):  # var(unbiased), and names
         return NotImplemented
-    place, keep = x._place, bool(_argument(args, kwargs, 2, "keepdim", False))
-    dims = list(range(x.ndim)) if dim is None or dim == () or dim == [] else _dims(dim, x.ndim)
-    if place.dim in dims:
-        if func not in _SUMS or len(args) > 3:
-            return NotImplemented
-        dtype = kwargs.get("dtype")
-        total = sum_over_ranks(torch.sum(x._local, dims, keepdim=keep, dtype=dtype), place.chunks)
-        if func in (torch.sum, Tensor.sum):
-            return total
-        if not (total.is_floating_point() or total.is_complex()):
-            return NotImplemented
-        return total / prod(x.shape[each] for each in dims)
-    if dim is None:
-        return NotImplemented
-    arguments = {**kwargs, "input": x._local} if not args else kwargs
-    out = func(*map(local_of, args), **arguments)
-    return _wrap_all(out, place if keep else place.at(place.dim - sum(each < place.dim for each in dims)))
+    dims = list(range(x.ndim)) if dim is None or (isinstance(dim, tuple | list) and not dim) else _dims(dim, x.ndim)
+    if x._place.dim in dims:
+        return _sum_of_all(func, x, dims, args, kwargs) if func in _SUMS and len(args) <= 3 else NotImplemented
+    return _reduced(x, dims, func(x._local, *args[1:], **kwargs))
+
+
+def _reduced(x: SeqPart, dims: list[int], out: Any) -> Any:
+    """What a reduction of the part over other dims has left, with these dims of size 1 or without them."""
+    place = x._place
+    kept = (out if isinstance(out, Tensor) else out[0]).ndim == x.ndim
+    return _wrap_all(out, place if kept else place.at(place.dim - sum(each < place.dim for each in dims)))
+
+
+def _sum_of_all(func: Any, x: SeqPart, dims: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sum or a mean over dims of which the sequence is one: the ranks' sums are added, as float32 where x is less."""
+    keep = bool(_argument(args, kwargs, 2, "keepdim", kwargs.get("keepdims", False)))
+    asked, mean = kwargs.get("dtype"), func not in (torch.sum, Tensor.sum)
+    dtype: torch.dtype = asked or x._local.dtype
+    if mean and not (dtype.is_floating_point or dtype.is_complex):
+        return NotImplemented  # torch's own message
+    if not mean and asked is None and not (dtype.is_floating_point or dtype.is_complex):
+        dtype = torch.int64
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = sum_over_ranks(torch.sum(x._local, dims, keepdim=keep, dtype=wide), x._place.chunks)
+    return (total / prod(x.shape[each] for each in dims) if mean else total).to(dtype)
 
 
 @handles("norm", "vector_norm")
 def norm_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A norm over other dims."""
-    x, dim = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 2, "dim")
+    x, dim = args[0] if args else None, _argument(args, kwargs, 2, "dim")
     if not isinstance(x, SeqPart) or dim is None or x._place.dim in _dims(dim, x.ndim):
         return NotImplemented
-    keep = bool(_argument(args, kwargs, 3, "keepdim", False))
-    place = x._place
-    out = func(*map(local_of, args), **{k: local_of(v) for k, v in kwargs.items()})
-    return SeqPart.wrap(out, place if keep else place.at(place.dim - sum(d < place.dim for d in _dims(dim, x.ndim))))
+    return _reduced(x, _dims(dim, x.ndim), func(x._local, *args[1:], **kwargs))
+
+
+@handles("kthvalue")
+def kth_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The k-th along another dim."""
+    x, dim = args[0] if args else None, _argument(args, kwargs, 2, "dim", -1)
+    if not isinstance(x, SeqPart) or x._place.dim in _dims(dim, x.ndim):
+        return NotImplemented
+    return _reduced(x, _dims(dim, x.ndim), func(x._local, *args[1:], **kwargs))
 
 
 HANDLERS[torch.linalg.vector_norm] = HANDLERS[torch.linalg.norm] = norm_of
@@ -244,7 +524,7 @@ HANDLERS[torch.linalg.vector_norm] = HANDLERS[torch.linalg.norm] = norm_of
 @handles("linear")
 def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A linear over the last dim, which the sequence is not."""
-    x, *rest = args
+    x, *rest = args or (None,)
     if (
         not isinstance(x, SeqPart)
         or x._place.dim == x.ndim - 1
@@ -261,7 +541,7 @@ def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(x, SeqPart) or x._place.dim != 0 or isinstance(bias, SeqPart) or isinstance(weight, SeqPart):
         return NotImplemented
     if bias.ndim == 2 and bias.shape[0] != 1:
-        return NotImplemented
+        bias = x._place.own(bias, 0) if bias.shape[0] == x._place.whole_size else bias
     return x.like(func(bias, x._local, weight, *args[3:], **kwargs))
 
 
@@ -282,8 +562,10 @@ def baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles("matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A product: rows or columns that are a sequence stay one, and so do batches; what is summed over is made whole."""
+    if kwargs or len(args) != 2:
+        return NotImplemented
     a, b = args if func is not Tensor.__rmatmul__ else args[::-1]
-    if kwargs or not isinstance(a, Tensor) or not isinstance(b, Tensor):
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return NotImplemented
     ndim = max(a.ndim, b.ndim)
     for x, kept, summed in ((a, a.ndim - 2, a.ndim - 1), (b, b.ndim - 1, b.ndim - 2)):
@@ -307,7 +589,7 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles("einsum")
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sum of products: one letter that the result has stays a sequence, the others are made whole."""
-    equation, *operands = args
+    equation, *operands = args or (None,)
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
     if not isinstance(equation, str):
@@ -324,14 +606,18 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if chosen is None:
         return NotImplemented
     letter, place = chosen
+    if any(term.count(letter) > 1 for term in terms):  # a diagonal
+        return NotImplemented
     locals_ = []
     for term, x in zip(terms, operands, strict=True):
         at = term.find(letter)
         if isinstance(x, SeqPart) and x._place.dim == at and x._place.same(place):
             locals_.append(x._local)
             continue
+        if at >= 0 and x.shape[at] not in (1, place.whole_size):
+            return NotImplemented  # torch's own message
         plain = x.whole() if isinstance(x, SeqPart) else x
-        locals_.append(place.own(plain, at) if at >= 0 and plain.shape[at] == place.whole_size else plain)
+        locals_.append(place.own(plain, at) if at >= 0 and x.shape[at] == place.whole_size else plain)
     return SeqPart.wrap(func(equation, *locals_), place.at(right.index(letter)))
 
 
@@ -355,13 +641,99 @@ def _einsum_with_dots(
     return einsum(func, (equation, *operands), {}) if "." not in equation else NotImplemented
 
 
-@handles("embedding", "one_hot")
+_OF_HEADS = (
+    "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn",
+    "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask",
+    "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "static_k", "static_v", "average_attn_weights",
+    "is_causal",
+)  # fmt: skip
+
+
+@handles("multi_head_attention_forward")
+def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.multi_head_attention_forward`` of queries ``[s, b, h]``: projections of the part around torch's attention."""
+    given = {
+        "training": True,
+        "need_weights": True,
+        "average_attn_weights": True,
+        **dict(zip(_OF_HEADS, args, strict=False)),
+        **kwargs,
+    }
+    q, k, v, mask = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
+    batched = q is not None and q.ndim == 3
+    rare = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
+    if (
+        not isinstance(q, SeqPart)
+        or q._place.dim
+        or not q._place.is_plain
+        or any(given.get(name) is not None and given.get(name) is not False for name in rare)
+    ):
+        return NotImplemented
+    if given.get("is_causal") and mask is None:
+        return NotImplemented  # torch's own message
+    padding = given.get("key_padding_mask")
+    if not batched:
+        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+        padding = None if padding is None else padding.unsqueeze(0)
+    separate = given.get("use_separate_proj_weight")
+    weights = [given[f"{name}_proj_weight"] for name in "qkv"] if separate else given["in_proj_weight"].chunk(3)
+    biases = (None,) * 3 if given.get("in_proj_bias") is None else given["in_proj_bias"].chunk(3)
+    heads, (length, count, width) = given["num_heads"], q.shape
+    q, k, v = (
+        F.linear(x, weight, bias).reshape(x.shape[0], count, heads, -1).permute(1, 2, 0, 3)
+        for x, weight, bias in zip((q, k, v), weights, biases, strict=True)
+    )
+    dropout = given.get("dropout_p", 0.0) if given["training"] else 0.0
+    causal = bool(given.get("is_causal")) and padding is None and not given["need_weights"]
+    if causal:
+        mask = None
+    added = (
+        None if mask is None else _added(mask, q.dtype).reshape(-1, 1 if mask.ndim == 2 else heads, *mask.shape[-2:])
+    )
+    if padding is not None:
+        padded = _added(padding, q.dtype)[:, None, None, :]
+        added = padded if added is None else added + padded
+    shares = None
+    if given["need_weights"]:
+        scores = (q * (q.shape[-1] ** -0.5)) @ k.transpose(-2, -1)
+        shares = F.dropout((scores if added is None else scores + added).softmax(-1), dropout, dropout > 0)
+        out = shares @ v
+        shares = shares.mean(1) if given["average_attn_weights"] else shares
+        shares = shares if batched else shares.squeeze(0)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, added, dropout, causal)
+    out = out.permute(2, 0, 1, 3).reshape(length, count, width)
+    out = F.linear(out, given["out_proj_weight"], given["out_proj_bias"])
+    return out if batched else out.squeeze(1), shares
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers that are added to scores; where a mask of truth values is true no query looks."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+
+
+@handles("embedding")
 def look_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Rows of a table for indices that are a sequence."""
-    x, *rest = args
+    """Rows of a table for indices that are a sequence; not where they count how often a row is used, or change it."""
+    x, *rest = args or (None,)
     if not isinstance(x, SeqPart) or any(isinstance(value, SeqPart) for value in (*rest, *kwargs.values())):
         return NotImplemented
+    padding, given = func is F.embedding, {**dict(zip(_OF_EMBEDDING, args, strict=False)), **kwargs}
+    if not padding or any(given.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")):
+        return NotImplemented
     return SeqPart.wrap(func(x._local, *rest, **kwargs), x._place)
+
+
+_OF_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+
+
+@handles("one_hot")
+def one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Classes as vectors; how many there are must be told, as the largest may be another rank's."""
+    x, classes = args[0] if args else None, _argument(args, kwargs, 1, "num_classes", -1)
+    return x.like(func(x._local, classes)) if isinstance(x, SeqPart) and classes > 0 else NotImplemented
 
 
 # ---- dims ------------------------------------------------------------------------------------------------------
@@ -369,67 +741,89 @@ def look_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _shape_of(func: Any, shape: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """What shape the function makes of a tensor of a shape."""
-    return tuple(func(torch.empty(shape, device="meta"), *args, **kwargs).shape)
+    given = [torch.empty(arg.shape, device="meta") if isinstance(arg, Tensor) else arg for arg in args]
+    named = {k: torch.empty(v.shape, device="meta") if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    return tuple(func(torch.empty(shape, device="meta"), *given, **named).shape)
 
 
-@handles("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as", "squeeze")
+def _target(x: SeqPart, sizes: Sequence[Any]) -> tuple[int, ...] | None:
+    """The shape that is asked for, with the size that ``-1`` stands for; None if torch has to say what it is."""
+    if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
+        sizes = sizes[0]
+    if not all(type(size) is int for size in sizes):
+        return None
+    known = prod(size for size in sizes if size != -1)
+    unknown, numbers = sizes.count(-1), x.numel()
+    if known <= 0 or unknown > 1 or numbers % known or (not unknown and known != numbers):
+        return None
+    return tuple(numbers // known if size == -1 else size for size in sizes)
+
+
+_OF_SIZES = frozenset([Tensor.view, Tensor.reshape, torch.reshape])
+_MAY_COPY = frozenset(f for home in (torch, Tensor) for f in (home.reshape, home.flatten)) | {Tensor.reshape_as}
+
+
+@handles("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", views=True)
 def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another shape, in which the sequence still lies in one dim."""
-    x, *rest = args
-    if not isinstance(x, SeqPart) or any(isinstance(arg, torch.dtype) for arg in rest):
+    x, *rest = args or (None,)
+    if not isinstance(x, SeqPart) or 0 in x.shape or any(isinstance(v, torch.dtype) for v in (*rest, *kwargs.values())):
         return NotImplemented
-    target = _shape_of(
-        func, x.shape, [torch.empty(r.shape, device="meta") if isinstance(r, Tensor) else r for r in rest], kwargs
-    )
-    if 0 in x.shape:
-        return NotImplemented
+    target = _target(x, rest) if func in _OF_SIZES and rest else None
+    if target is None:
+        target = _shape_of(func, x.shape, rest, kwargs)
     place = x._place.reshaped(tuple(x.shape), target)
     if place is None:
         return NotImplemented
     local = list(target)
     local[place.dim] = place.local_size
-    return SeqPart.wrap(x._local.reshape(local), place)
+    return SeqPart.wrap(x._local.reshape(local) if func in _MAY_COPY else x._local.view(local), place)
 
 
-@handles("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "adjoint")
+@handles("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "adjoint", views=True)
 def move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dims in another order."""
-    x, *rest = args
+    x, *rest = args or (None,)
     if not isinstance(x, SeqPart):
         return NotImplemented
-    marked = _shape_of(func, tuple(range(2, 2 + x.ndim)), rest, kwargs)  # each dim told by its size
-    return SeqPart.wrap(func(x._local, *rest, **kwargs), x._place.at(marked.index(2 + x._place.dim)))
+    at = x._place.dim
+    if func in _SWAPS and len(rest) == 2:
+        one, other = rest[0] % x.ndim, rest[1] % x.ndim
+        at = other if at == one else one if at == other else at
+    else:
+        at = _shape_of(func, tuple(range(2, 2 + x.ndim)), rest, kwargs).index(2 + at)  # each dim told by its size
+    return SeqPart.wrap(func(x._local, *rest, **kwargs), x._place.at(at))
+
+
+_SWAPS = frozenset(f for home in (torch, Tensor) for f in (home.transpose, home.swapaxes, home.swapdims))
 
 
 def _moved(name: str) -> None:
     HANDLERS[getattr(Tensor, name).__get__] = move
+    VIEWS.add(getattr(Tensor, name).__get__)
 
 
 for _name in ("T", "mT", "H", "mH"):
     _moved(_name)
 
 
-@handles("unsqueeze")
+@handles("unsqueeze", views=True)
 def unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One more dim."""
-    x, dim = args[0], _argument(args, kwargs, 1, "dim")
+    x, dim = args[0] if args else None, _argument(args, kwargs, 1, "dim")
     if not isinstance(x, SeqPart):
         return NotImplemented
     at = dim % (x.ndim + 1)
     return SeqPart.wrap(func(x._local, dim), x._place.at(x._place.dim + (at <= x._place.dim)))
 
 
-@handles("expand", "expand_as", "broadcast_to")
+@handles("expand", "expand_as", "broadcast_to", views=True)
 def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Repeats of other dims, without memory."""
-    x, *rest = args
+    x, *rest = args or (None,)
     if not isinstance(x, SeqPart):
         return NotImplemented
-    target = list(
-        _shape_of(
-            func, x.shape, [torch.empty(r.shape, device="meta") if isinstance(r, Tensor) else r for r in rest], kwargs
-        )
-    )
+    target = list(_shape_of(func, x.shape, rest, kwargs))
     place = x._place.at(x._place.dim + len(target) - x.ndim)
     if target[place.dim] != place.whole_size:
         return NotImplemented
@@ -440,10 +834,12 @@ def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles("repeat", "tile")
 def repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copies along other dims."""
-    x, *rest = args
-    if not isinstance(x, SeqPart) or kwargs:
+    x, *rest = args or (None,)
+    if not isinstance(x, SeqPart) or kwargs or not rest:
         return NotImplemented
     times = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], list | tuple | torch.Size) else list(rest)
+    if func is Tensor.repeat and len(times) < x.ndim:
+        return NotImplemented  # torch's own message
     times = [1] * (x.ndim - len(times)) + times
     place = x._place.at(x._place.dim + len(times) - x.ndim)
     return SeqPart.wrap(x._local.repeat(times), place) if times[place.dim] == 1 else NotImplemented
@@ -455,10 +851,10 @@ def repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return _along(func, args, kwargs, 2)
 
 
-@handles("unbind", "select", "narrow")
+@handles("unbind", "select", "narrow", views=True)
 def take(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Entries of another dim; of the sequence one position, or a run of them."""
-    x, name = args[0], func.__name__
+    x, name = args[0] if args else None, func.__name__
     dim = _argument(args, kwargs, 1, "dim", 0)
     if not isinstance(x, SeqPart) or isinstance(dim, str):
         return NotImplemented
@@ -469,6 +865,15 @@ def take(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             items[at] = _argument(args, kwargs, 2, "index")
         elif name == "narrow":
             start, length = _argument(args, kwargs, 2, "start"), _argument(args, kwargs, 3, "length")
+            if (
+                not isinstance(start, int)
+                or not isinstance(length, int)
+                or not -place.whole_size <= start < place.whole_size
+            ):
+                return NotImplemented
+            start %= place.whole_size
+            if start + length > place.whole_size:
+                return NotImplemented  # torch's own message
             items[at] = slice(start, start + length)
         if name == "unbind" or isinstance(items[at], Tensor):
             return NotImplemented
@@ -477,13 +882,18 @@ def take(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _wrap_all(out, place if name == "narrow" else place.at(place.dim - (at < place.dim)))
 
 
-@handles("__getitem__")
+_BASIC = (slice, type(None), type(Ellipsis))
+
+
+@handles("__getitem__", views=True)
 def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An index: of other dims anything but tensors; of the sequence a run of positions, or one of them."""
+    """An index: of other dims anything but several tensors; of the sequence a run of positions, or one of them."""
     x, items = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
-    if not isinstance(x, SeqPart) or any(isinstance(i, Tensor | list | range) or isinstance(i, bool) for i in items):
+    if not isinstance(x, SeqPart):
         return NotImplemented
-    items = tuple(items)
+    lists = [n for n, i in enumerate(items) if not (isinstance(i, _BASIC) or type(i) is int)]
+    if lists and (len(lists) > 1 or not _is_row(items[lists[0]])):
+        return NotImplemented
     used = sum(item is not None and item is not Ellipsis for item in items)
     full = (slice(None),) * (x.ndim - used)
     at = next((n for n, item in enumerate(items) if item is Ellipsis), len(items))
@@ -494,9 +904,30 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             out_dim += 1
             continue
         if dim == place.dim:
-            return _index_sequence(x, items, number, out_dim)
-        dim, out_dim = dim + 1, out_dim + isinstance(item, slice)
+            if not lists:
+                return _index_sequence(x, items, number, out_dim)
+            return _index_list(x, items, number)
+        dim, out_dim = dim + 1, out_dim + (type(item) is not int)
     return NotImplemented
+
+
+def _is_row(item: Any) -> bool:
+    """Whether an index is a row of numbers or of truth values."""
+    if isinstance(item, Tensor):
+        return item.ndim == 1 and not isinstance(item, SeqPart)
+    return isinstance(item, list) and len(item) > 0 and all(type(each) is int for each in item)
+
+
+def _index_list(x: SeqPart, items: tuple[Any, ...], sequence: int) -> Any:
+    """An index of which one item is a row of numbers, and ``items[sequence]`` that of the sequence."""
+    number = next(n for n, item in enumerate(items) if not (isinstance(item, _BASIC) or type(item) is int))
+    if number == sequence:
+        return NotImplemented
+    rest = index(Tensor.__getitem__, (x, (*items[:number], slice(None), *items[number + 1 :])), {})
+    if not isinstance(rest, SeqPart):
+        return NotImplemented
+    at = sum(type(item) is not int for item in items[:number])
+    return SeqPart.wrap(rest._local[(*(slice(None),) * at, items[number])], rest._place)
 
 
 def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: int) -> Any:
@@ -509,13 +940,14 @@ def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: in
             return SeqPart.wrap(local[others], place.at(out_dim))
         if not place.is_plain or step != 1 or stop <= start:
             return NotImplemented
-        runs = place.chunks.held_between(start, stop)
+        runs = place.chunks.held_between(start, stop) or [(0, 0)]
         pieces = [local.narrow(place.dim, first, last - first) for first, last in runs]
-        kept = (
-            pieces[0] if len(pieces) == 1 else torch.cat(pieces, place.dim) if pieces else local.narrow(place.dim, 0, 0)
-        )
+        kept = pieces[0]
+        if any(len(held) != 1 for held in place.chunks.ranges):  # a copy on one rank is one on all
+            kept = torch.cat(pieces, place.dim)
+            x._gave_copy(kept)
         return SeqPart.wrap(kept[others], Place(place.chunks.sliced(start, stop), out_dim))
-    if not place.is_plain or not isinstance(item, int):
+    if not place.is_plain or type(item) is not int:
         return NotImplemented
     at = item + place.whole_size * (item < 0)
     if not 0 <= at < place.whole_size:
@@ -523,14 +955,17 @@ def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: in
     held = place.chunks.held_between(at, at + 1)
     if not (local.is_floating_point() or local.dtype in (torch.int64, torch.int32)):
         return NotImplemented
-    mine = local.select(place.dim, held[0][0]) if held else (local.sum(place.dim) * 0).to(local.dtype)
+    mine = (
+        local.select(place.dim, held[0][0]) if held else local.narrow(place.dim, 0, 0).sum(place.dim, dtype=local.dtype)
+    )
     return sum_over_ranks(mine, place.chunks)[tuple(i for n, i in enumerate(others) if n != number)]
 
 
 @handles("cat", "concat", "concatenate", "stack")
 def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sequences of one layout side by side, whole tensors with their own positions; nothing behind nothing."""
-    tensors, dim = list(args[0]), _argument(args, kwargs, 1, "dim", kwargs.get("axis", 0))
+    tensors = list(_argument(args, kwargs, 0, "tensors", ()))
+    dim = _argument(args, kwargs, 1, "dim", kwargs.get("axis", 0))
     first = next((x for x in tensors if isinstance(x, SeqPart)), None)
     if first is None or "out" in kwargs:
         return NotImplemented
@@ -554,7 +989,7 @@ def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles("pad")
 def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Zeros at the ends of the last dims, which the sequence is not among."""
-    x, amounts = args[0], _argument(args, kwargs, 1, "pad")
+    x, amounts = args[0] if args else None, _argument(args, kwargs, 1, "pad")
     if not isinstance(x, SeqPart) or x._place.dim >= x.ndim - len(amounts) // 2:
         return NotImplemented
     return x.like(func(x._local, *args[1:], **kwargs))
@@ -571,9 +1006,100 @@ def _of_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*map(local_of, args), **kwargs)
 
 
-for _func in (
-    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_version", "retains_grad", "is_inference")
-      if hasattr(getattr(Tensor, name), "__get__") and not callable(getattr(Tensor, name))),
-    Tensor.is_inference, Tensor.is_contiguous, Tensor.is_conj, Tensor.is_neg, torch.is_conj, torch.is_inference,
-):  # fmt: skip
-    HANDLERS[_func] = _of_local
+@handles("is_contiguous", "is_conj", "is_neg", "is_inference")
+def fact(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is said of the part."""
+    return _of_local(func, args, kwargs)
+
+
+for _name in ("requires_grad", "grad_fn", "is_leaf", "_version", "retains_grad"):
+    HANDLERS[getattr(Tensor, _name).__get__] = _of_local
+
+
+@handles("stride", "storage_offset")
+def memory_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a whole tensor of which all numbers lie in a row."""
+    return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
+
+
+def _data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The part without its graph."""
+    return args[0].like(args[0]._local.data)
+
+
+HANDLERS[Tensor.data.__get__] = _data  # type: ignore[attr-defined]
+VIEWS.add(Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
+@handles("requires_grad_")
+def require_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Ask for a gradient of a sequence that has no graph."""
+    x = args[0]
+    func(x._local, *args[1:], **kwargs)
+    x._changed()
+    if not x._local.requires_grad:
+        with without_subclasses():
+            func(x, *args[1:], **kwargs)
+    return x
+
+
+@handles("retain_grad")
+def retain_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Keep the gradient of a sequence, as ``x.grad``."""
+    return func(args[0]._local)
+
+
+def _gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradient that a sequence got: a part's is that of all ranks' losses, of which the mean is due."""
+    x, grad = args[0], func(args[0]._local)
+    return None if grad is None else x.like(grad / x._place.chunks.size)
+
+
+HANDLERS[Tensor.grad.__get__] = _gradient  # type: ignore[attr-defined]
+
+
+@handles("register_hook")
+def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a hook with the gradient of the whole, a sequence; what it returns, or makes of it in place, goes on."""
+    x, hook = args[0], _argument(args, kwargs, 1, "hook")
+    like, place, size = x.like, x._place, x._place.chunks.size
+
+    def hooked(grad: Tensor) -> Tensor | None:
+        told = grad / size
+        version = told._version
+        changed = hook(like(told))
+        if changed is None:
+            return None if told._version == version else told * size
+        mine = share_of(changed, place, size)
+        return None if mine is None else mine * size
+
+    return func(x._local, hooked)
+
+
+@handles("__deepcopy__")
+def deep_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sequence with a copy of the part."""
+    x, memo = args[0], _argument(args, kwargs, 1, "memo")
+    if id(x) not in memo:
+        memo[id(x)] = x.like(copy.deepcopy(x._local, memo))
+    return memo[id(x)]
+
+
+@handles("numpy", "__array__")
+def numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The whole as an array that can't be changed, as a change would not reach the sequence."""
+    array = func(args[0].whole(), *args[1:], **kwargs)
+    array.flags.writeable = False
+    return array
+
+
+@handles("__iter__")
+def iterate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The entries of the first dim."""
+    return iter(args[0].unbind(0))
+
+
+@handles("__format__")
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In a text: no numbers, unless it is one."""
+    return NotImplemented if args[0].ndim == 0 else object.__format__(args[0], "")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.context.exchange import gather_positions
-from lightning_seqpar.distributed.autograd import without_overrides
+from lightning_seqpar.distributed.autograd import input_nodes, leaf_of, memory_of, outputs_of, without_overrides
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class SeqPart(Tensor):
 
     _local: Tensor
     _place: Place
+    _memory: _Memory | None = None
+    _guarded: bool = False
 
     @staticmethod
     def wrap(local: Tensor, place: Place) -> SeqPart:
@@ -130,29 +133,73 @@ class SeqPart(Tensor):
         split = local.unflatten(place.dim, (place.before, place.chunks.local_length, place.behind))
         return gather_positions(split, place.dim + 1, place.chunks).flatten(place.dim, place.dim + 2)
 
-    def _take_over_graph(self) -> None:
+    def _take_over_graph(self, node: Any, number: int) -> None:
         """Where an ``autograd.Function`` of somebody's made this sequence, give the part the graph that the Function has.
 
         Raises:
-            RuntimeError: for a Function with several outputs, or with inputs that other functions made of plain tensors.
+            RuntimeError: for a Function with several outputs, or with inputs that other functions made of plain tensors; for a
+                reentrant activation checkpoint.
         """
         with without_overrides():
-            node: Any = self.grad_fn
-            number = self.output_nr
-            if node is None:
-                return
             self.detach_()
-        inputs = [getattr(each, "variable", None) for each, _ in node.next_functions]
-        known = all(
-            found is not None or each is None for found, (each, _) in zip(inputs, node.next_functions, strict=True)
-        )
-        if number or not known:
+        name = type(node).__name__.removesuffix("Backward")
+        nodes = input_nodes(node)
+        inputs = [None if each is None else leaf_of(each) for each in nodes]
+        known = all(found is not None or each is None for found, each in zip(inputs, nodes, strict=True))
+        if name == "CheckpointFunction" or number or not known or outputs_of(node) != 1:
             raise RuntimeError(
-                f"{type(node).__name__.removesuffix('Backward')}, an autograd.Function, made a sequence of which each rank of "
-                f"cp={self._place.chunks.size} holds a part, beside other outputs or of other tensors that have a graph: its gradient "
-                "can't be taken there; write the function without autograd.Function, or set cp=1"
+                f"{name}, an autograd.Function, made a sequence of which each rank of cp={self._place.chunks.size} holds a part, "
+                "beside other outputs, of other tensors that have a graph, or by a graph of its own: its gradient can't be taken "
+                "there; write the function without autograd.Function, use checkpoint(..., use_reentrant=False), or set cp=1"
             )
-        self._local = _OfFunction.apply(node, self._place, self._local, *map(local_of, inputs))  # type: ignore[no-untyped-call]
+        with torch.enable_grad():  # a first look may be under no_grad, as to log a number
+            self._local = _OfFunction.apply(node, self._place, inputs, self._local, *map(local_of, inputs))  # type: ignore[no-untyped-call]
+
+    def _guard(self) -> None:
+        """Refuse a gradient that reaches this object in place of the part.
+
+        Functions see the object without a graph; an ``autograd.Function`` that makes a plain tensor of it would leave the gradient
+        here, where nothing reads it.
+        """
+        size = self._place.chunks.size
+        self._guarded = True
+
+        def refuse(grad: Tensor) -> None:
+            raise RuntimeError(
+                f"an autograd.Function made a whole tensor of a sequence of which each rank of cp={size} holds a part: its gradient "
+                "can't be taken there; give it x.whole() (on all ranks), write it without autograd.Function, or set cp=1"
+            )
+
+        with without_overrides():
+            self.register_hook(refuse)
+
+    def _share(self, other: SeqPart) -> None:
+        """Take note that ``other``, a view of this sequence, has the same memory."""
+        memory = self._memory
+        if memory is None:
+            memory = self._memory = _Memory([weakref.ref(self)], [])
+        memory.views.append(weakref.ref(other))
+        other._memory = memory
+
+    def _gave_copy(self, copy: Tensor) -> None:
+        """Take note that ``copy`` was given away where torch gives a view: no change in place may be lost."""
+        if copy.is_inference():
+            return
+        memory = self._memory
+        if memory is None:
+            memory = self._memory = _Memory([weakref.ref(self)], [])
+        counter = copy.detach()  # shares the count of changes in place ...
+        counter.data = counter.new_empty(0)  # ... and no memory
+        memory.copies.append((counter, counter._version))
+
+    def _changed(self) -> None:
+        """Make what a change in place has done to the part known to those that ask the object: whether it has a graph."""
+        memory = self._memory
+        views = [self] if memory is None else [view for ref in memory.views if (view := ref()) is not None]
+        with without_overrides():
+            for view in views:
+                if view._local.requires_grad and not view.requires_grad:
+                    view.requires_grad_()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The shape of the whole and the rank; no numbers, which would take a collective."""
@@ -166,21 +213,24 @@ class SeqPart(Tensor):
         """Run a function on the part if it can be, else on the whole.
 
         Raises:
-            RuntimeError: for a change in place that would reach a copy alone.
+            RuntimeError: for what would change or name a copy alone, in place of the sequence.
         """
-        kwargs = dict(kwargs or {})
+        named: dict[str, Any] = dict(kwargs) if kwargs else {}
         if func in _FACTS:
             with without_overrides():
-                return func(*args, **kwargs)
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, SeqPart):
-                value._take_over_graph()
-        handler = HANDLERS.get(func)
-        if handler is not None:
-            out = handler(func, args, kwargs)
-            if out is not NotImplemented:
-                return out
-        return on_whole(func, args, kwargs)
+                return func(*args, **named)
+        _settle((*args, *named.values()) if named else args)
+        if not args and "input" in named:
+            args = (named.pop("input"),)
+        if named.get("out") is None:
+            handler = HANDLERS.get(func)
+            if handler is not None:
+                out = handler(func, args, named)
+                if out is not NotImplemented:
+                    if func in VIEWS:
+                        _note_views(args[0], out)
+                    return out
+        return on_whole(func, args, named)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -199,20 +249,111 @@ class SeqPart(Tensor):
 
 
 class _OfFunction(torch.autograd.Function):
-    """Forward: the part of a sequence that somebody's ``autograd.Function`` made. Backward: that Function's, on sequences."""
+    """Forward: the part of a sequence that somebody's ``autograd.Function`` made. Backward: that Function's, on sequences.
+
+    To the Function all of them are whole: what it tells of a plain tensor is the gradient of all positions, the same on all ranks, of
+    which each takes its share.
+    """
 
     @staticmethod
-    def forward(ctx: Any, node: Any, place: Place, local: Tensor, *inputs: Tensor | None) -> Tensor:
+    def forward(ctx: Any, node: Any, place: Place, given: list[Any], local: Tensor, *inputs: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.node, ctx.place = node, place
+        ctx.places = [one._place if isinstance(one, SeqPart) else None for one in given]
+        ctx.given = [(one, one._local._version) for one in given if isinstance(one, SeqPart)]
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
+        if any(one._local._version != version for one, version in ctx.given):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a sequence that "
+                f"{type(ctx.node).__name__.removesuffix('Backward')} was given"
+            )
         grads = ctx.node.apply(SeqPart.wrap(grad, ctx.place))
-        return None, None, None, *map(local_of, grads if isinstance(grads, tuple) else (grads,))
+        grads = grads if isinstance(grads, tuple) else (grads,)
+        size = ctx.place.chunks.size
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(share_of(one, place, size) for one, place in zip(grads, ctx.places, strict=True)),
+        )
+
+
+def share_of(grad: Tensor | None, place: Place | None, size: int) -> Tensor | None:
+    """Of the gradient of a whole tensor this rank's: of a sequence its positions, of any other tensor a part in ``size``."""
+    if grad is None:
+        return None
+    if place is None:
+        return whole_of(grad) / size  # type: ignore[no-any-return]
+    if isinstance(grad, SeqPart) and grad._place.dim == place.dim and grad._place.same(place):
+        return grad._local
+    return place.own(whole_of(grad))
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What the sequences that are views of one another have in common.
+
+    Args:
+        views: these sequences.
+        copies: of each copy that was given away in a view's place the count of its changes in place, and what it was then.
+    """
+
+    views: list[weakref.ref[SeqPart]]
+    copies: list[tuple[Tensor, int]]
+
+    def check(self) -> None:
+        """Raise where a copy was changed.
+
+        Raises:
+            RuntimeError: then.
+        """
+        for counter, version in self.copies:
+            if counter._version != version:
+                raise RuntimeError(
+                    "a view of a sequence of which each rank holds a part was changed in place, but it was a copy, and the change did "
+                    "not reach the sequence; write the change as a new tensor (torch.where, torch.cat, x = x + y), or x = x.whole() "
+                    "first (on all ranks)"
+                )
+
+
+def _settle(values: Iterable[Any]) -> None:
+    """Look after the sequences among the arguments of a function, before anything reads their parts."""
+    enabled = torch.is_grad_enabled()
+    for value in values:
+        if type(value) is SeqPart:
+            with without_overrides():
+                node = value.grad_fn
+                number = 0 if node is None else value.output_nr
+                bare = not enabled and not value._guarded and value.requires_grad
+            if node is not None:
+                value._take_over_graph(node, number)
+            elif bare:
+                value._guard()
+            if value._memory is not None and value._memory.copies:
+                value._memory.check()
+        elif type(value) in (tuple, list):
+            _settle(value)
+
+
+def _note_views(x: Any, out: Any) -> None:
+    """Of what a function of views returned: what has the memory of ``x``, and what has not."""
+    if not isinstance(x, SeqPart):
+        return
+    memory: int | None = None
+    for view in out if isinstance(out, tuple | list) else (out,):
+        if not isinstance(view, SeqPart):
+            x._gave_copy(view)
+        elif view is not x:
+            if memory is None:
+                memory = memory_of(x._local)
+            if memory_of(view._local) == memory:
+                x._share(view)
 
 
 def _chunks_of(args: Any) -> Chunks:
@@ -224,6 +365,8 @@ def _chunks_of(args: Any) -> Chunks:
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}
 """By function, what runs it on parts; ``NotImplemented`` leaves it to :func:`on_whole`. Filled by the modules of this package."""
+VIEWS: set[Any] = set()
+"""Functions with a handler whose result is a view of their first argument: a change of it in place changes the argument."""
 
 _FACTS = frozenset(
     [
@@ -251,24 +394,94 @@ def whole_of(x: Any) -> Any:
 def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call changes its first argument: an in-place method, or ``inplace=True``."""
     name = getattr(func, "__name__", "")
-    if kwargs.get("inplace") is True or "out" in kwargs or name in ("__setitem__", "__set__", "__delete__"):
+    if kwargs.get("inplace") is True or name in ("__setitem__", "__set__", "__delete__"):
         return True
     return (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+        name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
     )
 
 
+_RESHAPES = frozenset(
+    f"{name}_" for name in (
+        "resize", "resize_as", "set", "squeeze", "unsqueeze", "t", "transpose", "swapaxes", "swapdims", "as_strided", 
+        "detach", "share_memory", "rename", "apply", "map", "map2",
+    )
+)  # fmt: skip
+_OF_MEMORY = frozenset(
+    ["data_ptr", "storage", "untyped_storage", "_typed_storage", "storage_type", "__dlpack__", "__dlpack_device__", "__cuda_array_interface__",
+     "_make_subclass", "module_load", "pin_memory", "share_memory_", "is_set_to"]
+)  # fmt: skip
+_OF_GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.register_post_accumulate_grad_hook])
+
+
 def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function on whole sequences; collective over cp.
+    """Run a function on whole sequences; collective over cp. A change in place is made to the whole, and then to the parts.
 
     Raises:
-        RuntimeError: if it would change a sequence in place, which would reach the gathered copy alone.
+        RuntimeError: if it would change a copy alone, or give it away.
     """
-    if writes(func, kwargs) and any(isinstance(x, SeqPart) for x in (*args[:1], kwargs.get("out"))):
+    name = getattr(func, "__name__", str(func))
+    out = kwargs.get("out")
+    target = args[0] if args and writes(func, kwargs) else None
+    if (
+        any(isinstance(one, SeqPart) for one in tree_leaves(out))
+        or (isinstance(target, SeqPart) and (name in _RESHAPES or name in ("__set__", "__delete__")))
+        or name in _OF_MEMORY
+    ):
         raise RuntimeError(
-            f"{getattr(func, '__name__', func)} of a sequence of which each rank of cp={_chunks_of((args, kwargs)).size} holds a part "
-            "would change a copy: it is whole only where it is used. Write the change as a new tensor (torch.where, torch.cat, "
-            "x = x + y), or x = x.whole() first (on all ranks)"
+            f"{name} of a sequence of which each rank of cp={_chunks_of((args, kwargs)).size} holds a part would read or change a copy: it "
+            "is whole only where it is used. Write the change as a new tensor (torch.where, torch.cat, x = x + y), or "
+            "x = x.whole() first (on all ranks)"
         )
-    plain_args, plain_kwargs = tree_map_only(SeqPart, SeqPart.whole, (args, kwargs))
-    return func(*plain_args, **plain_kwargs)
+    if func in _OF_GRAPH and any(isinstance(one, SeqPart) for one in _differentiated(func, args, kwargs)):
+        raise RuntimeError(
+            f"{name} by a sequence of which each rank of cp={_chunks_of((args, kwargs)).size} holds a part would find a copy, that is not in "
+            "the graph; take the gradient by x.whole() (on all ranks) that the rest is computed from, or set cp=1"
+        )
+    wholes: dict[int, tuple[SeqPart, Tensor]] = {}
+
+    def whole(x: SeqPart) -> Tensor:
+        if id(x) not in wholes:
+            wholes[id(x)] = x, x.whole()
+        return wholes[id(x)][1]
+
+    plain_args, plain_kwargs = tree_map_only(SeqPart, whole, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    if isinstance(target, SeqPart):
+        write(target, plain_args[0])
+        return None if result is None else target
+    made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+    for x, copy in wholes.values():
+        for one in made:
+            if memory_of(one) == memory_of(copy):
+                x._gave_copy(one)
+    return result
+
+
+def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What a function of the graph takes gradients by."""
+    if func is torch.autograd.grad:
+        return tree_leaves(args[1] if len(args) > 1 else kwargs.get("inputs"))  # type: ignore[no-any-return]
+    if func is torch.autograd.backward:
+        return tree_leaves(args[4] if len(args) > 4 else kwargs.get("inputs"))  # type: ignore[no-any-return]
+    return tree_leaves(args[0])  # type: ignore[no-any-return]
+
+
+def write(target: SeqPart, whole: Tensor) -> None:
+    """Give a sequence, in place, the numbers of a whole tensor, and its graph; views of it change with it."""
+    changes(target)
+    target._local.copy_(target._place.own(whole))
+    target._changed()
+
+
+def changes(target: SeqPart) -> None:
+    """Refuse a change in place of a sequence of which a copy stands for a view, which would not change with it.
+
+    Raises:
+        RuntimeError: if there is such a copy.
+    """
+    if target._memory is not None and target._memory.copies:
+        raise RuntimeError(
+            f"a change in place of a sequence of which each rank of cp={target._place.chunks.size} holds a part, and of which a copy was "
+            "given in a view's place (as x[:, -1]): the copy would not change; write x = x + y, or x = x.whole() first (on all ranks)"
+        )

@@ -116,6 +116,11 @@ def input_node(node: Any, at: int) -> Any:
     return node.next_functions[at][0] if at < len(node.next_functions) else None
 
 
+def outputs_of(node: Any) -> int:
+    """How many outputs the function of a node has."""
+    return len(node._input_metadata)
+
+
 def leaf_of(node: Any) -> Tensor | None:
     """The leaf tensor whose gradient a node accumulates; None if the node is no accumulator."""
     leaf: Tensor | None = getattr(node, "variable", None)
@@ -266,6 +271,11 @@ def without_overrides() -> AbstractContextManager[Any]:
 def without_subclasses() -> AbstractContextManager[Any]:
     """A context manager in which functions of tensor subclasses run as those of plain tensors."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def memory_of(x: Tensor) -> int | None:
+    """What tells the memory of a tensor from that of others, also where it has no numbers; None for a sparse one."""
+    return None if x.layout is not torch.strided else x.untyped_storage()._cdata
 
 
 def selective_checkpoint_caches() -> list[Tensor]:
