@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.activations.wgrad_overlap import OverlapWindow
 from lightning_seqpar.context.chunks import Chunks
+from lightning_seqpar.context.seq_part import Place
 from lightning_seqpar.distributed.autograd import NO_BACKWARD, current_backward
 from lightning_seqpar.distributed.padding import shard_length
 
@@ -84,6 +85,7 @@ class Frame:
         sum_features: for each of them, the graph nodes of the features that it is given; None if it is given whole activations.
         partial_nodes: graph nodes of the partial sums that rows left for such a module to reduce.
         unwrapped: number of running modules that multiply sharded parameters themselves.
+        dealt_out: in a module that deals this rank's positions out to experts, where they lie in its input.
         column_tokens: between a column and its row, the dims of the column's input in front of its features; else None.
         previous_row_width: out-features of the last row, if its module has another row to come and no column ran since.
         drawn_alike: random draws that all ranks made alike behind that row, each by operation and shape.
@@ -108,6 +110,7 @@ class Frame:
     sum_features: list[list[Any] | None] = field(default_factory=list)
     partial_nodes: list[Any] = field(default_factory=list)
     unwrapped: int = 0
+    dealt_out: Place | None = None
     column_tokens: tuple[int, ...] | None = None
     previous_row_width: int | None = None
     drawn_alike: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
@@ -123,7 +126,7 @@ class Frame:
 
     def abort(self) -> None:
         """Drop what is open, after a module raised: its closing hooks will not come."""
-        self.length, self.unwrapped = None, 0
+        self.length, self.unwrapped, self.dealt_out = None, 0, None
         for opened in (
             self.gather_scopes,
             self.rows_left,

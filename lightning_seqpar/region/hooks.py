@@ -170,6 +170,7 @@ def gather_arguments(
     *,
     local_width: bool = False,
     rows: int = 1,
+    deals_out: bool = False,
 ) -> Callable[..., Any]:
     """A pre-hook of a module around columns and rows: its arguments become whole, ``[b, s/tp, h]`` → ``[b, s, h]``.
 
@@ -183,6 +184,8 @@ def gather_arguments(
         copied: arguments that are whole already (an encoder's states), or None.
         local_width: whether the module reads this rank's width off its input: then it gets a stand-in of that width.
         rows: the number of row linears in it.
+        deals_out: whether the module deals tokens out to experts: of a sequence that is dealt out over context-parallel ranks
+            it is given this rank's positions as all there are.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,6 +206,9 @@ def gather_arguments(
                 casts = torch.is_autocast_enabled(x.device.type)
                 if widest not in (None, x.dtype) and not casts and any(p.dtype == x.dtype for p in module.parameters()):
                     whole = whole.to(x.dtype)  # products want their input in the weights' type
+                if deals_out and isinstance(whole, SeqPart):
+                    region.frames.current.dealt_out = region.frames.current.dealt_out or whole.place
+                    whole = whole.local
                 done[id(x)] = _narrow(whole, region.size) if local_width and arg in gathered else whole
             args, kwargs = put_argument(where, done[id(x)], args, kwargs)
         return args, kwargs

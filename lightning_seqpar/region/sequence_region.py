@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_seqpar.activations.elementwise_spans import ElementwiseSpans
 from lightning_seqpar.activations.policy import SavePolicy
 from lightning_seqpar.context.axis import ContextAxis
-from lightning_seqpar.context.seq_part import local_of
+from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.rng import Drawn, RankStreams
 from lightning_seqpar.region.column_inputs import ColumnInputs
 from lightning_seqpar.region.data_path import DataPath
@@ -245,10 +245,12 @@ class SequenceRegion:
         if (features := frame.sum_features[-1]) is not None:
             self.observers.sum_returned(local_of(out), module, features, rows, once)
             return self.path.reduce(out, module, max(frame.sum_widths[-1]))
-        gathers = frame.sources
+        gathers, (place, frame.dealt_out) = frame.sources, (frame.dealt_out, None)
         self.observers.sum_returned(local_of(out), module, gathers, rows, once)
         reduced = self.path.reduce(out, module)
         self.observers.sum_reduced(local_of(reduced), module, gathers)
+        if not self.sp and place is not None and not isinstance(reduced, SeqPart):
+            return SeqPart.wrap(reduced, place)
         return reduced
 
     def end_sum(self, *, unwrapped: bool) -> None:
