@@ -1391,7 +1391,7 @@ MUTANTS = [
     Mutant(
         "a generator of the user's own taken for the rank's, before training",
         "_Observer.__torch_dispatch__",
-        "own = not drawn.seeded and any(region.streams.own for region in self._regions)",
+        "own = not drawn.seeded and (draws_apart() or any(region.streams.own for region in self._regions))",
         "own = any(region.streams.own for region in self._regions)",
         "tests/test_random.py -k ones_own_for_features",
     ),
