@@ -274,6 +274,26 @@ def test_autocast():
     run_distributed(check_autocast, 2)
 
 
+def check_layout() -> None:
+    """Heads that a model took apart by a view can be joined by one, as behind torch's function."""
+    kinds = [masks(13, 13)[kind] for kind in ("plain", "causal", "window", "padding")]  # those of torch's kernels
+    for method, deal, given in product(METHODS, DEALS.values(), kinds):
+        wide = numbers(0, BATCH, 13, HEADS * WIDTH)
+        chunks = Chunks(dist.group.WORLD, 13, deal(13, dist.get_world_size()), method)
+        parts = SeqPart.wrap(enter(wide, 1, chunks), Place(chunks, 1))
+        results = []
+        for x in (wide, parts):
+            q = x.view(BATCH, 13, HEADS, WIDTH).transpose(1, 2)
+            out = F.scaled_dot_product_attention(q, q, q, **given)
+            results.append(out.transpose(1, 2).view(BATCH, 13, HEADS * WIDTH))
+        assert isinstance(results[1], SeqPart)
+        torch.testing.assert_close(results[1].whole(), results[0], rtol=1e-12, atol=1e-12)
+
+
+def test_heads_are_joined_by_a_view():
+    run_distributed(check_layout, 2)
+
+
 def check_frozen() -> None:
     """Where some of q, k and v need no gradient, the others have theirs."""
     weight = numbers(5, *sizes(13, 13)[0])
