@@ -478,7 +478,7 @@ def ring_attention(
 
     q ``[..., heads, s/cp, d]``, k ``[..., groups, t/cp, d]`` and v ``[..., groups, t/cp, e]`` → ``[..., heads, s/cp, e]``, in which
     each group of keys serves ``heads / groups`` heads. Forward: k and v are sent on ``cp - 1`` times. Backward: likewise, and
-    their gradients ``cp`` times. It has no second derivative.
+    their gradients ``cp`` times, in float32 where they have 16 bits, so that they are rounded once. It has no second derivative.
 
     Args:
         q: this rank's queries.

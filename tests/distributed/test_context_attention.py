@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.context import attention  # noqa: F401  (fills the handlers)
 from lightning_seqpar.context.chunks import Chunks, contiguous, zigzag
 from lightning_seqpar.context.exchange import enter
@@ -207,10 +208,9 @@ def used(method: str, heads: int, **given: Any) -> str:
     q, k, v = (part(numbers(seed, 2, heads, 12, WIDTH), method, contiguous) for seed in range(3))
     with Traffic() as traffic:
         F.scaled_dot_product_attention(q, k, v, **given)
-    for operation, name in (("send", "ring"), ("alltoall_base", "ulysses")):
-        if traffic.backend_calls[operation] and traffic.calls["all_gather"] == 0:
-            return name
-    return "all_gather"
+    names = {"send": "ring", "alltoall": "ulysses", "all_gather": "all_gather"}
+    (operation,) = traffic.calls
+    return names[operation]
 
 
 def check_choice() -> None:
@@ -285,6 +285,8 @@ def check_layout() -> None:
         for x in (wide, parts):
             q = x.view(BATCH, 13, HEADS, WIDTH).transpose(1, 2)
             out = F.scaled_dot_product_attention(q, q, q, **given)
+            rows = out.local if isinstance(out, SeqPart) else out
+            assert rows.transpose(1, 2).is_contiguous()  # no copy is made
             results.append(out.transpose(1, 2).view(BATCH, 13, HEADS * WIDTH))
         assert isinstance(results[1], SeqPart)
         torch.testing.assert_close(results[1].whole(), results[0], rtol=1e-12, atol=1e-12)
@@ -359,6 +361,26 @@ def check_traffic() -> None:
 @pytest.mark.parametrize("cp", [2, 4])
 def test_what_is_sent(cp):
     run_distributed(check_traffic, cp)
+
+
+def check_groups() -> None:
+    """Two groups of two ranks, each with numbers of its own."""
+    groups = ParallelGroups(ProcessTopology(["cp", "dp"], [2, 2]), dist.get_rank())
+    place, length = groups.rank("dp"), 13
+    whole = [numbers(10 * place + i, *sizes(length, length)[i]) for i in range(3)]
+    expected = [x.clone().requires_grad_() for x in whole]
+    F.scaled_dot_product_attention(*expected, is_causal=True).pow(2).sum().backward()
+    for method in METHODS:
+        chunks = Chunks(groups["cp"], length, zigzag(length, 2), method)
+        leaves = [x.clone().requires_grad_() for x in whole]
+        parts = [SeqPart.wrap(enter(x, 2, chunks), Place(chunks, 2)) for x in leaves]
+        F.scaled_dot_product_attention(*parts, is_causal=True).whole().pow(2).sum().backward()
+        for leaf, x in zip(leaves, expected, strict=True):
+            torch.testing.assert_close(leaf.grad, x.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_groups_do_not_mix():
+    run_distributed(check_groups, 4)
 
 
 class Watch(TorchDispatchMode):
