@@ -231,15 +231,68 @@ def check_choice() -> None:
         with pytest.raises(RuntimeError, match="Explicit attn_mask should not be set when is_causal=True"):
             used(method, 4, is_causal=True, attn_mask=torch.ones(12, 12).bool())
     # Keys that every rank has whole: nothing is sent.
-    q, k = part(numbers(0, 2, 4, 12, WIDTH), "ring", zigzag), numbers(1, 2, 4, 5, WIDTH)
-    with Traffic() as traffic:
-        out = F.scaled_dot_product_attention(q, k, k)
-    assert not traffic.backend_calls
-    torch.testing.assert_close(out.whole(), F.scaled_dot_product_attention(numbers(0, 2, 4, 12, WIDTH), k, k))
+    q, k = numbers(0, 2, 4, 12, WIDTH), numbers(1, 2, 4, 5, WIDTH)
+    for method, is_causal in product((*METHODS, "auto"), (False, True)):
+        with Traffic() as traffic:
+            out = F.scaled_dot_product_attention(part(q, method, zigzag), k, k, is_causal=is_causal)
+        assert not traffic.backend_calls
+        torch.testing.assert_close(out.whole(), F.scaled_dot_product_attention(q, k, k, is_causal=is_causal))
 
 
 def test_which_method_is_used():
     run_distributed(check_choice, 2)
+
+
+def check_masks_in_parts() -> None:
+    """A bias that was itself computed of a sequence in parts, along the queries or along the keys."""
+    leaves = [numbers(seed, *shape) for seed, shape in enumerate((*sizes(13, 13), (BATCH, HEADS, 13, 13)))]
+    weight = numbers(5, *sizes(13, 13)[0])
+    for method, along_keys in product(METHODS, (False, True)):
+        grads = []
+        for split in (False, True):
+            q, k, v, bias = tensors = [x.clone().requires_grad_() for x in leaves]
+            if split:
+                q, k, v = (part(x, method, zigzag) for x in (q, k, v))
+                bias = part(bias.mT, method, zigzag).mT if along_keys else part(bias, method, zigzag)
+                assert bias.place.dim == (3 if along_keys else 2)
+            out = F.scaled_dot_product_attention(q, k, v, bias)
+            ((out.whole() if split else out) * weight).sum().backward()
+            grads.append([x.grad for x in tensors])
+        for whole, parts in zip(*grads, strict=True):
+            torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_masks_in_parts():
+    run_distributed(check_masks_in_parts, 2)
+
+
+def check_dropout() -> None:
+    """Every weight is dropped by itself, and the ranks draw alike again behind the attention."""
+    s, p = 48, 0.25
+    zeros, ones = torch.zeros(BATCH, HEADS, s, WIDTH), torch.ones(BATCH, HEADS, s, WIDTH)
+    for method in (*METHODS, "auto"):
+        outs = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            out = F.scaled_dot_product_attention(*(part(x, method, zigzag) for x in (zeros, zeros, ones)), dropout_p=p)
+            outs.append(out.whole())
+        assert torch.equal(*outs)  # a recompute draws the same
+        rows = outs[0][..., 0]  # of each query the share of keys that are kept, over 1 - p
+        assert len(rows.unique()) > 10
+        assert abs(float(rows.mean()) - 1) < 5 * (p / (1 - p) / s / rows.numel()) ** 0.5
+        # Zig-zag: rank 0 has the first and the last quarter of the queries; Ulysses: it has the first half of the heads.
+        theirs = rows[:, :2], rows[:, 2:]
+        if method in ("ring", "all_gather"):
+            theirs = torch.cat([rows[..., :12], rows[..., 36:]], -1), rows[..., 12:36]
+        assert not torch.equal(*theirs)
+        drawn = torch.rand(1)
+        everyone = [torch.empty(1) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, drawn)
+        assert torch.equal(*everyone)
+
+
+def test_dropout():
+    run_distributed(check_dropout, 2)
 
 
 def check_second_derivative() -> None:
