@@ -27,6 +27,21 @@ DEALS = {"contiguous": contiguous, "zigzag": zigzag}
 LENGTHS = (1, 3, 13, 16)
 
 
+class Watch(TorchDispatchMode):
+    """Notes the tensors that operations make, with the operations' names, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.name().split("::")[-1].split(".")[0]
+        found = [x for x in (out if isinstance(out, tuple | list) else (out,)) if isinstance(x, torch.Tensor)]
+        self.made += [(name, x.to("meta")) for x in found or [torch.empty(0)]]
+        return out
+
+
 def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
@@ -184,12 +199,13 @@ def check_long() -> list[str]:
     """Longer than the rows that are computed at once where there is no kernel."""
     s = 300
     wrong = []
-    bias = {"attn_mask": numbers(8, HEADS, s, s)}
-    for kind, given, width in (
-        ("bias", bias, WIDTH),
-        ("causal", {"is_causal": True}, 5),
+    kinds = (
+        ("bias", {"attn_mask": numbers(8, HEADS, s, s)}, WIDTH),
+        ("bias of keys", {"attn_mask": numbers(8, HEADS, 1, s)}, WIDTH),
         ("causal", {"is_causal": True}, WIDTH),
-    ):
+        ("causal", {"is_causal": True}, 5),
+    )
+    for kind, given, width in kinds:
         for dealt in DEALS.values():
             wrong += compare(f"long, {kind}", sizes(s, s, width=width), given, "ring", (dealt, dealt))
     return wrong
@@ -308,19 +324,21 @@ def test_ring_refuses_a_second_derivative():
 
 
 def check_autocast() -> None:
-    """Under autocast torch's function gets 16-bit numbers, whatever it is called with."""
-    given = [
-        numbers(0, *sizes(12, 12)[0]).float(),
-        numbers(1, *sizes(12, 12)[1]).float(),
-        numbers(2, *sizes(12, 12)[2]).bfloat16(),
-    ]
-    for width, method in product((WIDTH, 5), ("ring", "ulysses", "all_gather")):
-        q, k, v = (x[..., : (width if number == 2 else WIDTH)] for number, x in enumerate(given))
-        with torch.autocast("cpu", torch.bfloat16):
+    """Under autocast torch's function gets 16-bit numbers, whatever it is called with; sums are made in 32 bits."""
+    for width, method, last in product((WIDTH, 5), METHODS, (torch.float32, torch.bfloat16)):
+        q, k, v = (numbers(i, *shape).float().requires_grad_() for i, shape in enumerate(sizes(12, 12, width=width)))
+        with torch.autocast("cpu", torch.bfloat16), Watch() as watch:
             want = F.scaled_dot_product_attention(q, k, v)
-            got = F.scaled_dot_product_attention(*(part(x, method, zigzag) for x in (q, k, v)))
+            before = len(watch.made)
+            with Traffic() as traffic:
+                got = F.scaled_dot_product_attention(*(part(x, method, zigzag) for x in (q, k, v.to(last))))
+            got.local.float().sum().backward()
+        assert (traffic.calls["send"] > 0) == (method == "ring")
         assert got.dtype == want.dtype == torch.bfloat16
         torch.testing.assert_close(got.whole(), want, rtol=1e-2, atol=1e-2)
+        if method == "ring":
+            products = [x.dtype for name, x in watch.made[before:] if name == "bmm"]
+            assert set(products) == (set() if width == WIDTH else {torch.float32})
 
 
 def test_autocast():
@@ -436,23 +454,6 @@ def test_groups_do_not_mix():
     run_distributed(check_groups, 4)
 
 
-class Watch(TorchDispatchMode):
-    """Notes the tensors that operations make, and the order of operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.names.append(func.name().split("::")[-1].split(".")[0])
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, torch.Tensor):
-                self.shapes.append(tuple(x.shape))
-        return out
-
-
 def check_memory(fused: bool) -> None:
     """No tensor that the ring makes or keeps is as long as the sequence, or as large as all keys."""
     cp, length = dist.get_world_size(), 13 * dist.get_world_size()
@@ -478,15 +479,14 @@ def check_memory(fused: bool) -> None:
         (forward, "_scaled_dot_product_flash_attention_for_cpu"),
         (backward, "_scaled_dot_product_flash_attention_for_cpu_backward"),
     ):
-        assert watch.shapes
-        for shape in watch.shapes:
-            made = torch.Size(shape).numel()
-            if len(shape) > 1:  # a row of numbers has all dims in one
-                assert max(shape) < length, shape
-            assert made < all_keys, shape
-        assert (operation in watch.names) == fused
+        names = [name for name, _ in watch.made]
+        for name, made in watch.made:
+            if made.ndim > 1:  # a row of numbers has all dims in one
+                assert max(made.shape) < length, (name, made.shape)
+            assert made.numel() < all_keys, (name, made.shape)
+        assert (operation in names) == fused
         # The next chunk is under way before the present one is computed with.
-        assert watch.names.index("send") < watch.names.index(operation if fused else "bmm")
+        assert names.index("send") < names.index(operation if fused else "bmm")
 
 
 @pytest.mark.parametrize("fused", [True, False])
