@@ -200,4 +200,7 @@ def _ulysses(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, what: Attention) -> 
     if whole is not None and whole.ndim > 2 and whole.shape[-3] == heads and heads > 1:
         whole = whole.narrow(-3, rank * (heads // size), heads // size)
     out = what.run(q_all, sides[0], sides[1], whole, chunks, is_causal=what.is_causal)
-    return q.like(heads_to_positions(out, chunks))
+    joined = (
+        v.shape[-1] == q.shape[-1] and q.ndim == 4 and q._local.transpose(1, 2).is_contiguous()
+    )  # as torch's kernels
+    return q.like(heads_to_positions(out, chunks, joined=joined))

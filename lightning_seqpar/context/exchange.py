@@ -155,7 +155,7 @@ class _HeadsToPositions(torch.autograd.Function):
     """Forward: ``[..., heads/cp, s, d]`` → ``[..., heads, s/cp, d]``, all-to-all; backward: the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chunks: Chunks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, chunks: Chunks, joined: bool) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.chunks = chunks
         size, counts, lead = chunks.size, chunks.counts, x.shape[:-3]
@@ -163,12 +163,15 @@ class _HeadsToPositions(torch.autograd.Function):
         each = prod(lead) * heads * width
         pieces = [_of_rank(x.detach(), rank, chunks).flatten() for rank in range(size)]
         received = _all_to_all(torch.cat(pieces), [each * n for n in counts], [each * own] * size, chunks)
-        return received.view(size, *lead, heads, own, width).movedim(0, -4).flatten(-4, -3)
+        parts = received.view(size, *lead, heads, own, width).movedim(0, -4)
+        if joined:
+            return parts.movedim(-2, -4).flatten(-3, -2).transpose(-3, -2)
+        return parts.flatten(-4, -3)
 
     @staticmethod
     @passes_none
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return positions_to_heads(grad, ctx.chunks), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return positions_to_heads(grad, ctx.chunks), None, None
 
 
 def _all_to_all(sent: Tensor, out_sizes: list[int], in_sizes: list[int], chunks: Chunks) -> Tensor:
@@ -200,12 +203,17 @@ def positions_to_heads(x: Tensor, chunks: Chunks) -> Tensor:
     return out
 
 
-def heads_to_positions(x: Tensor, chunks: Chunks) -> Tensor:
+def heads_to_positions(x: Tensor, chunks: Chunks, *, joined: bool = False) -> Tensor:
     """This rank's positions of all heads: ``[..., heads/cp, s, d]`` → ``[..., heads, s/cp, d]``.
 
     Forward: all-to-all. Backward: all-to-all (:func:`positions_to_heads`).
+
+    Args:
+        x: all positions of this rank's heads.
+        chunks: how the positions are dealt out.
+        joined: whether the heads of a position lie next to each other in memory, so that they can be joined by a view.
     """
-    out: Tensor = _HeadsToPositions.apply(x, chunks)  # type: ignore[no-untyped-call]
+    out: Tensor = _HeadsToPositions.apply(x, chunks, joined)  # type: ignore[no-untyped-call]
     return out
 
 

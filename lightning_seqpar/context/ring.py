@@ -169,7 +169,7 @@ def _fused(block: _Block) -> str | None:
         return None
     if q.device.type == "cpu" and q.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return "cpu"
-    if q.is_cuda and mask is None and q.dtype in (torch.bfloat16, torch.float16):
+    if q.is_cuda and torch.version.hip is None and mask is None and q.dtype in (torch.bfloat16, torch.float16):
         fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
         return "cuda" if fits and torch.backends.cuda.flash_sdp_enabled() else None
     return None
@@ -213,7 +213,7 @@ def _backward(block: _Block, whole: _Whole) -> tuple[Tensor, Tensor, Tensor, Ten
     lse = (whole.top + whole.log_total).contiguous()
     if kind == "cuda":
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, of which there is none
-        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
+        unused = torch.empty((), dtype=torch.uint64, device=q.device)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, block.diagonal, seed, unused,
             scale=block.scale,
@@ -233,7 +233,7 @@ def _scores(block: _Block, start: int, stop: int, k: Tensor) -> Tensor:
     """Scores of the rows ``start`` to ``stop`` of a piece, ``[b, heads, rows, n]``, with ``-inf`` where a key is not seen."""
     scores = (block.q[..., start:stop, :].to(k.dtype) * block.scale) @ k.mT
     if block.mask is not None:
-        scores = scores + _as_added(_cut(block.mask, -2, start, stop), scores.dtype)
+        scores += _as_added(_cut(block.mask, -2, start, stop), scores.dtype)
     if block.diagonal:
         row = torch.arange(start, stop, device=scores.device)[:, None]
         scores.masked_fill_(row < torch.arange(scores.shape[-1], device=scores.device), float("-inf"))
@@ -355,8 +355,11 @@ class _RingAttention(torch.autograd.Function):
         heads = _Heads(k, v, q.shape[1] // k.shape[1])
         dtype = _sum_dtype(q.dtype)
         batch, number, rows, _ = q.shape
-        # In memory the heads lie behind the positions, as torch's kernels have them, so that they can be joined by a view.
-        out = q.new_zeros(batch, rows, number, v.shape[-1], dtype=dtype).transpose(1, 2)
+        # Heads and positions lie in memory as those of q do, as torch's kernels have it: models join heads by a view.
+        if v.shape[-1] == q.shape[-1]:
+            out = torch.zeros_like(q, dtype=dtype)
+        else:
+            out = q.new_zeros(batch, number, rows, v.shape[-1], dtype=dtype)
         found = _Part(
             out,
             q.new_full((batch, number, rows), float("-inf"), dtype=dtype),
@@ -475,7 +478,7 @@ def ring_attention(
 
     q ``[..., heads, s/cp, d]``, k ``[..., groups, t/cp, d]`` and v ``[..., groups, t/cp, e]`` → ``[..., heads, s/cp, e]``, in which
     each group of keys serves ``heads / groups`` heads. Forward: k and v are sent on ``cp - 1`` times. Backward: likewise, and
-    their gradients ``cp`` times. It has no second derivative.
+    their gradients ``cp`` times, in float32 where they have 16 bits, so that they are rounded once. It has no second derivative.
 
     Args:
         q: this rank's queries.

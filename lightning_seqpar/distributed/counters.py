@@ -116,7 +116,7 @@ class Traffic(TorchDispatchMode):
     or that does not give every other rank as much, counts as ``alltoall``.
 
     Attributes:
-        calls: number of collectives by name, such as ``{"all_gather": 4}``.
+        calls: number of collectives by name, such as ``{"all_gather": 4}``, and of tensors sent to one rank (``send``).
         bytes: bytes of the tensors given to them by name; those of a sum in two exchanges include its padding.
         backend_calls: number of operations that the process groups really got by torch's name of them, such as
             ``{"alltoall_base": 4}``.
@@ -167,7 +167,7 @@ class Traffic(TorchDispatchMode):
             return
         name = operation.replace("_base", "").replace("_coalesced", "").removesuffix("_")
         name = name.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
-        if name.startswith(("all_gather", "all_reduce", "reduce_scatter", "alltoall", "broadcast")):
+        if name.startswith(("all_gather", "all_reduce", "reduce_scatter", "alltoall", "broadcast", "send")):
             self._add(self.calls, self.bytes, name, given)
 
     @staticmethod

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.context import attention  # noqa: F401  (fills the handlers)
 from lightning_seqpar.context.chunks import Chunks, contiguous, zigzag
 from lightning_seqpar.context.exchange import enter
@@ -24,6 +25,21 @@ BATCH, HEADS, WIDTH = 2, 4, 8
 METHODS = ("ulysses", "ring", "all_gather")
 DEALS = {"contiguous": contiguous, "zigzag": zigzag}
 LENGTHS = (1, 3, 13, 16)
+
+
+class Watch(TorchDispatchMode):
+    """Notes the tensors that operations make, with the operations' names, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.name().split("::")[-1].split(".")[0]
+        found = [x for x in (out if isinstance(out, tuple | list) else (out,)) if isinstance(x, torch.Tensor)]
+        self.made += [(name, x.to("meta")) for x in found or [torch.empty(0)]]
+        return out
 
 
 def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -183,12 +199,13 @@ def check_long() -> list[str]:
     """Longer than the rows that are computed at once where there is no kernel."""
     s = 300
     wrong = []
-    bias = {"attn_mask": numbers(8, HEADS, s, s)}
-    for kind, given, width in (
-        ("bias", bias, WIDTH),
-        ("causal", {"is_causal": True}, 5),
+    kinds = (
+        ("bias", {"attn_mask": numbers(8, HEADS, s, s)}, WIDTH),
+        ("bias of keys", {"attn_mask": numbers(8, HEADS, 1, s)}, WIDTH),
         ("causal", {"is_causal": True}, WIDTH),
-    ):
+        ("causal", {"is_causal": True}, 5),
+    )
+    for kind, given, width in kinds:
         for dealt in DEALS.values():
             wrong += compare(f"long, {kind}", sizes(s, s, width=width), given, "ring", (dealt, dealt))
     return wrong
@@ -207,10 +224,9 @@ def used(method: str, heads: int, **given: Any) -> str:
     q, k, v = (part(numbers(seed, 2, heads, 12, WIDTH), method, contiguous) for seed in range(3))
     with Traffic() as traffic:
         F.scaled_dot_product_attention(q, k, v, **given)
-    for operation, name in (("send", "ring"), ("alltoall_base", "ulysses")):
-        if traffic.backend_calls[operation] and traffic.calls["all_gather"] == 0:
-            return name
-    return "all_gather"
+    names = {"send": "ring", "alltoall": "ulysses", "all_gather": "all_gather"}
+    (operation,) = traffic.calls
+    return names[operation]
 
 
 def check_choice() -> None:
@@ -231,15 +247,68 @@ def check_choice() -> None:
         with pytest.raises(RuntimeError, match="Explicit attn_mask should not be set when is_causal=True"):
             used(method, 4, is_causal=True, attn_mask=torch.ones(12, 12).bool())
     # Keys that every rank has whole: nothing is sent.
-    q, k = part(numbers(0, 2, 4, 12, WIDTH), "ring", zigzag), numbers(1, 2, 4, 5, WIDTH)
-    with Traffic() as traffic:
-        out = F.scaled_dot_product_attention(q, k, k)
-    assert not traffic.backend_calls
-    torch.testing.assert_close(out.whole(), F.scaled_dot_product_attention(numbers(0, 2, 4, 12, WIDTH), k, k))
+    q, k = numbers(0, 2, 4, 12, WIDTH), numbers(1, 2, 4, 5, WIDTH)
+    for method, is_causal in product((*METHODS, "auto"), (False, True)):
+        with Traffic() as traffic:
+            out = F.scaled_dot_product_attention(part(q, method, zigzag), k, k, is_causal=is_causal)
+        assert not traffic.backend_calls
+        torch.testing.assert_close(out.whole(), F.scaled_dot_product_attention(q, k, k, is_causal=is_causal))
 
 
 def test_which_method_is_used():
     run_distributed(check_choice, 2)
+
+
+def check_masks_in_parts() -> None:
+    """A bias that was itself computed of a sequence in parts, along the queries or along the keys."""
+    leaves = [numbers(seed, *shape) for seed, shape in enumerate((*sizes(13, 13), (BATCH, HEADS, 13, 13)))]
+    weight = numbers(5, *sizes(13, 13)[0])
+    for method, along_keys in product(METHODS, (False, True)):
+        grads = []
+        for split in (False, True):
+            q, k, v, bias = tensors = [x.clone().requires_grad_() for x in leaves]
+            if split:
+                q, k, v = (part(x, method, zigzag) for x in (q, k, v))
+                bias = part(bias.mT, method, zigzag).mT if along_keys else part(bias, method, zigzag)
+                assert bias.place.dim == (3 if along_keys else 2)
+            out = F.scaled_dot_product_attention(q, k, v, bias)
+            ((out.whole() if split else out) * weight).sum().backward()
+            grads.append([x.grad for x in tensors])
+        for whole, parts in zip(*grads, strict=True):
+            torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_masks_in_parts():
+    run_distributed(check_masks_in_parts, 2)
+
+
+def check_dropout() -> None:
+    """Every weight is dropped by itself, and the ranks draw alike again behind the attention."""
+    s, p = 48, 0.25
+    zeros, ones = torch.zeros(BATCH, HEADS, s, WIDTH), torch.ones(BATCH, HEADS, s, WIDTH)
+    for method in (*METHODS, "auto"):
+        outs = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            out = F.scaled_dot_product_attention(*(part(x, method, zigzag) for x in (zeros, zeros, ones)), dropout_p=p)
+            outs.append(out.whole())
+        assert torch.equal(*outs)  # a recompute draws the same
+        rows = outs[0][..., 0]  # of each query the share of keys that are kept, over 1 - p
+        assert len(rows.unique()) > 10
+        assert abs(float(rows.mean()) - 1) < 5 * (p / (1 - p) / s / rows.numel()) ** 0.5
+        # Zig-zag: rank 0 has the first and the last quarter of the queries; Ulysses: it has the first half of the heads.
+        theirs = rows[:, :2], rows[:, 2:]
+        if method in ("ring", "all_gather"):
+            theirs = torch.cat([rows[..., :12], rows[..., 36:]], -1), rows[..., 12:36]
+        assert not torch.equal(*theirs)
+        drawn = torch.rand(1)
+        everyone = [torch.empty(1) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, drawn)
+        assert torch.equal(*everyone)
+
+
+def test_dropout():
+    run_distributed(check_dropout, 2)
 
 
 def check_second_derivative() -> None:
@@ -255,23 +324,47 @@ def test_ring_refuses_a_second_derivative():
 
 
 def check_autocast() -> None:
-    """Under autocast torch's function gets 16-bit numbers, whatever it is called with."""
-    given = [
-        numbers(0, *sizes(12, 12)[0]).float(),
-        numbers(1, *sizes(12, 12)[1]).float(),
-        numbers(2, *sizes(12, 12)[2]).bfloat16(),
-    ]
-    for width, method in product((WIDTH, 5), ("ring", "ulysses", "all_gather")):
-        q, k, v = (x[..., : (width if number == 2 else WIDTH)] for number, x in enumerate(given))
-        with torch.autocast("cpu", torch.bfloat16):
+    """Under autocast torch's function gets 16-bit numbers, whatever it is called with; sums are made in 32 bits."""
+    for width, method, last in product((WIDTH, 5), METHODS, (torch.float32, torch.bfloat16)):
+        q, k, v = (numbers(i, *shape).float().requires_grad_() for i, shape in enumerate(sizes(12, 12, width=width)))
+        with torch.autocast("cpu", torch.bfloat16), Watch() as watch:
             want = F.scaled_dot_product_attention(q, k, v)
-            got = F.scaled_dot_product_attention(*(part(x, method, zigzag) for x in (q, k, v)))
+            before = len(watch.made)
+            with Traffic() as traffic:
+                got = F.scaled_dot_product_attention(*(part(x, method, zigzag) for x in (q, k, v.to(last))))
+            got.local.float().sum().backward()
+        assert (traffic.calls["send"] > 0) == (method == "ring")
         assert got.dtype == want.dtype == torch.bfloat16
         torch.testing.assert_close(got.whole(), want, rtol=1e-2, atol=1e-2)
+        if method == "ring":
+            products = [x.dtype for name, x in watch.made[before:] if name == "bmm"]
+            assert set(products) == (set() if width == WIDTH else {torch.float32})
 
 
 def test_autocast():
     run_distributed(check_autocast, 2)
+
+
+def check_layout() -> None:
+    """Heads that a model took apart by a view can be joined by one, as behind torch's function."""
+    kinds = [masks(13, 13)[kind] for kind in ("plain", "causal", "window", "padding")]  # those of torch's kernels
+    for method, deal, given in product(METHODS, DEALS.values(), kinds):
+        wide = numbers(0, BATCH, 13, HEADS * WIDTH)
+        chunks = Chunks(dist.group.WORLD, 13, deal(13, dist.get_world_size()), method)
+        parts = SeqPart.wrap(enter(wide, 1, chunks), Place(chunks, 1))
+        results = []
+        for x in (wide, parts):
+            q = x.view(BATCH, 13, HEADS, WIDTH).transpose(1, 2)
+            out = F.scaled_dot_product_attention(q, q, q, **given)
+            rows = out.local if isinstance(out, SeqPart) else out
+            assert rows.transpose(1, 2).is_contiguous()  # no copy is made
+            results.append(out.transpose(1, 2).view(BATCH, 13, HEADS * WIDTH))
+        assert isinstance(results[1], SeqPart)
+        torch.testing.assert_close(results[1].whole(), results[0], rtol=1e-12, atol=1e-12)
+
+
+def test_heads_are_joined_by_a_view():
+    run_distributed(check_layout, 2)
 
 
 def check_frozen() -> None:
@@ -341,21 +434,24 @@ def test_what_is_sent(cp):
     run_distributed(check_traffic, cp)
 
 
-class Watch(TorchDispatchMode):
-    """Notes the tensors that operations make, and the order of operations."""
+def check_groups() -> None:
+    """Two groups of two ranks, each with numbers of its own."""
+    groups = ParallelGroups(ProcessTopology(["cp", "dp"], [2, 2]), dist.get_rank())
+    place, length = groups.rank("dp"), 13
+    whole = [numbers(10 * place + i, *sizes(length, length)[i]) for i in range(3)]
+    expected = [x.clone().requires_grad_() for x in whole]
+    F.scaled_dot_product_attention(*expected, is_causal=True).pow(2).sum().backward()
+    for method in METHODS:
+        chunks = Chunks(groups["cp"], length, zigzag(length, 2), method)
+        leaves = [x.clone().requires_grad_() for x in whole]
+        parts = [SeqPart.wrap(enter(x, 2, chunks), Place(chunks, 2)) for x in leaves]
+        F.scaled_dot_product_attention(*parts, is_causal=True).whole().pow(2).sum().backward()
+        for leaf, x in zip(leaves, expected, strict=True):
+            torch.testing.assert_close(leaf.grad, x.grad, rtol=1e-12, atol=1e-12)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-        self.names: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.names.append(func.name().split("::")[-1].split(".")[0])
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, torch.Tensor):
-                self.shapes.append(tuple(x.shape))
-        return out
+def test_groups_do_not_mix():
+    run_distributed(check_groups, 4)
 
 
 def check_memory(fused: bool) -> None:
@@ -383,15 +479,14 @@ def check_memory(fused: bool) -> None:
         (forward, "_scaled_dot_product_flash_attention_for_cpu"),
         (backward, "_scaled_dot_product_flash_attention_for_cpu_backward"),
     ):
-        assert watch.shapes
-        for shape in watch.shapes:
-            made = torch.Size(shape).numel()
-            if len(shape) > 1:  # a row of numbers has all dims in one
-                assert max(shape) < length, shape
-            assert made < all_keys, shape
-        assert (operation in watch.names) == fused
+        names = [name for name, _ in watch.made]
+        for name, made in watch.made:
+            if made.ndim > 1:  # a row of numbers has all dims in one
+                assert max(made.shape) < length, (name, made.shape)
+            assert made.numel() < all_keys, (name, made.shape)
+        assert (operation in names) == fused
         # The next chunk is under way before the present one is computed with.
-        assert watch.names.index("send") < watch.names.index(operation if fused else "bmm")
+        assert names.index("send") < names.index(operation if fused else "bmm")
 
 
 @pytest.mark.parametrize("fused", [True, False])
