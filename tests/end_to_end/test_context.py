@@ -54,24 +54,29 @@ FEW = [
     *zoo(("gqa_shared", "alibi", "bias_table", "encoder_decoder", "flat")),
     *families(("llama", "t5", "gpt2")),
 ]
+EXPERTS = [*zoo(("routed_moe",)), *families(("mixtral",))]
+# Of each start the runs that are always tried; make parity tries every run at those of WHOLE.
 STARTS: dict[str, tuple[int, dict[str, Any], list[Run]]] = {
-    "cp2": (2, {"cp": 2}, EVERY),
-    "cp2-all_gather": (2, {"cp": 2, "cp_method": "all_gather"}, FEW),
+    "cp2": (2, {"cp": 2}, [*OWN, *EVERY[4::3]]),
     "cp2-ring": (2, {"cp": 2, "cp_method": "ring"}, FEW),
-    "cp4": (4, {"cp": 4}, EVERY[::4]),
-    "dp2-cp2": (4, {"cp": 2}, EVERY[1::4]),
-    "tp2-cp2": (4, {"tp": 2, "cp": 2}, EVERY[2::4]),
-    "tp2-cp2-no-sp": (4, {"tp": 2, "cp": 2, "sp": False}, EVERY[3::4]),
-    "tp2-cp2-recompute": (4, {"tp": 2, "cp": 2, "recompute": "full"}, OWN),
-    "cp2-fsdp": (2, {"cp": 2, "data_parallel": "fsdp"}, FEW),
-    "dp2-cp2-fsdp": (4, {"cp": 2, "data_parallel": "fsdp"}, OWN),
-    "tp2-cp2-fsdp": (4, {"tp": 2, "cp": 2, "data_parallel": "fsdp"}, OWN),
-    "cp2-recompute": (2, {"cp": 2, "recompute": "full"}, OWN),
+    "cp4": (4, {"cp": 4}, [OWN[1], *EVERY[4::9]]),
+    "dp2-cp2": (4, {"cp": 2}, [OWN[0], *EVERY[5::9]]),
+    "tp2-cp2": (4, {"tp": 2, "cp": 2}, [*OWN[1:3], *EVERY[6::9], *EXPERTS]),
+    "tp2-cp2-no-sp": (4, {"tp": 2, "cp": 2, "sp": False}, [OWN[1], *EVERY[7::9], *EXPERTS]),
+    "tp2-cp2-recompute": (4, {"tp": 2, "cp": 2, "recompute": "full"}, OWN[1:3]),
+    "cp2-fsdp": (2, {"cp": 2, "data_parallel": "fsdp"}, FEW[:6]),
+    "dp2-cp2-fsdp": (4, {"cp": 2, "data_parallel": "fsdp"}, OWN[1:2]),
+    "tp2-cp2-fsdp": (4, {"tp": 2, "cp": 2, "data_parallel": "fsdp"}, OWN[1:2]),
+    "cp2-recompute": (2, {"cp": 2, "recompute": "full"}, OWN[1:2]),
 }
+WHOLE = ("cp2", "cp4", "dp2-cp2", "tp2-cp2", "tp2-cp2-no-sp", "tp2-cp2-recompute", "cp2-ring", "tp2-cp2-fsdp")
 OTHERS = {
-    f"{name}-others": (world, strategy, [run for run in EVERY if run not in runs])
-    for name, (world, strategy, runs) in STARTS.items()
-    if name in ("cp4", "dp2-cp2", "tp2-cp2", "tp2-cp2-no-sp")
+    **{
+        f"{name}-others": (world, strategy, [run for run in EVERY if run not in runs])
+        for name, (world, strategy, runs) in STARTS.items()
+        if name in WHOLE
+    },
+    "cp2-all_gather": (2, {"cp": 2, "cp_method": "all_gather"}, EVERY),
 }
 
 
