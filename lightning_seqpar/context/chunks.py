@@ -141,13 +141,14 @@ class Chunks:
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs], dim)
 
     def sliced(self, start: int, stop: int) -> Chunks:
-        """The chunks of ``whole[start:stop]``, of which each rank keeps what it holds of the whole."""
+        """The chunks of ``whole[start:stop]``, of which each rank keeps what it holds of the whole: none of it is an empty run."""
         ranges = tuple(
             tuple(
                 (max(first, start) - start, min(last, stop) - start)
                 for first, last in runs
                 if first < stop and last > start
             )
+            or ((0, 0),)
             for runs in self.ranges
         )
         return Chunks(self.group, stop - start, ranges, self.method)

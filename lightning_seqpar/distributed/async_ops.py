@@ -19,7 +19,7 @@ from lightning_seqpar.distributed.gloo import (
     ExchangedReduceScatter,
     uses_exchanges,
 )
-from lightning_seqpar.distributed.padding import pad, shard_length
+from lightning_seqpar.distributed.padding import pad, shard_length, with_memory
 
 
 class PendingAllReduce:
@@ -32,6 +32,7 @@ class PendingAllReduce:
     """
 
     def __init__(self, x: Tensor, group: ProcessGroup, async_op: bool) -> None:
+        x = with_memory(x.detach())
         self._exchanged = ExchangedAllReduce(x, group, async_op) if uses_exchanges(x, group) else None
         if self._exchanged is None:
             self._out = x.detach().clone(memory_format=torch.contiguous_format)
@@ -59,6 +60,7 @@ class PendingGather:
 
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, length: int | None, async_op: bool) -> None:
         self._dim, self._length = dim % x.ndim, length
+        x = with_memory(x.detach())
         self._exchanged = ExchangedGather(x, self._dim, group, async_op) if uses_exchanges(x, group) else None
         if self._exchanged is None:
             self._size, self._shape = group.size(), x.shape
@@ -97,7 +99,7 @@ class PendingReduceScatter:
     def __init__(self, x: Tensor, dim: int, group: ProcessGroup, async_op: bool) -> None:
         size, dim = group.size(), dim % x.ndim
         chunk = shard_length(x.shape[dim], size)
-        x = pad(x.detach(), dim, chunk * size)
+        x = with_memory(pad(x.detach(), dim, chunk * size))
         self._exchanged = ExchangedReduceScatter(x, dim, group, async_op) if uses_exchanges(x, group) else None
         if self._exchanged is None:
             stacked = x.unflatten(dim, (size, chunk)).movedim(dim, 0).contiguous()

@@ -19,3 +19,8 @@ def pad(x: Tensor, dim: int, length: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = missing
     return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def with_memory(x: Tensor) -> Tensor:
+    """``x``, in memory where it has none: the gradient of a step function is a tensor of zeros that nothing can send."""
+    return x.clone() if x._is_zerotensor() else x
