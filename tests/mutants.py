@@ -3588,7 +3588,7 @@ MUTANTS = [
     Mutant(
         "cp: gradients averaged over dp alone",
         "SteppingStrategy._wrap_ddp",
-        'process_group=self.groups[self.groups.mean_axes], **options',
+        "process_group=self.groups[self.groups.mean_axes], **options",
         'process_group=self.groups["dp"], **options',
         "tests/test_context.py -k dp2-cp2",
     ),

@@ -282,7 +282,7 @@ def parallelize(
     compiler: BlockGraphs | None = None,
     cp_method: Method = "auto",
 ) -> ShardedModel:
-    """Shard ``model`` in place by ``plans`` over the axis ``tp``; its blocks see a part of the sequence each if ``cp`` has several ranks.
+    """Shard ``model`` in place by ``plans`` over the axis ``tp``, and the sequence in its blocks over ``cp``.
 
     Every rank must hold the same whole model. Modules and parameters stay the same objects; shapes shrink. With a ``compiler`` the
     blocks take their lowered form, and their forward is compiled.

@@ -78,8 +78,8 @@ def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
 class _PartsAround:
     """Keeps parts of sequences from the hooks of ``fully_shard``, which put autograd functions around a unit's tensors.
 
-    Outside of those hooks a part is the plain tensor that this rank holds, and inside of them a part again; and so with what the unit
-    returns. It is made before ``fully_shard`` is called on the unit, and closed after.
+    Outside of those hooks a part is the plain tensor that this rank holds, and inside of them a part again; and so is what the
+    unit returns. It is made before ``fully_shard`` is called on the unit, and closed after.
 
     Args:
         unit: the module.

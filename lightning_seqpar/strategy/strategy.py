@@ -101,8 +101,9 @@ class SeqParallelStrategy(TuningStrategy):
         sp: Sequence parallelism over the tensor-parallel group (arXiv 2205.05198); idle at ``tp=1``.
         dp: Data-parallel size; ``auto`` takes what the world leaves, a number is checked against it.
         cp: Context-parallel size: over how many ranks each sequence is dealt out.
-        cp_method: How attention is computed across the context-parallel ranks: ``ulysses`` (each rank some heads), ``ring`` (keys and
-            values travel), ``all_gather`` (each rank all keys and values), or ``auto``, the first of them that fits.
+        cp_method: How attention is computed across the context-parallel ranks: ``ulysses`` (each rank some heads), ``ring``
+            (keys and values travel), ``all_gather`` (each rank all keys and values), or ``auto``, the first of them that
+            fits.
         pp: Pipeline-parallel size. Not run yet: leave it at 1.
         virtual_pp: Stages per pipeline rank (interleaving), or none. Not run yet.
         pp_split_rank: First pipeline rank of the decoder in an encoder-decoder model. Not run yet.

@@ -169,7 +169,7 @@ def check_equal(method: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [pytest.param(2, marks=pytest.mark.matrix), 4])
 def test_attention_of_parts_equals_that_of_the_whole(cp, method):
     for number, wrong in run_distributed(check_equal, cp, method):
         assert not wrong, "\n".join(wrong)

@@ -9,10 +9,9 @@ import pytest
 
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
-from tests.end_to_end.test_zoo import KEPT_WHOLE
-from tests.end_to_end.test_zoo import KINDS as ZOO
 from tests.helpers.families import FAMILIES
 from tests.helpers.fit import fit
+from tests.helpers.zoo import BLOCKS, MODELS
 
 LENGTH = 9  # odd: ranks hold different numbers of positions
 
@@ -48,7 +47,7 @@ OWN = [
     Run("Encoder", (("batch_first", True),)),
     Run("Encoder", (("batch_first", False),), (("length", LENGTH),)),
 ]
-EVERY = [*OWN, *zoo((*ZOO, *KEPT_WHOLE)), *families(FAMILIES)]
+EVERY = [*OWN, *zoo((*BLOCKS, *MODELS)), *families(FAMILIES)]
 FEW = [
     *OWN[:2],
     *zoo(("gqa_shared", "alibi", "bias_table", "encoder_decoder", "flat")),
