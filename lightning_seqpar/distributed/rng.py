@@ -453,8 +453,11 @@ def draws_apart() -> bool:
 _APART = 1 << 16
 """Above any tensor-parallel rank, whose own streams are seeded from the same state."""
 
-_MARK, _APART_MARK = 0xFFFFF, 0xA9A47
-"""The lowest bits of a seed, and what they are in :func:`drawn_apart`."""
+_MARK = 0xFFFFF
+"""The lowest bits of a seed, which tell draws of :func:`drawn_apart`."""
+
+_APART_MARK = 0xA9A47
+"""What they are there."""
 
 
 def _advance(used: list[bool]) -> None:
