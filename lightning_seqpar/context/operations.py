@@ -31,8 +31,9 @@ def handles(*names: str, views: bool = False) -> Callable[[Handler], Handler]:
 
     def register(handler: Handler) -> Handler:
         for name in names:
-            for home in (torch, Tensor, F, torch.special):
-                if (func := getattr(home, name, None)) is not None:
+            for home in (Tensor,) if name.startswith("__") else (torch, Tensor, F, torch.special):
+                func = getattr(home, name, None)
+                if func is not None and not isinstance(func, torch.dtype):
                     HANDLERS[func] = handler
                     if views:
                         VIEWS.add(func)
