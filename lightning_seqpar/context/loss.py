@@ -15,7 +15,7 @@ from lightning_seqpar.context.seq_part import Place, SeqPart
 _NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
-@handles("cross_entropy")
+@handles("cross_entropy", homes=(F,))
 def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.cross_entropy`` of logits ``[n, v]`` or ``[b, v, s]``, of which each rank holds a part, with whole labels.
 
@@ -38,11 +38,15 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     at = place.dim - (place.dim > classes)
     if reduction == "none":
         return SeqPart.wrap(func(logits._local, own, reduction="none", **options), place.at(at))
-    summed = func(logits._local, own, reduction="sum", **options)
+    dtype = logits._local.dtype
+    if dtype in (torch.float16, torch.bfloat16):  # a sum would round, or have no room
+        summed = func(logits._local, own, reduction="none", **options).sum(dtype=torch.float32)
+    else:
+        summed = func(logits._local, own, reduction="sum", **options)
     total = sum_over_ranks(summed, place.chunks)
     if reduction == "sum":
-        return total
-    return total / _count(own, given, logits, place).to(total.dtype)
+        return total.to(dtype)
+    return (total / _count(own, given, logits, place).to(total.dtype)).to(dtype)
 
 
 def _labels(target: Any, logits: SeqPart, classes: int) -> Tensor | None:
@@ -76,6 +80,7 @@ def _count(own: Tensor, given: dict[str, Any], logits: SeqPart, place: Place) ->
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
     "kl_div",
+    homes=(F,),
 )
 def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A loss of each number by itself, and its mean or sum over all ranks."""
@@ -102,7 +107,7 @@ def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return each if reduction == "none" else each.sum() if reduction == "sum" else each.mean()
 
 
-@handles("nll_loss")
+@handles("nll_loss", homes=(F,))
 def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.nll_loss``, as :func:`cross_entropy`."""
     if len(args) > 2 or "label_smoothing" in kwargs:

@@ -21,18 +21,20 @@ from lightning_seqpar.distributed.autograd import without_subclasses
 from lightning_seqpar.distributed.rng import drawn_apart
 
 
-def handles(*names: str, views: bool = False) -> Callable[[Handler], Handler]:
+def handles(*names: str, views: bool = False, homes: tuple[Any, ...] = (torch, Tensor, F, torch.special)) -> Callable[[Handler], Handler]:
     """Decorate the handler of the functions of these names, in ``torch``, ``torch.Tensor`` and ``torch.nn.functional``.
 
     Args:
         names: of the functions.
         views: whether what they return is a view of their first argument.
+        homes: where functions of these names are looked for; one of another signature may have the same name elsewhere.
     """
 
     def register(handler: Handler) -> Handler:
         for name in names:
-            for home in (torch, Tensor, F, torch.special):
-                if (func := getattr(home, name, None)) is not None:
+            for home in (Tensor,) if name.startswith("__") else homes:
+                func = getattr(home, name, None)
+                if func is not None and not isinstance(func, torch.dtype):
                     HANDLERS[func] = handler
                     if views:
                         VIEWS.add(func)
@@ -714,14 +716,14 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
-@handles("embedding")
+@handles("embedding", homes=(F,))
 def look_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows of a table for indices that are a sequence; not where they count how often a row is used, or change it."""
     x, *rest = args or (None,)
     if not isinstance(x, SeqPart) or any(isinstance(value, SeqPart) for value in (*rest, *kwargs.values())):
         return NotImplemented
-    padding, given = func is F.embedding, {**dict(zip(_OF_EMBEDDING, args, strict=False)), **kwargs}
-    if not padding or any(given.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")):
+    given = {**dict(zip(_OF_EMBEDDING, args, strict=False)), **kwargs}
+    if any(given.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")):
         return NotImplemented
     return SeqPart.wrap(func(x._local, *rest, **kwargs), x._place)
 
@@ -992,6 +994,8 @@ def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, amounts = args[0] if args else None, _argument(args, kwargs, 1, "pad")
     if not isinstance(x, SeqPart) or x._place.dim >= x.ndim - len(amounts) // 2:
         return NotImplemented
+    if _argument(args, kwargs, 2, "mode", "constant") != "constant" and not min(x._place.chunks.counts):
+        return NotImplemented  # a rank that holds nothing could not reflect it
     return x.like(func(x._local, *args[1:], **kwargs))
 
 
@@ -1091,12 +1095,6 @@ def numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     array = func(args[0].whole(), *args[1:], **kwargs)
     array.flags.writeable = False
     return array
-
-
-@handles("__iter__")
-def iterate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The entries of the first dim."""
-    return iter(args[0].unbind(0))
 
 
 @handles("__format__")

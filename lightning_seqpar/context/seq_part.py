@@ -275,13 +275,9 @@ class _OfFunction(torch.autograd.Function):
         grads = ctx.node.apply(SeqPart.wrap(grad, ctx.place))
         grads = grads if isinstance(grads, tuple) else (grads,)
         size = ctx.place.chunks.size
-        return (
-            None,
-            None,
-            None,
-            None,
-            *(share_of(one, place, size) for one, place in zip(grads, ctx.places, strict=True)),
-        )
+        due = zip(grads, ctx.places, ctx.needs_input_grad[4:], strict=True)
+        shares = [share_of(one, place, size) if needed else None for one, place, needed in due]
+        return None, None, None, None, *shares
 
 
 def share_of(grad: Tensor | None, place: Place | None, size: int) -> Tensor | None:
