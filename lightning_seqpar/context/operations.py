@@ -21,7 +21,9 @@ from lightning_seqpar.distributed.autograd import without_subclasses
 from lightning_seqpar.distributed.rng import drawn_apart
 
 
-def handles(*names: str, views: bool = False, homes: tuple[Any, ...] = (torch, Tensor, F, torch.special)) -> Callable[[Handler], Handler]:
+def handles(
+    *names: str, views: bool = False, homes: tuple[Any, ...] = (torch, Tensor, F, torch.special)
+) -> Callable[[Handler], Handler]:
     """Decorate the handler of the functions of these names, in ``torch``, ``torch.Tensor`` and ``torch.nn.functional``.
 
     Args:
@@ -371,7 +373,8 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 _DROPOUTS = frozenset([F.dropout, torch.dropout, F.alpha_dropout])
 _MAY_CHANGE = frozenset(getattr(F, name) for name in (
-    "celu", "dropout", "alpha_dropout", "elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "relu6", "rrelu",
+    "celu", "dropout", "alpha_dropout", "elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "relu6",
+    "rrelu",
     "selu", "silu", "threshold",
 ))  # fmt: skip
 
@@ -391,7 +394,7 @@ def _wrap_all(out: Any, place: Place) -> Any:
     if isinstance(out, Tensor):
         return SeqPart.wrap(out, place)
     wrapped = [SeqPart.wrap(each, place) for each in out]
-    return type(out)(wrapped) if isinstance(out, tuple | list) and type(out) in (tuple, list) else type(out)(wrapped)
+    return type(out)(wrapped)
 
 
 def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: int, default: Any = None) -> Any:
@@ -644,7 +647,8 @@ def _einsum_with_dots(
 
 
 _OF_HEADS = (
-    "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn",
+    "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v",
+    "add_zero_attn",
     "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask",
     "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "static_k", "static_v", "average_attn_weights",
     "is_causal",
@@ -661,7 +665,8 @@ def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         **dict(zip(_OF_HEADS, args, strict=False)),
         **kwargs,
     }
-    q, k, v, mask = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
+    tensors: list[Any] = [given.get(name) for name in ("query", "key", "value", "attn_mask")]
+    q, k, v, mask = tensors
     batched = q is not None and q.ndim == 3
     rare = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
     if (
@@ -675,7 +680,7 @@ def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return NotImplemented  # torch's own message
     padding = given.get("key_padding_mask")
     if not batched:
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         padding = None if padding is None else padding.unsqueeze(0)
     separate = given.get("use_separate_proj_weight")
     weights = [given[f"{name}_proj_weight"] for name in "qkv"] if separate else given["in_proj_weight"].chunk(3)
@@ -929,7 +934,8 @@ def _index_list(x: SeqPart, items: tuple[Any, ...], sequence: int) -> Any:
     if not isinstance(rest, SeqPart):
         return NotImplemented
     at = sum(type(item) is not int for item in items[:number])
-    return SeqPart.wrap(rest._local[(*(slice(None),) * at, items[number])], rest._place)
+    where: tuple[Any, ...] = (*([slice(None)] * at), items[number])
+    return SeqPart.wrap(rest._local[where], rest._place)
 
 
 def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: int) -> Any:
@@ -1059,7 +1065,7 @@ def _gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None if grad is None else x.like(grad / x._place.chunks.size)
 
 
-HANDLERS[Tensor.grad.__get__] = _gradient  # type: ignore[attr-defined]
+HANDLERS[vars(torch._C.TensorBase)["grad"].__get__] = _gradient
 
 
 @handles("register_hook")

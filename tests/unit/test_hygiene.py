@@ -112,7 +112,9 @@ def test_no_module_level_state_and_no_group_fallback(path):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
-                target = target.value if isinstance(target, ast.Subscript) else target  # a table that is filled where it stands
+                target = (
+                    target.value if isinstance(target, ast.Subscript) else target
+                )  # a table that is filled where it stands
                 assert isinstance(target, ast.Name)
                 assert target.id == "__all__" or target.id.lstrip("_")[0].isupper(), f"{target.id} looks like state"
     for node in ast.walk(tree):
