@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.context.exchange import sum_over_ranks
 from lightning_seqpar.context.seq_part import HANDLERS, VIEWS, Handler, Place, SeqPart, changes, local_of, share_of
 from lightning_seqpar.distributed.autograd import without_subclasses
@@ -498,8 +499,14 @@ def _sum_of_all(func: Any, x: SeqPart, dims: list[int], args: tuple[Any, ...], k
     if not mean and asked is None and not (dtype.is_floating_point or dtype.is_complex):
         dtype = torch.int64
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    total = sum_over_ranks(torch.sum(x._local, dims, keepdim=keep, dtype=wide), x._place.chunks)
+    total = _sum_of_ranks(torch.sum(x._local, dims, keepdim=keep, dtype=wide), x._place.chunks)
     return (total / prod(x.shape[each] for each in dims) if mean else total).to(dtype)
+
+
+def _sum_of_ranks(x: Tensor, chunks: Chunks) -> Tensor:
+    """:func:`sum_over_ranks`, in memory of its own, so that it can be changed in place as torch's sum can."""
+    total = sum_over_ranks(x, chunks)
+    return total.clone() if total._is_view() else total
 
 
 @handles("norm", "vector_norm")
@@ -966,7 +973,8 @@ def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: in
     mine = (
         local.select(place.dim, held[0][0]) if held else local.narrow(place.dim, 0, 0).sum(place.dim, dtype=local.dtype)
     )
-    return sum_over_ranks(mine, place.chunks)[tuple(i for n, i in enumerate(others) if n != number)]
+    rest = tuple(i for n, i in enumerate(others) if n != number)
+    return _sum_of_ranks(mine[rest], place.chunks)
 
 
 @handles("cat", "concat", "concatenate", "stack")

@@ -90,170 +90,18 @@ def add(name: str, *cases: Case) -> None:
 
 # ---- each number by itself: every function under every name ----------------------------------------------------
 
-UNARY = [
-    "abs",
-    "absolute",
-    "angle",
-    "asin",
-    "asinh",
-    "atan",
-    "atanh",
-    "ceil",
-    "celu",
-    "clone",
-    "contiguous",
-    "cos",
-    "cosh",
-    "detach",
-    "digamma",
-    "elu",
-    "erf",
-    "erfc",
-    "erfinv",
-    "exp",
-    "exp2",
-    "expm1",
-    "fix",
-    "floor",
-    "frac",
-    "gelu",
-    "hardshrink",
-    "hardsigmoid",
-    "hardswish",
-    "hardtanh",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "leaky_relu",
-    "lgamma",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "logical_not",
-    "logit",
-    "logsigmoid",
-    "mish",
-    "nan_to_num",
-    "neg",
-    "negative",
-    "positive",
-    "reciprocal",
-    "relu",
-    "relu6",
-    "round",
-    "rsqrt",
-    "selu",
-    "sgn",
-    "sigmoid",
-    "sign",
-    "silu",
-    "sin",
-    "sinc",
-    "sinh",
-    "softplus",
-    "softshrink",
-    "softsign",
-    "sqrt",
-    "square",
-    "tan",
-    "tanh",
-    "tanhshrink",
-    "trunc",
-    "acos",
-    "float",
-    "double",
-    "long",
-    "int",
-    "short",
-    "bool",
-    "type",
-    "half",
-    "bfloat16",
-    "__neg__",
-    "__abs__",
-    "zeros_like",
-    "ones_like",
-]
-BINARY = [
-    "add",
-    "atan2",
-    "copysign",
-    "div",
-    "divide",
-    "eq",
-    "fmax",
-    "fmin",
-    "fmod",
-    "ge",
-    "greater",
-    "greater_equal",
-    "gt",
-    "hypot",
-    "le",
-    "less",
-    "less_equal",
-    "logaddexp",
-    "lt",
-    "maximum",
-    "minimum",
-    "mul",
-    "multiply",
-    "ne",
-    "not_equal",
-    "pow",
-    "remainder",
-    "sub",
-    "subtract",
-    "true_divide",
-    "xlogy",
-    "rsub",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "__add__",
-    "__radd__",
-    "__sub__",
-    "__rsub__",
-    "__mul__",
-    "__rmul__",
-    "__truediv__",
-    "__rtruediv__",
-    "__mod__",
-    "__pow__",
-    "__rpow__",
-    "__eq__",
-    "__ne__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-]
-OF_BITS = [
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-    "__and__",
-    "__rand__",
-    "__or__",
-    "__ror__",
-    "__xor__",
-    "__rxor__",
-]
-IN_PLACE_ALONE = ["neg_", "exp_", "relu_", "sigmoid_", "tanh_", "zero_", "sqrt_", "rsqrt_"]
-IN_PLACE_WITH = [
-    "add_",
-    "sub_",
-    "mul_",
-    "div_",
-    "pow_",
-    "copy_",
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__itruediv__",
-    "__ipow__",
-]
+UNARY = """abs absolute angle asin asinh atan atanh ceil celu clone contiguous cos cosh detach digamma elu erf erfc erfinv exp exp2 expm1 fix
+floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 logical_not logit
+logsigmoid mish nan_to_num neg negative positive reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinc sinh softplus softshrink
+softsign sqrt square tan tanh tanhshrink trunc acos float double long int short bool type half bfloat16 __neg__ __abs__ zeros_like
+ones_like""".split()
+BINARY = """add atan2 copysign div divide eq fmax fmin fmod ge greater greater_equal gt hypot le less less_equal logaddexp
+lt maximum minimum mul multiply ne not_equal pow remainder sub subtract true_divide xlogy rsub logical_and logical_or logical_xor __add__ __radd__
+__sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __mod__ __pow__ __rpow__ __eq__ __ne__ __lt__ __le__ __gt__
+__ge__""".split()
+OF_BITS = "bitwise_and bitwise_or bitwise_xor __and__ __rand__ __or__ __ror__ __xor__ __rxor__".split()
+IN_PLACE_ALONE = "neg_ exp_ relu_ sigmoid_ tanh_ zero_ sqrt_ rsqrt_".split()
+IN_PLACE_WITH = "add_ sub_ mul_ div_ pow_ copy_ __iadd__ __isub__ __imul__ __itruediv__ __ipow__".split()
 
 
 def homes(name: str) -> list[Any]:
@@ -496,6 +344,8 @@ add(
     lambda m, s: torch.sum(input=m.part(2, s, 3, dim=1), dim=(1,), dtype=torch.float64),
     lambda m, s: m.part(2, s, 3, dim=1).sum(()),
     lambda m, s: m.flat(s, 2, 3, dim=0).mean(0),
+    lambda m, s: m.part(2, s, 3, dim=1).sum().add_(1.0).mul_(2.0),
+    lambda m, s: (m.part(2, s, 3, dim=1) * 1.0)[:, -1].mul_(m.plain(3)),
     lambda m, s: torch.linalg.vector_norm(m.part(2, s, 3, dim=1), dim=-1, keepdim=True),
     lambda m, s: torch.linalg.vector_norm(m.part(2, s, 3, dim=1), dim=0),
     lambda m, s: torch.linalg.norm(m.part(2, s, s, dim=1), 2, 0),
@@ -528,10 +378,11 @@ for _func in homes("baddbmm"):
         "baddbmm",
         lambda m, s, f=_func: f(m.plain(2, 1, s), m.part(2, s, 4, dim=1), m.part(2, 4, s, dim=2), beta=0.5, alpha=2),
     )
-    add(
-        "baddbmm",
-        lambda m, s, f=_func: f(input=m.plain(2, s, 3), batch1=m.part(2, s, 4, dim=1), batch2=m.plain(2, 4, 3)),
-    )
+    if _func is torch.baddbmm:
+        add(
+            "baddbmm",
+            lambda m, s: torch.baddbmm(input=m.plain(2, s, 3), batch1=m.part(2, s, 4, dim=1), batch2=m.plain(2, 4, 3)),
+        )
 for _name in ("matmul", "__matmul__"):
     for _func in homes(_name):
         add(
@@ -773,7 +624,7 @@ add(
     _changed(lambda x, m, s: x.transpose(1, 2).add_(m.plain(3, s))),
     _changed(lambda x, m, s: x[..., 1:].mul_(3.0)),
     _changed(lambda x, m, s: x[0].zero_()),
-    _changed(lambda x, m, s: x.chunk(3, -1)[1].copy_(m.plain(2, s, 1))) ,
+    _changed(lambda x, m, s: x.narrow(-1, 1, 1).copy_(m.plain(2, s, 1))),
     _changed(lambda x, m, s: x.unsqueeze(0).mul_(m.part(2, s, 3, dim=1))),
     _changed(lambda x, m, s: x.select(-1, 0).neg_()),
     _changed(_set((slice(None), 0), lambda m, s: m.plain(3))),
@@ -1027,6 +878,16 @@ class Times(torch.autograd.Function):
         return whole_of(grad) @ weight.T, torch.einsum("bsi,bso->io", x, grad)
 
 
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad * 7
+
+
 def _looked_at(m: Maker, s: int) -> Any:
     y = Gelu.apply(m.part(2, s, 3, dim=1) * 1.0)
     with torch.no_grad():
@@ -1077,6 +938,8 @@ add(
     lambda m, s: Times.apply(m.part(2, s, 3, dim=1), m.plain(3, 4)),
     lambda m, s: Times.apply(m.part(2, s, 3, dim=1, grad=False), m.plain(3, 4)),
     _looked_at,
+    lambda m, s: Same.apply(m.part(2, s, 3, dim=1) * 1.0) * m.plain(3),
+    lambda m, s: Same.apply(m.part(2, s, 3, dim=1)),
     _hooked(lambda grad: None),
     _hooked(lambda grad: grad * 2.0),
     _hooked(lambda grad: grad / grad.norm()),
@@ -1286,16 +1149,6 @@ class Two(torch.autograd.Function):
         return one * 2 + other * 3
 
 
-class Same(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return grad * 7
-
-
 class Saves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -1335,7 +1188,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a plain tensor of a Function": (lambda x: Summed.apply(x).backward(), "made a whole tensor of a sequence"),
     "two outputs": (lambda x: Two.apply(x)[0].sum(), "beside other outputs"),
     "the second of two outputs": (lambda x: Two.apply(x)[1].sum(), "beside other outputs"),
-    "its input": (lambda x: Same.apply(x), "past torch's functions"),
     "a Function of another": (lambda x: Saves.apply(Saves.apply(x)).sum(), "of other tensors that have a graph"),
     "a non-leaf beside": (lambda x: Scaled.apply(x, torch.ones(3, requires_grad=True) * 2, torch.ones(5, 3)).sum(), "other tensors"),
     "changed after it was saved": (_changed_after_saving, "modified by an inplace operation"),
@@ -1355,7 +1207,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a row of a view": (_copy_changed(lambda y: y.view(2, 5, 3, 1)[:, 0]), "but it was a copy"),
     "a view of a row": (_copy_changed(lambda y: y[:, -1].view(-1)[:2]), "but it was a copy"),
     "every other position": (_copy_changed(lambda y: y[:, ::2]), "but it was a copy"),
-    "a cut-up shape": (_copy_changed(lambda y: y.view(2, -1)[:, :7].view(-1) if False else y.view(3, -1)), "but it was a copy"),
+    "a cut-up shape": (_copy_changed(lambda y: y.view(3, -1)), "but it was a copy"),
     "a run of zig-zag positions": (_copy_changed(lambda y: y[:, 1:]), "but it was a copy"),
     "the diagonal": (_copy_changed(lambda y: y.diagonal(0, 1, 2)), "but it was a copy"),
     "a change behind a copy": (_changed_behind_a_copy, "the copy would not change"),
@@ -1420,7 +1272,7 @@ def check_refusals() -> dict[str, Any]:
 def test_what_would_be_wrong_is_refused_and_the_rest_stays_on_parts():
     for told in run_distributed(check_refusals, 2):
         wrong = {name: told[name] for name, (_, sentence) in REFUSED.items() if sentence not in told[name]}
-        assert wrong == {}
+        assert wrong == {}, "\n".join(f"{name}: {what}" for name, what in wrong.items())
         assert {name: told[name] for name in STAYS if told[name] != ("SeqPart", [])} == {}
         assert told["bfloat16"] == [0.0, 0.0, "torch.bfloat16"]
         assert abs(told["float16"]) < 4e-3
