@@ -1108,7 +1108,7 @@ EVERY = ["contiguous", "zigzag"]
     ("size", "layouts"),
     [
         (2, [("zigzag", 13), ("contiguous", 3)]),
-        (4, [("contiguous", 3)]),
+        pytest.param(4, [("contiguous", 3)], marks=pytest.mark.matrix),
         pytest.param(2, [(layout, s) for s in (1, 2, 4, 8) for layout in EVERY], marks=pytest.mark.matrix),
         pytest.param(2, [("contiguous", 13), ("zigzag", 3)], marks=pytest.mark.matrix),
         pytest.param(4, [(layout, s) for s in (1, 4, 8) for layout in EVERY], marks=pytest.mark.matrix),
