@@ -3581,7 +3581,7 @@ MUTANTS = [
     Mutant(
         "cp: means of ranks averaged",
         "loss:cross_entropy",
-        "    return total / _count(own, given, logits, place).to(total.dtype)\n",
+        "    return (total / _count(own, given, logits, place).to(total.dtype)).to(dtype)\n",
         "    return sum_over_ranks(summed / (own != -100).sum(), place.chunks) / place.chunks.size\n",
         "tests/test_context.py -k cp2-False",
     ),

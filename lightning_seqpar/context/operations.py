@@ -240,6 +240,8 @@ _IN_PLACE = [
     "__isub__",
     "__imul__",
     "__itruediv__",
+    "__ifloordiv__",
+    "__imod__",
     "__ipow__",
 ]
 _DRAWS = [
@@ -1071,7 +1073,8 @@ def _gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None if grad is None else x.like(grad / x._place.chunks.size)
 
 
-HANDLERS[vars(torch._C.TensorBase)["grad"].__get__] = _gradient
+_GRAD: Any = Tensor.grad
+HANDLERS[_GRAD.__get__] = _gradient
 
 
 @handles("register_hook")
