@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.topology.grid import ProcessTopology
+from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.batch import OutputWatch, warn_of_equal_replicas
 
 CPU = torch.device("cpu")
@@ -43,7 +45,7 @@ def test_replicas_are_warned_of_batches_that_are_known_to_be_equal(batches, warn
 def watched(scores: list[Tensor]) -> None:
     watch = OutputWatch()
     watch.note(Encoding(scores=scores[dist.get_rank()]), CPU)
-    watch.check({"tp": dist.group.WORLD}, "validation")  # type: ignore[arg-type]
+    watch.check(ParallelGroups(ProcessTopology(["tp"], [2]), dist.get_rank()), "validation")
 
 
 def test_outputs_that_differ_beside_infinities_are_seen():

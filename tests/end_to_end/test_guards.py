@@ -373,7 +373,7 @@ NAMED = {"plan": "byte_gpt"}
 CROSS_PLAN = {"base": "none", "rules": CROSS}
 RESIDUAL_PLAN = {"base": "none", "rules": RESIDUAL}
 CASES = {
-    "L2 in the loss": ("L2", {}, r"the loss differs across the tensor-parallel ranks|reads it past its layer"),
+    "L2 in the loss": ("L2", {}, r"the loss differs across the ranks|reads it past its layer"),
     "a weight in the loss": (
         "QuietL2",
         {},
@@ -387,7 +387,7 @@ CASES = {
     "another batch": (
         "OtherBatch",
         {},
-        r"read different training batches|the loss differs across the tensor-parallel ranks of one replica: \d",
+        r"read different training batches|the loss differs across the ranks of one replica: \d",
     ),
     "torch's own clipping": (
         "UserClip",
@@ -915,7 +915,7 @@ def train_late(folder: str, sp: bool, since: int, **kwargs: Any) -> tuple[str, i
 @pytest.mark.parametrize("kind", [{}, {"frozen": True}, {"manual": True}], ids=["rides", "alone", "manual"])
 def test_a_loss_that_begins_to_read_a_part_is_seen_behind_one_step(kind, since, tmp_path):
     for told, step, saved in run_distributed(train_late, 2, str(tmp_path), True, since, **kind):
-        assert told.startswith("the loss differed across the tensor-parallel ranks of one replica at the last step")
+        assert told.startswith("the loss differed across the ranks of one replica at the last step")
         assert step == since + 1
         assert len(saved) == since  # what the wrong step made is not
 
@@ -941,13 +941,13 @@ def predict_pooled(sp: bool) -> str:
 
 def test_predictions_made_of_parts_are_refused():
     for told in run_distributed(predict_pooled, 2, True):
-        assert told.startswith("what the predict step returns differs across the tensor-parallel ranks")
+        assert told.startswith("what the predict step returns differs across the ranks")
     assert run_distributed(predict_pooled, 2, False) == ["predicted", "predicted"]
 
 
 def test_predictions_made_of_parts_are_refused_at_every_step():
     for told in run_distributed(predict_late, 2):
-        assert told.startswith("what the predict step returns differs across the tensor-parallel ranks")
+        assert told.startswith("what the predict step returns differs across the ranks")
 
 
 class Dead(models.GPT):
