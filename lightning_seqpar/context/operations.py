@@ -240,8 +240,6 @@ _IN_PLACE = [
     "__isub__",
     "__imul__",
     "__itruediv__",
-    "__ifloordiv__",
-    "__imod__",
     "__ipow__",
 ]
 _DRAWS = [

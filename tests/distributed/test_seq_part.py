@@ -150,15 +150,6 @@ for _name in IN_PLACE_WITH:
         add(_name, lambda m, s, f=_func: f(m.part(2, s, 3, dim=1, draw=positive) * 1.0, m.plain(s, 1, draw=positive)))
 
 
-for _name in ("__ifloordiv__", "__imod__"):
-    add(
-        _name,
-        lambda m, s, f=homes(_name)[0]: f(
-            m.part(2, s, dim=1, draw=positive, grad=False) * 9, m.plain(s, draw=positive, grad=False)
-        ),
-    )
-
-
 def _in_place(name: str, call: Callable[[Any, Any, Maker, int], Any]) -> None:
     for func in homes(name):
         add(name, lambda m, s, f=func: call(f, m.part(2, s, 3, dim=1, draw=positive) * 1.0, m, s))
