@@ -22,7 +22,9 @@ from lightning_seqpar.distributed.autograd import without_subclasses
 from lightning_seqpar.distributed.rng import drawn_apart
 
 
-def handles(*names: str, views: bool = False, homes: tuple[Any, ...] = (torch, Tensor, F, torch.special)) -> Callable[[Handler], Handler]:
+def handles(
+    *names: str, views: bool = False, homes: tuple[Any, ...] = (torch, Tensor, F, torch.special)
+) -> Callable[[Handler], Handler]:
     """Decorate the handler of the functions of these names, in ``torch``, ``torch.Tensor`` and ``torch.nn.functional``.
 
     Args:
@@ -241,6 +243,9 @@ _IN_PLACE = [
     "__ifloordiv__",
     "__imod__",
     "__ipow__",
+    "remainder_",
+    "floor_divide_",
+    "fmod_",
 ]
 _DRAWS = [
     "dropout",
@@ -268,7 +273,7 @@ def _aligned(place: Place, ndim: int, values: Iterable[Any]) -> Any:
     for value in values:
         if isinstance(value, SeqPart):
             other = value._place
-            if value.ndim - other.dim == from_right and other.same(place):
+            if value._local.ndim - other.dim == from_right and other.same(place):
                 out.append(value._local)
                 continue
             value = value.whole()
@@ -297,7 +302,8 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     changed = func in _MAY_CHANGE and (kwargs.get("inplace") is True or any(value is True for value in args[1:]))
     if changed and first is not args[0]:
         return NotImplemented
-    locals_ = _aligned(first._place, first.ndim, values)
+    ndim = first._local.ndim
+    locals_ = _aligned(first._place, ndim, values)
     if locals_ is NotImplemented:
         return locals_
     if changed:
@@ -313,7 +319,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return first
     if not isinstance(out, Tensor):  # x.type() without arguments
         return out
-    return SeqPart.wrap(out, first._place.at(out.ndim - (first.ndim - first._place.dim)))
+    return SeqPart.wrap(out, first._place.at(out.ndim - (ndim - first._place.dim)))
 
 
 @handles("where")
@@ -372,8 +378,8 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 _DROPOUTS = frozenset([F.dropout, torch.dropout, F.alpha_dropout])
 _MAY_CHANGE = frozenset(getattr(F, name) for name in (
-    "celu", "dropout", "alpha_dropout", "elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "relu6", "rrelu",
-    "selu", "silu", "threshold",
+    "celu", "dropout", "alpha_dropout", "elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "relu6",
+    "rrelu", "selu", "silu", "threshold",
 ))  # fmt: skip
 
 
@@ -392,7 +398,7 @@ def _wrap_all(out: Any, place: Place) -> Any:
     if isinstance(out, Tensor):
         return SeqPart.wrap(out, place)
     wrapped = [SeqPart.wrap(each, place) for each in out]
-    return type(out)(wrapped) if isinstance(out, tuple | list) and type(out) in (tuple, list) else type(out)(wrapped)
+    return type(out)(wrapped)
 
 
 def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: int, default: Any = None) -> Any:
@@ -651,8 +657,8 @@ def _einsum_with_dots(
 
 
 _OF_HEADS = (
-    "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn",
-    "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask",
+    "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v",
+    "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask",
     "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "static_k", "static_v", "average_attn_weights",
     "is_causal",
 )  # fmt: skip
@@ -668,6 +674,9 @@ def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         **dict(zip(_OF_HEADS, args, strict=False)),
         **kwargs,
     }
+    q: Any
+    k: Any
+    v: Any
     q, k, v, mask = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
     batched = q is not None and q.ndim == 3
     rare = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
@@ -755,14 +764,14 @@ def _shape_of(func: Any, shape: Sequence[int], args: Sequence[Any], kwargs: dict
     return tuple(func(torch.empty(shape, device="meta"), *given, **named).shape)
 
 
-def _target(x: SeqPart, sizes: Sequence[Any]) -> tuple[int, ...] | None:
+def _target(shape: tuple[int, ...], sizes: Sequence[Any]) -> tuple[int, ...] | None:
     """The shape that is asked for, with the size that ``-1`` stands for; None if torch has to say what it is."""
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         sizes = sizes[0]
     if not all(type(size) is int for size in sizes):
         return None
     known = prod(size for size in sizes if size != -1)
-    unknown, numbers = sizes.count(-1), x.numel()
+    unknown, numbers = sizes.count(-1), prod(shape)
     if known <= 0 or unknown > 1 or numbers % known or (not unknown and known != numbers):
         return None
     return tuple(numbers // known if size == -1 else size for size in sizes)
@@ -776,12 +785,17 @@ _MAY_COPY = frozenset(f for home in (torch, Tensor) for f in (home.reshape, home
 def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another shape, in which the sequence still lies in one dim."""
     x, *rest = args or (None,)
-    if not isinstance(x, SeqPart) or 0 in x.shape or any(isinstance(v, torch.dtype) for v in (*rest, *kwargs.values())):
+    if not isinstance(x, SeqPart) or any(isinstance(v, torch.dtype) for v in (*rest, *kwargs.values())):
         return NotImplemented
-    target = _target(x, rest) if func in _OF_SIZES and rest else None
+    sizes = list(x._local.shape)
+    sizes[x._place.dim] = x._place.whole_size
+    whole = tuple(sizes)
+    if 0 in whole:
+        return NotImplemented
+    target = _target(whole, rest) if func in _OF_SIZES and rest else None
     if target is None:
-        target = _shape_of(func, x.shape, rest, kwargs)
-    place = x._place.reshaped(tuple(x.shape), target)
+        target = _shape_of(func, whole, rest, kwargs)
+    place = x._place.reshaped(whole, target)
     if place is None:
         return NotImplemented
     local = list(target)
@@ -797,7 +811,8 @@ def move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     at = x._place.dim
     if func in _SWAPS and len(rest) == 2:
-        one, other = rest[0] % x.ndim, rest[1] % x.ndim
+        ndim = x._local.ndim
+        one, other = rest[0] % ndim, rest[1] % ndim
         at = other if at == one else one if at == other else at
     else:
         at = _shape_of(func, tuple(range(2, 2 + x.ndim)), rest, kwargs).index(2 + at)  # each dim told by its size
@@ -822,7 +837,7 @@ def unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim = args[0] if args else None, _argument(args, kwargs, 1, "dim")
     if not isinstance(x, SeqPart):
         return NotImplemented
-    at = dim % (x.ndim + 1)
+    at = dim % (x._local.ndim + 1)
     return SeqPart.wrap(func(x._local, dim), x._place.at(x._place.dim + (at <= x._place.dim)))
 
 
@@ -904,7 +919,7 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if lists and (len(lists) > 1 or not _is_row(items[lists[0]])):
         return NotImplemented
     used = sum(item is not None and item is not Ellipsis for item in items)
-    full = (slice(None),) * (x.ndim - used)
+    full = (slice(None),) * (x._local.ndim - used)
     at = next((n for n, item in enumerate(items) if item is Ellipsis), len(items))
     items = (*items[:at], *full, *items[at + 1 :])
     dim, out_dim, place = 0, 0, x._place
@@ -936,7 +951,8 @@ def _index_list(x: SeqPart, items: tuple[Any, ...], sequence: int) -> Any:
     if not isinstance(rest, SeqPart):
         return NotImplemented
     at = sum(type(item) is not int for item in items[:number])
-    return SeqPart.wrap(rest._local[(*(slice(None),) * at, items[number])], rest._place)
+    picked = [slice(None)] * at + [items[number]]
+    return rest.like(rest._local[tuple(picked)])
 
 
 def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: int) -> Any:
@@ -1067,7 +1083,7 @@ def _gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None if grad is None else x.like(grad / x._place.chunks.size)
 
 
-HANDLERS[Tensor.grad.__get__] = _gradient  # type: ignore[attr-defined]
+HANDLERS[getattr(Tensor, "grad").__get__] = _gradient  # noqa: B009
 
 
 @handles("register_hook")

@@ -82,8 +82,8 @@ class SeqPart(Tensor):
 
     Functions on each position by itself run on what the rank holds; whole tensors that they are given beside it (rotary tables,
     masks, labels) count with the rank's positions alone. Attention and losses run over all ranks
-    (:mod:`~lightning_seqpar.context.attention`, :mod:`~lightning_seqpar.context.loss`). Every other function gathers first, which is
-    a collective over cp: it must run on all ranks.
+    (:mod:`~lightning_seqpar.context.attention`, :mod:`~lightning_seqpar.context.loss`). Every other function gathers first, which
+    is a collective over cp: it must run on all ranks.
     """
 
     _local: Tensor
@@ -161,12 +161,12 @@ class SeqPart(Tensor):
 
         def refuse(grad: Tensor) -> None:
             raise RuntimeError(
-                f"an autograd.Function made a whole tensor of a sequence of which each rank of cp={size} holds a part: its gradient "
-                "can't be taken there; give it x.whole() (on all ranks), write it without autograd.Function, or set cp=1"
+                f"an autograd.Function made a whole tensor of a sequence of which each rank of cp={size} holds a part: its "
+                "gradient can't be taken there; give it x.whole() (on all ranks), write it without autograd.Function, or set cp=1"
             )
 
         with without_subclasses():
-            self.register_hook(refuse)
+            self.register_hook(refuse)  # type: ignore[no-untyped-call]
 
     def _share(self, other: SeqPart) -> None:
         """Take note that ``other``, a view of this sequence, has the same memory."""
@@ -246,8 +246,8 @@ class SeqPart(Tensor):
 class _OfFunction(torch.autograd.Function):
     """Forward: the part of a sequence that somebody's ``autograd.Function`` made. Backward: that Function's, on sequences.
 
-    To the Function all of them are whole: what it tells of a plain tensor is the gradient of all positions, the same on all ranks, of
-    which each takes its share.
+    To the Function all of them are whole: what it tells of a plain tensor is the gradient of all positions, the same on all ranks,
+    of which each takes its share.
     """
 
     @staticmethod
@@ -307,9 +307,9 @@ class _Memory:
         for counter, version in self.copies:
             if counter._version != version:
                 raise RuntimeError(
-                    "a view of a sequence of which each rank holds a part was changed in place, but it was a copy, and the change did "
-                    "not reach the sequence; write the change as a new tensor (torch.where, torch.cat, x = x + y), or x = x.whole() "
-                    "first (on all ranks)"
+                    "a view of a sequence of which each rank holds a part was changed in place, but it was a copy, and the change "
+                    "did not reach the sequence; write the change as a new tensor (torch.where, torch.cat, x = x + y), or "
+                    "x = x.whole() first (on all ranks)"
                 )
 
 
@@ -366,7 +366,8 @@ _FACTS = frozenset(
             "is_mkldnn", "is_mps", "is_xla", "itemsize", "nbytes",
         )),
         Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_floating_point,
-        Tensor.is_complex, Tensor.get_device, Tensor.__len__, Tensor.__hash__, torch.is_floating_point, torch.is_complex, torch.numel,
+        Tensor.is_complex, Tensor.get_device, Tensor.__len__, Tensor.__hash__, torch.is_floating_point, torch.is_complex,
+        torch.numel,
         torch.is_tensor,
     ]
 )  # fmt: skip
@@ -394,13 +395,13 @@ def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 _RESHAPES = frozenset(
     f"{name}_" for name in (
-        "resize", "resize_as", "set", "squeeze", "unsqueeze", "t", "transpose", "swapaxes", "swapdims", "as_strided", 
+        "resize", "resize_as", "set", "squeeze", "unsqueeze", "t", "transpose", "swapaxes", "swapdims", "as_strided",
         "detach", "share_memory", "rename", "apply", "map", "map2",
     )
 )  # fmt: skip
 _OF_MEMORY = frozenset(
-    ["data_ptr", "storage", "untyped_storage", "_typed_storage", "storage_type", "__dlpack__", "__dlpack_device__", "__cuda_array_interface__",
-     "_make_subclass", "module_load", "pin_memory", "share_memory_", "is_set_to"]
+    ["data_ptr", "storage", "untyped_storage", "_typed_storage", "storage_type", "__dlpack__", "__dlpack_device__",
+     "__cuda_array_interface__", "_make_subclass", "module_load", "pin_memory", "share_memory_", "is_set_to"]
 )  # fmt: skip
 _OF_GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.register_post_accumulate_grad_hook])
 
@@ -420,14 +421,14 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         or name in _OF_MEMORY
     ):
         raise RuntimeError(
-            f"{name} of a sequence of which each rank of cp={_chunks_of((args, kwargs)).size} holds a part would read or change a copy: it "
-            "is whole only where it is used. Write the change as a new tensor (torch.where, torch.cat, x = x + y), or "
+            f"{name} of a sequence of which each rank of cp={_chunks_of((args, kwargs)).size} holds a part would read or change a "
+            "copy: it is whole only where it is used. Write the change as a new tensor (torch.where, torch.cat, x = x + y), or "
             "x = x.whole() first (on all ranks)"
         )
     if func in _OF_GRAPH and any(isinstance(one, SeqPart) for one in _differentiated(func, args, kwargs)):
         raise RuntimeError(
-            f"{name} by a sequence of which each rank of cp={_chunks_of((args, kwargs)).size} holds a part would find a copy, that is not in "
-            "the graph; take the gradient by x.whole() (on all ranks) that the rest is computed from, or set cp=1"
+            f"{name} by a sequence of which each rank of cp={_chunks_of((args, kwargs)).size} holds a part would find a copy, "
+            "that is not in the graph; take the gradient by x.whole() (on all ranks) that the rest is computed from, or set cp=1"
         )
     wholes: dict[int, tuple[SeqPart, Tensor]] = {}
 
@@ -452,10 +453,12 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """What a function of the graph takes gradients by."""
     if func is torch.autograd.grad:
-        return tree_leaves(args[1] if len(args) > 1 else kwargs.get("inputs"))  # type: ignore[no-any-return]
-    if func is torch.autograd.backward:
-        return tree_leaves(args[4] if len(args) > 4 else kwargs.get("inputs"))  # type: ignore[no-any-return]
-    return tree_leaves(args[0])  # type: ignore[no-any-return]
+        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+    elif func is torch.autograd.backward:
+        inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
+    else:
+        inputs = args[0]
+    return list(tree_leaves(inputs))
 
 
 def write(target: SeqPart, whole: Tensor) -> None:
@@ -473,6 +476,7 @@ def changes(target: SeqPart) -> None:
     """
     if target._memory is not None and target._memory.copies:
         raise RuntimeError(
-            f"a change in place of a sequence of which each rank of cp={target._place.chunks.size} holds a part, and of which a copy was "
-            "given in a view's place (as x[:, -1]): the copy would not change; write x = x + y, or x = x.whole() first (on all ranks)"
+            f"a change in place of a sequence of which each rank of cp={target._place.chunks.size} holds a part, and of which a "
+            "copy was given in a view's place (as x[:, -1]): the copy would not change; write x = x + y, or x = x.whole() first (on all "
+            "ranks)"
         )

@@ -20,6 +20,9 @@ from lightning_seqpar.context.exchange import enter
 from lightning_seqpar.context.seq_part import HANDLERS, Place, SeqPart, whole_of
 from lightning_seqpar.testing import run_distributed
 
+# A table: one call a line.
+# ruff: noqa: E501, B008, SIM905
+
 PACKAGE = (attention, loss, operations)  # they fill HANDLERS
 TOLERANCE = 1e-12
 Draw = Callable[[torch.Generator, tuple[int, ...]], torch.Tensor]
@@ -101,9 +104,7 @@ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __mod__ __pow__ __rpo
 __ge__""".split()
 OF_BITS = "bitwise_and bitwise_or bitwise_xor __and__ __rand__ __or__ __ror__ __xor__ __rxor__".split()
 IN_PLACE_ALONE = "neg_ exp_ relu_ sigmoid_ tanh_ zero_ sqrt_ rsqrt_".split()
-IN_PLACE_WITH = (
-    "add_ sub_ mul_ div_ pow_ copy_ __iadd__ __isub__ __imul__ __itruediv__ __ipow__".split()
-)
+IN_PLACE_WITH = "add_ sub_ mul_ div_ pow_ copy_ __iadd__ __isub__ __imul__ __itruediv__ __ipow__".split()
 
 
 def homes(name: str) -> list[Any]:
@@ -124,13 +125,20 @@ for _func in homes("acosh"):
     add("acosh", lambda m, s, f=_func: f(m.part(2, s, dim=1, draw=acosh_input)))
 for _name in BINARY:
     for _func in homes(_name):
-        add(_name, lambda m, s, f=_func: f(m.part(2, s, 3, dim=1, draw=positive), m.part(2, s, 3, dim=1, draw=positive)))
+        add(
+            _name, lambda m, s, f=_func: f(m.part(2, s, 3, dim=1, draw=positive), m.part(2, s, 3, dim=1, draw=positive))
+        )
         add(_name, lambda m, s, f=_func: f(m.part(2, s, 3, dim=1, draw=positive), m.plain(s, 1, draw=positive)))
         add(_name, lambda m, s, f=_func: f(m.plain(1, s, 3, draw=positive), m.part(s, 3, dim=0, draw=positive)))
         add(_name, lambda m, s, f=_func: f(m.part(s, 1, dim=0, draw=positive), m.part(1, s, dim=1, draw=positive)))
 for _name in ("floor_divide", "heaviside", "__floordiv__", "__rfloordiv__"):
     for _func in homes(_name):
-        add(_name, lambda m, s, f=_func: f(m.part(2, s, 3, dim=1, draw=positive, grad=False), m.plain(s, 1, draw=positive, grad=False)))
+        add(
+            _name,
+            lambda m, s, f=_func: f(
+                m.part(2, s, 3, dim=1, draw=positive, grad=False), m.plain(s, 1, draw=positive, grad=False)
+            ),
+        )
 for _name in OF_BITS:
     for _func in homes(_name):
         add(_name, lambda m, s, f=_func: f(m.part(2, s, 3, dim=1, draw=ints(9)), m.plain(s, 1, draw=ints(9))))
@@ -145,8 +153,13 @@ for _name in IN_PLACE_WITH:
         add(_name, lambda m, s, f=_func: f(m.part(2, s, 3, dim=1, draw=positive) * 1.0, m.plain(s, 1, draw=positive)))
 
 
-for _name in ("__ifloordiv__", "__imod__"):
-    add(_name, lambda m, s, f=homes(_name)[0]: f(m.part(2, s, dim=1, draw=positive, grad=False) * 9, m.plain(s, draw=positive, grad=False)))
+for _name in ("__ifloordiv__", "__imod__", "remainder_", "floor_divide_", "fmod_"):
+    add(
+        _name,
+        lambda m, s, f=homes(_name)[0]: f(
+            m.part(2, s, dim=1, draw=positive, grad=False) * 9, m.plain(s, draw=positive, grad=False)
+        ),
+    )
 
 
 def _in_place(name: str, call: Callable[[Any, Any, Maker, int], Any]) -> None:
@@ -236,7 +249,11 @@ for _name in ("sort", "argsort", "glu", "topk", "normalize", "kthvalue"):
                 add(_name, lambda m, s, f=_func, d=_dim: f(m.part(2, s, 4, dim=1), dim=d, descending=True))
         _rest = (1,) if _name in ("topk", "kthvalue") else ()
         add(_name, lambda m, s, f=_func, r=_rest: f(m.part(2, s, 4, dim=1), *r))
-add("sort", lambda m, s: torch.sort(m.part(2, s, 4, dim=1), stable=True, dim=0), lambda m, s: m.part(2, s, dim=1).sort(0, True))
+add(
+    "sort",
+    lambda m, s: torch.sort(m.part(2, s, 4, dim=1), stable=True, dim=0),
+    lambda m, s: m.part(2, s, dim=1).sort(0, True),
+)
 for _func in homes("index_select"):
     for _dim in (0, 1, 2):
         add("index_select", lambda m, s, f=_func, d=_dim: f(m.part(2, s, 3, dim=1), d, torch.tensor([0, 0])))
@@ -247,12 +264,20 @@ add("flip", lambda m, s: m.part(2, s, 3, dim=1).flip(0, 1), lambda m, s: m.part(
 for _func in homes("roll"):
     for _dims in (0, 1, 2, (0, 1), (0, 2)):
         add("roll", lambda m, s, f=_func, d=_dims: f(m.part(2, s, 3, dim=1), 1 if isinstance(d, int) else (1, 1), d))
-add("roll", lambda m, s: torch.roll(m.part(2, s, 3, dim=1), 1), lambda m, s: m.part(2, s, 3, dim=1).roll(shifts=1, dims=1))
+add(
+    "roll",
+    lambda m, s: torch.roll(m.part(2, s, 3, dim=1), 1),
+    lambda m, s: m.part(2, s, 3, dim=1).roll(shifts=1, dims=1),
+)
 for _name in ("chunk", "split", "tensor_split", "unsafe_chunk", "unsafe_split"):
     for _func in homes(_name):
         for _dim in (0, 1, -1):
             add(_name, lambda m, s, f=_func, d=_dim: f(m.part(2, s, 4, dim=1), 2, d))
-        add(_name, lambda m, s, f=_func: f(m.part(s, 4, dim=0), 2), lambda m, s, f=_func: f(m.part(s, 4, dim=0), 2, dim=1))
+        add(
+            _name,
+            lambda m, s, f=_func: f(m.part(s, 4, dim=0), 2),
+            lambda m, s, f=_func: f(m.part(s, 4, dim=0), 2, dim=1),
+        )
 for _func in homes("split_with_sizes"):
     add("split_with_sizes", lambda m, s, f=_func: f(m.part(s, 4, dim=0), [1, 3], -1))
 add("split", lambda m, s: m.part(s, 4, dim=0).split([1, 3], dim=-1))
@@ -276,11 +301,28 @@ for _name in ("sum", "mean", "amax", "amin", "argmax", "argmin", "max", "min", "
             add(_name, lambda m, s, f=_func, d=_dim: f(m.part(2, s, s, dim=1), d))
             if _name != "count_nonzero":
                 add(_name, lambda m, s, f=_func, d=_dim: f(m.part(2, s, 3, dim=1), dim=d, keepdim=True))
-        if _name in ("sum", "mean", "amax", "amin", "logsumexp", "all", "any", "var", "std", "nansum", "count_nonzero", "nanmean"):
+        if _name in (
+            "sum",
+            "mean",
+            "amax",
+            "amin",
+            "logsumexp",
+            "all",
+            "any",
+            "var",
+            "std",
+            "nansum",
+            "count_nonzero",
+            "nanmean",
+        ):
             for _dims in ((0, 2), (0, 1), (1, 2), [0, -1]):
                 add(_name, lambda m, s, f=_func, d=_dims: f(m.part(2, s, 3, dim=1), d))
         if _name != "logsumexp":
-            add(_name, lambda m, s, f=_func: f(m.part(2, s, 3, dim=1)), lambda m, s, f=_func: f(m.flat(2, s, 3, dim=0), 0))
+            add(
+                _name,
+                lambda m, s, f=_func: f(m.part(2, s, 3, dim=1)),
+                lambda m, s, f=_func: f(m.flat(2, s, 3, dim=0), 0),
+            )
 for _name in ("var", "std"):
     add(
         _name,
@@ -335,9 +377,15 @@ for _func in homes("addmm"):
     add("addmm", lambda m, s, f=_func: f(m.part(s, 3, dim=0), m.part(s, 4, dim=0), m.plain(4, 3)))
     add("addmm", lambda m, s, f=_func: f(m.plain(1, s), m.part(s, s, dim=0), m.plain(s, s)))
 for _func in homes("baddbmm"):
-    add("baddbmm", lambda m, s, f=_func: f(m.plain(2, 1, s), m.part(2, s, 4, dim=1), m.part(2, 4, s, dim=2), beta=0.5, alpha=2))
+    add(
+        "baddbmm",
+        lambda m, s, f=_func: f(m.plain(2, 1, s), m.part(2, s, 4, dim=1), m.part(2, 4, s, dim=2), beta=0.5, alpha=2),
+    )
     if _func is torch.baddbmm:
-        add("baddbmm", lambda m, s: torch.baddbmm(input=m.plain(2, s, 3), batch1=m.part(2, s, 4, dim=1), batch2=m.plain(2, 4, 3)))
+        add(
+            "baddbmm",
+            lambda m, s: torch.baddbmm(input=m.plain(2, s, 3), batch1=m.part(2, s, 4, dim=1), batch2=m.plain(2, 4, 3)),
+        )
 for _name in ("matmul", "__matmul__"):
     for _func in homes(_name):
         add(
@@ -362,9 +410,17 @@ for _name in ("matmul", "__matmul__"):
 for _func in homes("__rmatmul__"):
     add("__rmatmul__", lambda m, s, f=_func: f(m.part(2, 4, s, dim=2), m.plain(3, 4)))
 for _func in homes("mm"):
-    add("mm", lambda m, s, f=_func: f(m.part(s, 4, dim=0), m.plain(4, 3)), lambda m, s, f=_func: f(m.plain(3, s), m.part(s, 4, dim=0)))
+    add(
+        "mm",
+        lambda m, s, f=_func: f(m.part(s, 4, dim=0), m.plain(4, 3)),
+        lambda m, s, f=_func: f(m.plain(3, s), m.part(s, 4, dim=0)),
+    )
 for _func in homes("bmm"):
-    add("bmm", lambda m, s, f=_func: f(m.part(2, s, 4, dim=1), m.plain(2, 4, 3)), lambda m, s, f=_func: f(m.part(s, 2, 3, dim=0), m.plain(s, 3, 2)))
+    add(
+        "bmm",
+        lambda m, s, f=_func: f(m.part(2, s, 4, dim=1), m.plain(2, 4, 3)),
+        lambda m, s, f=_func: f(m.part(s, 2, 3, dim=0), m.plain(s, 3, 2)),
+    )
 add(
     "einsum",
     lambda m, s: torch.einsum("bsd,de->bse", m.part(2, s, 3, dim=1), m.plain(3, 4)),
@@ -440,19 +496,43 @@ add(
     lambda m, s: (m.part(s, s, dim=1).t(), torch.t(m.part(s, 3, dim=0)), m.part(s, dim=0).t()),
     lambda m, s: (m.part(s, s, dim=1).T, m.part(s, 3, 2, dim=0).mT, m.part(s, s, dim=0).H, m.part(2, s, s, dim=1).mH),
     lambda m, s: (m.part(2, s, 3, dim=1).adjoint(), torch.adjoint(m.part(s, s, dim=0))),
-    lambda m, s: (m.part(2, s, dim=1).unsqueeze(0), m.part(2, s, dim=1).unsqueeze(1), torch.unsqueeze(m.part(2, s, dim=1), -1)),
+    lambda m, s: (
+        m.part(2, s, dim=1).unsqueeze(0),
+        m.part(2, s, dim=1).unsqueeze(1),
+        torch.unsqueeze(m.part(2, s, dim=1), -1),
+    ),
     lambda m, s: (m.part(2, s, dim=1).unsqueeze(-2), torch.unsqueeze(m.part(s, s, dim=1), dim=2)),
     lambda m, s: m.part(2, s, 1, dim=1).expand(4, 2, -1, 3),
     lambda m, s: m.part(2, s, 1, dim=1).expand((2, s, s)),
     lambda m, s: m.part(2, 1, 3, dim=1).expand(2, s, 3),
     lambda m, s: m.part(1, s, dim=1).expand_as(m.plain(3, s)),
     lambda m, s: (torch.broadcast_to(m.part(s, 1, dim=0), (2, s, s)), m.part(s, 1, dim=0).broadcast_to((s, 4))),
-    lambda m, s: (m.part(2, s, dim=1).repeat(3, 1), m.part(2, s, dim=1).repeat(2, 1, 3), m.part(2, s, dim=1).repeat((2, 2, 1))),
-    lambda m, s: (m.part(2, s, dim=1).tile(3, 1), torch.tile(m.part(2, s, dim=1), (2,)), m.part(s, 2, dim=0).tile((2,))),
-    lambda m, s: (*m.part(2, s, 3, dim=1).unbind(), *torch.unbind(m.part(s, 3, dim=0), -1), *m.part(s, 2, dim=0).unbind(0)),
-    lambda m, s: (m.part(2, s, 3, dim=1).select(0, 1), m.part(2, s, 3, dim=1).select(1, -1), torch.select(m.part(2, s, dim=1), -1, 0)),
+    lambda m, s: (
+        m.part(2, s, dim=1).repeat(3, 1),
+        m.part(2, s, dim=1).repeat(2, 1, 3),
+        m.part(2, s, dim=1).repeat((2, 2, 1)),
+    ),
+    lambda m, s: (
+        m.part(2, s, dim=1).tile(3, 1),
+        torch.tile(m.part(2, s, dim=1), (2,)),
+        m.part(s, 2, dim=0).tile((2,)),
+    ),
+    lambda m, s: (
+        *m.part(2, s, 3, dim=1).unbind(),
+        *torch.unbind(m.part(s, 3, dim=0), -1),
+        *m.part(s, 2, dim=0).unbind(0),
+    ),
+    lambda m, s: (
+        m.part(2, s, 3, dim=1).select(0, 1),
+        m.part(2, s, 3, dim=1).select(1, -1),
+        torch.select(m.part(2, s, dim=1), -1, 0),
+    ),
     lambda m, s: (m.part(2, s, 3, dim=1).narrow(2, 1, 2), torch.narrow(m.part(2, s, 3, dim=1), 1, s - 1, 1)),
-    lambda m, s: (m.part(2, s, 3, dim=1).narrow(1, -1, 1), m.part(2, s, 3, dim=1).narrow(1, 0, s), m.part(s, dim=0).narrow(0, 0, 0)),
+    lambda m, s: (
+        m.part(2, s, 3, dim=1).narrow(1, -1, 1),
+        m.part(2, s, 3, dim=1).narrow(1, 0, s),
+        m.part(s, dim=0).narrow(0, 0, 0),
+    ),
     lambda m, s: F.pad(m.part(2, s, 3, dim=1), (1, 2)),
     lambda m, s: F.pad(m.part(2, s, 3, dim=1), (0, 0, 1, 0)),
     lambda m, s: F.pad(m.part(2, s, 3, dim=1), (1, 1), mode="reflect"),
@@ -463,7 +543,9 @@ add(
     lambda m, s: (m.part(s, dim=0).new_tensor([1.0]), m.part(s, dim=0).new_empty(2).fill_(1)),
     lambda m, s: torch.tensor([m.part(s, 2, dim=0).stride(0), m.part(s, 2, dim=0).storage_offset()]),
     lambda m, s: torch.tensor([torch.Tensor.is_contiguous(m.part(s, 2, dim=0)), torch.is_conj(m.part(s, dim=0))]),
-    lambda m, s: torch.tensor([m.part(s, dim=0).is_neg(), m.part(s, dim=0).is_inference(), torch.is_neg(m.part(s, dim=0))]),
+    lambda m, s: torch.tensor(
+        [m.part(s, dim=0).is_neg(), m.part(s, dim=0).is_inference(), torch.is_neg(m.part(s, dim=0))]
+    ),
     lambda m, s: torch.tensor([m.part(s, dim=0).is_conj(), torch.is_inference(m.part(s, dim=0))]),
 )
 for _name in ("cat", "concat", "concatenate"):
@@ -596,8 +678,16 @@ for _options in (
         lambda m, s, o=_options: F.nll_loss(m.part(2, 5, s, dim=2), m.plain(2, s, draw=ints(5)), **o) if "label_smoothing" not in o else m.plain(1),
     )  # fmt: skip
     if "ignore_index" not in _options:
-        add("cross_entropy", lambda m, s, o=_options: F.cross_entropy(m.part(2, 5, s, dim=2), m.plain(2, 5, s, draw=soft), **o))
-        add("cross_entropy", lambda m, s, o=_options: F.cross_entropy(m.part(s, 5, dim=0), m.plain(s, 5, draw=soft), weight=m.plain(5, draw=positive, grad=False), **o))
+        add(
+            "cross_entropy",
+            lambda m, s, o=_options: F.cross_entropy(m.part(2, 5, s, dim=2), m.plain(2, 5, s, draw=soft), **o),
+        )
+        add(
+            "cross_entropy",
+            lambda m, s, o=_options: F.cross_entropy(
+                m.part(s, 5, dim=0), m.plain(s, 5, draw=soft), weight=m.plain(5, draw=positive, grad=False), **o
+            ),
+        )
 add(
     "cross_entropy",
     lambda m, s: F.cross_entropy(m.part(s, 5, dim=0), torch.full((s,), -100)),
@@ -609,13 +699,27 @@ add(
     lambda m, s: F.cross_entropy(m.part(2, s, 5, dim=1)[:, :-1].transpose(1, 2), m.part(2, s, dim=1, draw=ints(5))[:, 1:]) if s > 1 else m.plain(1),
     lambda m, s: F.nll_loss(m.part(s, 5, dim=0), m.plain(s, draw=ints(5)), m.plain(5, grad=False)),
 )  # fmt: skip
-for _func in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div):
+for _func in (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+):
     for _reduction in ("mean", "sum", "none"):
         add(
             _func.__name__,
-            lambda m, s, f=_func, r=_reduction: f(m.part(2, s, 3, dim=1, draw=positive), m.plain(2, s, 3, draw=positive), reduction=r),
-            lambda m, s, f=_func, r=_reduction: f(m.plain(2, s, 3, draw=positive), m.part(2, s, 3, dim=1, draw=positive), reduction=r),
-            lambda m, s, f=_func, r=_reduction: f(m.part(s, s, dim=0, draw=positive), m.part(s, s, dim=1, draw=positive), reduction=r),
+            lambda m, s, f=_func, r=_reduction: f(
+                m.part(2, s, 3, dim=1, draw=positive), m.plain(2, s, 3, draw=positive), reduction=r
+            ),
+            lambda m, s, f=_func, r=_reduction: f(
+                m.plain(2, s, 3, draw=positive), m.part(2, s, 3, dim=1, draw=positive), reduction=r
+            ),
+            lambda m, s, f=_func, r=_reduction: f(
+                m.part(s, s, dim=0, draw=positive), m.part(s, s, dim=1, draw=positive), reduction=r
+            ),
         )
 add(
     "pointwise",
@@ -859,11 +963,15 @@ add(
 LAYOUTS = [("contiguous", 13), ("zigzag", 13), ("contiguous", 1), ("contiguous", 3), ("zigzag", 3), ("contiguous", 4), ("zigzag", 8), ("contiguous", 2)]  # fmt: skip
 
 
-def _result(case: Case, s: int, chunks: Chunks | None) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor | None, bool]]]:
+def _result(
+    case: Case, s: int, chunks: Chunks | None
+) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor | None, bool]]]:
     m = Maker(s, chunks)
     torch.manual_seed(5)
     out = case(m, s)
-    values = [whole_of(x.int() if x.dtype == torch.int16 else x) for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+    values = [
+        whole_of(x.int() if x.dtype == torch.int16 else x) for x in tree_leaves(out) if isinstance(x, torch.Tensor)
+    ]
     generator = torch.Generator().manual_seed(11)
     total: Any = 0.0
     for x in (x for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
@@ -1146,7 +1254,9 @@ def check_refusals() -> dict[str, Any]:
         leaf = torch.randn(2, 5, 3).requires_grad_()
         x = SeqPart.wrap(enter(leaf, 1, chunks), Place(chunks, 1))
         fallen: list[Any] = []
-        seq_part.on_whole = lambda func, args, kwargs, fallen=fallen: (fallen.append(func), whole(func, args, kwargs))[1]
+        seq_part.on_whole = lambda func, args, kwargs, fallen=fallen: (fallen.append(func), whole(func, args, kwargs))[
+            1
+        ]
         try:
             out = call(x)
         finally:
@@ -1201,14 +1311,26 @@ def check_draws() -> dict[str, Any]:
         drawn = call(x)
         state = torch.get_rng_state()
         again = call(x)
-        told[name] = (isinstance(drawn, SeqPart), whole_of(drawn).tolist(), whole_of(again).tolist(), state.sum().item(), torch.rand(1).item())
+        told[name] = (
+            isinstance(drawn, SeqPart),
+            whole_of(drawn).tolist(),
+            whole_of(again).tolist(),
+            state.sum().item(),
+            torch.rand(1).item(),
+        )
     torch.manual_seed(4)
     before = torch.get_rng_state()
     F.dropout(F.dropout(x, 0.5, False), 0.0, True)
     told["no draw"] = torch.equal(before, torch.get_rng_state())
     given = torch.Generator().manual_seed(3)
-    told["of a generator"] = whole_of(torch.bernoulli(x * 0.5, generator=given)).tolist(), given.get_state().sum().item()
-    told["in place of a generator"] = whole_of(x.clone().normal_(generator=given)).tolist(), given.get_state().sum().item()
+    told["of a generator"] = (
+        whole_of(torch.bernoulli(x * 0.5, generator=given)).tolist(),
+        given.get_state().sum().item(),
+    )
+    told["in place of a generator"] = (
+        whole_of(x.clone().normal_(generator=given)).tolist(),
+        given.get_state().sum().item(),
+    )
     expected = torch.Generator().manual_seed(3)
     told["expected"] = torch.bernoulli(torch.full((2, 33, 3), 0.5), generator=expected).tolist()
     return told
@@ -1221,7 +1343,9 @@ def test_each_rank_draws_for_itself_and_all_go_on_alike():
         parts, drawn, again = first[name][0], torch.tensor(first[name][1]), torch.tensor(first[name][2])
         assert parts, name
         pieces = drawn.unflatten(1, (3, 11)).unbind(1)
-        assert not any(torch.equal(pieces[a], pieces[b]) for a, b in ((0, 1), (0, 2), (1, 2))), f"{name}: ranks drew alike"
+        assert not any(torch.equal(pieces[a], pieces[b]) for a, b in ((0, 1), (0, 2), (1, 2))), (
+            f"{name}: ranks drew alike"
+        )
         assert not torch.equal(drawn, again), f"{name}: the same draw again"
     assert first["no draw"]
     assert first["of a generator"][0] == first["expected"]
