@@ -477,6 +477,6 @@ def changes(target: SeqPart) -> None:
     if target._memory is not None and target._memory.copies:
         raise RuntimeError(
             f"a change in place of a sequence of which each rank of cp={target._place.chunks.size} holds a part, and of which a "
-            "copy was given in a view's place (as x[:, -1]): the copy would not change; write x = x + y, or x = x.whole() first (on all "
-            "ranks)"
+            "copy was given in a view's place (as x[:, -1]): the copy would not change; write x = x + y, or x = x.whole() first "
+            "(on all ranks)"
         )

@@ -1112,10 +1112,11 @@ EVERY = ["contiguous", "zigzag"]
     [
         (2, [("zigzag", 13), ("contiguous", 3)]),
         (4, [("contiguous", 3)]),
-        pytest.param(2, [(layout, s) for s in (1, 2, 4, 8) for layout in EVERY], marks=pytest.mark.matrix),
-        pytest.param(2, [("contiguous", 13), ("zigzag", 3)], marks=pytest.mark.matrix),
-        pytest.param(4, [(layout, s) for s in (1, 4, 8) for layout in EVERY], marks=pytest.mark.matrix),
-        pytest.param(4, [("contiguous", 13), ("zigzag", 13), ("zigzag", 3)], marks=pytest.mark.matrix),
+        *(
+            pytest.param(size, [(layout, s) for layout in EVERY], marks=pytest.mark.matrix)
+            for size in (2, 4)
+            for s in (1, 2, 3, 4, 8, 13)
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "-".join(f"{layout[0]}{s}" for layout, s in value),
 )
