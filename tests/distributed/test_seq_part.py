@@ -437,12 +437,18 @@ add(
     lambda m, s: torch.einsum("bs,bs->bs", m.part(2, s, dim=1), m.plain(2, 1)),
     lambda m, s: torch.einsum(m.part(2, s, dim=1), [0, 1], [1, 0]),
 )
+
+
+def _renormed(indices: Any, table: torch.Tensor) -> Any:
+    return F.embedding(indices, table, max_norm=0.5), table
+
+
 add(
     "embedding",
     lambda m, s: F.embedding(m.part(2, s, dim=1, draw=ints(6)), m.plain(6, 3)),
     lambda m, s: F.embedding(m.part(2, s, dim=1, draw=ints(6)), m.plain(6, 3), 0),
     lambda m, s: F.embedding(m.part(2, s, dim=1, draw=ints(6)), m.plain(6, 3), scale_grad_by_freq=True),
-    lambda m, s: F.embedding(m.part(2, s, dim=1, draw=ints(6)), (m.plain(6, 3) * 1).detach(), max_norm=0.5),
+    lambda m, s: _renormed(m.part(2, s, dim=1, draw=ints(6)), m.plain(6, 3, grad=False)),
     lambda m, s: F.embedding(m.plain(2, 4, draw=lambda g, shape: ints(s)(g, shape)), m.part(s, 3, dim=0)),
     lambda m, s: torch.embedding(m.plain(6, 3), m.part(2, s, dim=1, draw=ints(6))),
     lambda m, s: F.one_hot(m.part(2, s, dim=1, draw=ints(6)), 6),
@@ -593,8 +599,8 @@ add(
     lambda m, s: m.part(2, s, dim=1, draw=ints(9))[:, 0],
     lambda m, s: (m.part(2, s, 3, dim=1)[:, 1:] * m.plain(2, s, 3)[:, 1:]).sum(1),
     lambda m, s: m.part(2, s, 3, dim=1)[:, :-1] * m.part(2, s, 3, dim=1)[:, 1:],
-    lambda m, s: torch.where(m.part(s, dim=0) > 100, float("nan"), m.part(s, dim=0))[0],
-    lambda m, s: torch.log(m.plain(s).detach() * 0 + torch.arange(s)) [-1] + (m.part(s, dim=0) / torch.arange(s))[-1],
+    lambda m, s: (m.part(s, dim=0) * torch.tensor([float("inf"), *(s - 2) * [1.0], float("inf")][:s]))[s // 2],
+    lambda m, s: (m.part(2, s, dim=1) / torch.tensor([0.0, *(s - 2) * [1.0], 0.0][:s]))[:, -1],
 )  # fmt: skip
 
 # ---- changes in place ------------------------------------------------------------------------------------------
@@ -1188,6 +1194,13 @@ def _changed_behind_a_copy(x: Any) -> Any:
     return row
 
 
+def _whole_change_behind_a_copy(x: Any) -> Any:
+    y = x * 1.0
+    row = y[:, 0]
+    y.index_add_(1, torch.tensor([0]), torch.ones(2, 1, 3))
+    return row
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a plain tensor of a Function": (lambda x: Summed.apply(x).backward(), "made a whole tensor of a sequence"),
     "two outputs": (lambda x: Two.apply(x)[0].sum(), "beside other outputs"),
@@ -1215,6 +1228,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a run of zig-zag positions": (_copy_changed(lambda y: y[:, 1:]), "but it was a copy"),
     "the diagonal": (_copy_changed(lambda y: y.diagonal(0, 1, 2)), "but it was a copy"),
     "a change behind a copy": (_changed_behind_a_copy, "the copy would not change"),
+    "a change of the whole behind a copy": (_whole_change_behind_a_copy, "the copy would not change"),
     "a change of an array": (lambda x: x.detach().numpy().__setitem__(0, 1.0), "read-only"),
     "a size that does not fit": (lambda x: x + torch.ones(4, 3), "must match the size"),
     "an index past the end": (lambda x: x[:, 5], "out of bounds"),
