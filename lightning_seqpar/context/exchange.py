@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.distributed.async_ops import all_gather, all_reduce, reduce_scatter
 from lightning_seqpar.distributed.collectives import passes_none
-from lightning_seqpar.distributed.padding import pad
+from lightning_seqpar.distributed.padding import pad, with_memory
 
 
 class _Enter(torch.autograd.Function):
@@ -74,7 +74,8 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, chunks: Chunks) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.chunks = chunks
-        return all_reduce(x, chunks.group)
+        total = all_reduce(x, chunks.group)
+        return total.clone() if total._is_view() else total  # whoever gets it may change it in place
 
     @staticmethod
     @passes_none
@@ -176,6 +177,7 @@ class _HeadsToPositions(torch.autograd.Function):
 
 def _all_to_all(sent: Tensor, out_sizes: list[int], in_sizes: list[int], chunks: Chunks) -> Tensor:
     """Numbers in a row, of which each rank gets a stretch from each; ``out_sizes`` leave this rank and ``in_sizes`` arrive."""
+    sent = with_memory(sent)
     received = sent.new_empty(sum(in_sizes))
     dist.all_to_all_single(received, sent.contiguous(), in_sizes, out_sizes, group=chunks.group)
     return received

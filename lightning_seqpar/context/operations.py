@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.context.exchange import sum_over_ranks
 from lightning_seqpar.context.seq_part import HANDLERS, VIEWS, Handler, Place, SeqPart, changes, local_of, share_of
 from lightning_seqpar.distributed.autograd import without_subclasses
@@ -240,7 +239,12 @@ _IN_PLACE = [
     "__isub__",
     "__imul__",
     "__itruediv__",
+    "__ifloordiv__",
+    "__imod__",
     "__ipow__",
+    "remainder_",
+    "floor_divide_",
+    "fmod_",
 ]
 _DRAWS = [
     "dropout",
@@ -268,7 +272,7 @@ def _aligned(place: Place, ndim: int, values: Iterable[Any]) -> Any:
     for value in values:
         if isinstance(value, SeqPart):
             other = value._place
-            if value.ndim - other.dim == from_right and other.same(place):
+            if value._local.ndim - other.dim == from_right and other.same(place):
                 out.append(value._local)
                 continue
             value = value.whole()
@@ -297,7 +301,8 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     changed = func in _MAY_CHANGE and (kwargs.get("inplace") is True or any(value is True for value in args[1:]))
     if changed and first is not args[0]:
         return NotImplemented
-    locals_ = _aligned(first._place, first.ndim, values)
+    ndim = first._local.ndim
+    locals_ = _aligned(first._place, ndim, values)
     if locals_ is NotImplemented:
         return locals_
     if changed:
@@ -313,7 +318,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return first
     if not isinstance(out, Tensor):  # x.type() without arguments
         return out
-    return SeqPart.wrap(out, first._place.at(out.ndim - (first.ndim - first._place.dim)))
+    return SeqPart.wrap(out, first._place.at(out.ndim - (ndim - first._place.dim)))
 
 
 @handles("where")
@@ -373,8 +378,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _DROPOUTS = frozenset([F.dropout, torch.dropout, F.alpha_dropout])
 _MAY_CHANGE = frozenset(getattr(F, name) for name in (
     "celu", "dropout", "alpha_dropout", "elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "relu6",
-    "rrelu",
-    "selu", "silu", "threshold",
+    "rrelu", "selu", "silu", "threshold",
 ))  # fmt: skip
 
 
@@ -497,14 +501,8 @@ def _sum_of_all(func: Any, x: SeqPart, dims: list[int], args: tuple[Any, ...], k
     if not mean and asked is None and not (dtype.is_floating_point or dtype.is_complex):
         dtype = torch.int64
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    total = _sum_of_ranks(torch.sum(x._local, dims, keepdim=keep, dtype=wide), x._place.chunks)
+    total = sum_over_ranks(torch.sum(x._local, dims, keepdim=keep, dtype=wide), x._place.chunks)
     return (total / prod(x.shape[each] for each in dims) if mean else total).to(dtype)
-
-
-def _sum_of_ranks(x: Tensor, chunks: Chunks) -> Tensor:
-    """:func:`sum_over_ranks`, in memory of its own, so that it can be changed in place as torch's sum can."""
-    total = sum_over_ranks(x, chunks)
-    return total.clone() if total._is_view() else total
 
 
 @handles("norm", "vector_norm")
@@ -653,8 +651,7 @@ def _einsum_with_dots(
 
 _OF_HEADS = (
     "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v",
-    "add_zero_attn",
-    "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask",
+    "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask",
     "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "static_k", "static_v", "average_attn_weights",
     "is_causal",
 )  # fmt: skip
@@ -670,8 +667,10 @@ def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         **dict(zip(_OF_HEADS, args, strict=False)),
         **kwargs,
     }
-    tensors: list[Any] = [given.get(name) for name in ("query", "key", "value", "attn_mask")]
-    q, k, v, mask = tensors
+    q: Any
+    k: Any
+    v: Any
+    q, k, v, mask = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
     batched = q is not None and q.ndim == 3
     rare = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
     if (
@@ -685,7 +684,7 @@ def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return NotImplemented  # torch's own message
     padding = given.get("key_padding_mask")
     if not batched:
-        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
         padding = None if padding is None else padding.unsqueeze(0)
     separate = given.get("use_separate_proj_weight")
     weights = [given[f"{name}_proj_weight"] for name in "qkv"] if separate else given["in_proj_weight"].chunk(3)
@@ -758,14 +757,14 @@ def _shape_of(func: Any, shape: Sequence[int], args: Sequence[Any], kwargs: dict
     return tuple(func(torch.empty(shape, device="meta"), *given, **named).shape)
 
 
-def _target(x: SeqPart, sizes: Sequence[Any]) -> tuple[int, ...] | None:
+def _target(shape: tuple[int, ...], sizes: Sequence[Any]) -> tuple[int, ...] | None:
     """The shape that is asked for, with the size that ``-1`` stands for; None if torch has to say what it is."""
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         sizes = sizes[0]
     if not all(type(size) is int for size in sizes):
         return None
     known = prod(size for size in sizes if size != -1)
-    unknown, numbers = sizes.count(-1), x.numel()
+    unknown, numbers = sizes.count(-1), prod(shape)
     if known <= 0 or unknown > 1 or numbers % known or (not unknown and known != numbers):
         return None
     return tuple(numbers // known if size == -1 else size for size in sizes)
@@ -779,12 +778,17 @@ _MAY_COPY = frozenset(f for home in (torch, Tensor) for f in (home.reshape, home
 def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another shape, in which the sequence still lies in one dim."""
     x, *rest = args or (None,)
-    if not isinstance(x, SeqPart) or 0 in x.shape or any(isinstance(v, torch.dtype) for v in (*rest, *kwargs.values())):
+    if not isinstance(x, SeqPart) or any(isinstance(v, torch.dtype) for v in (*rest, *kwargs.values())):
         return NotImplemented
-    target = _target(x, rest) if func in _OF_SIZES and rest else None
+    sizes = list(x._local.shape)
+    sizes[x._place.dim] = x._place.whole_size
+    whole = tuple(sizes)
+    if 0 in whole:
+        return NotImplemented
+    target = _target(whole, rest) if func in _OF_SIZES and rest else None
     if target is None:
-        target = _shape_of(func, x.shape, rest, kwargs)
-    place = x._place.reshaped(tuple(x.shape), target)
+        target = _shape_of(func, whole, rest, kwargs)
+    place = x._place.reshaped(whole, target)
     if place is None:
         return NotImplemented
     local = list(target)
@@ -800,7 +804,8 @@ def move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     at = x._place.dim
     if func in _SWAPS and len(rest) == 2:
-        one, other = rest[0] % x.ndim, rest[1] % x.ndim
+        ndim = x._local.ndim
+        one, other = rest[0] % ndim, rest[1] % ndim
         at = other if at == one else one if at == other else at
     else:
         at = _shape_of(func, tuple(range(2, 2 + x.ndim)), rest, kwargs).index(2 + at)  # each dim told by its size
@@ -825,7 +830,7 @@ def unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim = args[0] if args else None, _argument(args, kwargs, 1, "dim")
     if not isinstance(x, SeqPart):
         return NotImplemented
-    at = dim % (x.ndim + 1)
+    at = dim % (x._local.ndim + 1)
     return SeqPart.wrap(func(x._local, dim), x._place.at(x._place.dim + (at <= x._place.dim)))
 
 
@@ -907,7 +912,7 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if lists and (len(lists) > 1 or not _is_row(items[lists[0]])):
         return NotImplemented
     used = sum(item is not None and item is not Ellipsis for item in items)
-    full = (slice(None),) * (x.ndim - used)
+    full = (slice(None),) * (x._local.ndim - used)
     at = next((n for n, item in enumerate(items) if item is Ellipsis), len(items))
     items = (*items[:at], *full, *items[at + 1 :])
     dim, out_dim, place = 0, 0, x._place
@@ -939,8 +944,8 @@ def _index_list(x: SeqPart, items: tuple[Any, ...], sequence: int) -> Any:
     if not isinstance(rest, SeqPart):
         return NotImplemented
     at = sum(type(item) is not int for item in items[:number])
-    where: tuple[Any, ...] = (*([slice(None)] * at), items[number])
-    return SeqPart.wrap(rest._local[where], rest._place)
+    picked = [slice(None)] * at + [items[number]]
+    return rest.like(rest._local[tuple(picked)])
 
 
 def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: int) -> Any:
@@ -972,7 +977,7 @@ def _index_sequence(x: SeqPart, items: tuple[Any, ...], number: int, out_dim: in
         local.select(place.dim, held[0][0]) if held else local.narrow(place.dim, 0, 0).sum(place.dim, dtype=local.dtype)
     )
     rest = tuple(i for n, i in enumerate(others) if n != number)
-    return _sum_of_ranks(mine[rest], place.chunks)
+    return sum_over_ranks(mine[rest], place.chunks)
 
 
 @handles("cat", "concat", "concatenate", "stack")
@@ -1071,8 +1076,7 @@ def _gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None if grad is None else x.like(grad / x._place.chunks.size)
 
 
-_GRAD: Any = Tensor.grad
-HANDLERS[_GRAD.__get__] = _gradient
+HANDLERS[getattr(Tensor, "grad").__get__] = _gradient  # noqa: B009
 
 
 @handles("register_hook")

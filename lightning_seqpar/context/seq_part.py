@@ -312,8 +312,8 @@ class _Memory:
         for counter, version in self.copies:
             if counter._version != version:
                 raise RuntimeError(
-                    "a view of a sequence of which each rank holds a part was changed in place, but it was a copy, and the "
-                    "change did not reach the sequence; write the change as a new tensor (torch.where, torch.cat, x = x + y), or "
+                    "a view of a sequence of which each rank holds a part was changed in place, but it was a copy, and the change "
+                    "did not reach the sequence; write the change as a new tensor (torch.where, torch.cat, x = x + y), or "
                     "x = x.whole() first (on all ranks)"
                 )
 
@@ -406,8 +406,7 @@ _RESHAPES = frozenset(
 )  # fmt: skip
 _OF_MEMORY = frozenset(
     ["data_ptr", "storage", "untyped_storage", "_typed_storage", "storage_type", "__dlpack__", "__dlpack_device__",
-     "__cuda_array_interface__",
-     "_make_subclass", "module_load", "pin_memory", "share_memory_", "is_set_to"]
+     "__cuda_array_interface__", "_make_subclass", "module_load", "pin_memory", "share_memory_", "is_set_to"]
 )  # fmt: skip
 _OF_GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.register_post_accumulate_grad_hook])
 
@@ -427,8 +426,8 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         or name in _OF_MEMORY
     ):
         raise RuntimeError(
-            f"{name} of a sequence of which each rank of cp={_chunks_of((args, kwargs)).size} holds a part would read or change "
-            "a copy: it is whole only where it is used. Write the change as a new tensor (torch.where, torch.cat, x = x + y), or "
+            f"{name} of a sequence of which each rank of cp={_chunks_of((args, kwargs)).size} holds a part would read or change a "
+            "copy: it is whole only where it is used. Write the change as a new tensor (torch.where, torch.cat, x = x + y), or "
             "x = x.whole() first (on all ranks)"
         )
     if func in _OF_GRAPH and any(isinstance(one, SeqPart) for one in _differentiated(func, args, kwargs)):
@@ -459,10 +458,12 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """What a function of the graph takes gradients by."""
     if func is torch.autograd.grad:
-        return tree_leaves(args[1] if len(args) > 1 else kwargs.get("inputs"))
-    if func is torch.autograd.backward:
-        return tree_leaves(args[4] if len(args) > 4 else kwargs.get("inputs"))
-    return tree_leaves(args[0])
+        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+    elif func is torch.autograd.backward:
+        inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
+    else:
+        inputs = args[0]
+    return list(tree_leaves(inputs))
 
 
 def write(target: SeqPart, whole: Tensor) -> None:
