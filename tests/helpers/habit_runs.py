@@ -18,12 +18,14 @@ from lightning_seqpar.verify.parity import gather_weights
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 
-TOPOLOGIES: dict[str, tuple[int, int, str]] = {
-    "tp2": (2, 2, "ddp"),
-    "dp2xtp2": (4, 2, "ddp"),
-    "fsdp2xtp2": (4, 2, "fsdp"),
+TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tp": 2}),
+    "dp2xtp2": (4, {"tp": 2}),
+    "fsdp2xtp2": (4, {"tp": 2, "data_parallel": "fsdp"}),
+    "cp2": (2, {"cp": 2}),
+    "tp2xcp2": (4, {"tp": 2, "cp": 2}),
 }
-"""World, tp and data_parallel."""
+"""World, and the strategy's sizes."""
 LIMIT = 1e-9
 
 
@@ -43,16 +45,16 @@ class Place:
 
     @property
     def replicas(self) -> int:
-        world, tp, _ = TOPOLOGIES.get(self.topology, (1, 1, ""))
-        return world // tp
+        world, sizes = TOPOLOGIES.get(self.topology, (1, {}))
+        return world // (sizes.get("tp", 1) * sizes.get("cp", 1))
 
     def trainer(self, *callbacks: Any, **options: Any) -> L.Trainer:
         """A trainer as a user makes it, for this place; three steps unless told otherwise."""
         fields = options.pop("fields", {})
-        world, tp, how = TOPOLOGIES.get(self.topology, (1, 1, ""))
+        world, sizes = TOPOLOGIES.get(self.topology, (1, {}))
         strategy: Any = "auto"
-        if how:
-            strategy = SeqParallelStrategy(tp=tp, data_parallel=how, self_check=self.check, regather=True, **fields)
+        if sizes:
+            strategy = SeqParallelStrategy(**{**sizes, **fields}, self_check=self.check, regather=True)
         if not {"max_epochs", "fast_dev_run"} & options.keys():
             options = {"max_steps": 3, **options}
         options = {"default_root_dir": self.folder, **options}
@@ -147,9 +149,10 @@ class Habit:
         name: of the feature.
         written: how a user writes it, as code.
         run: what it does at a place; it returns numbers, strings and tensors to compare.
-        refused: the sentence (a regular expression) by which the ranks refuse it; by topology if not all do.
+        refused: the sentence (a regular expression) by which the ranks refuse it that hold shards; by topology if others do.
         remark: for the docs.
         suite: the topologies at which it runs in the suite; at the others it does in ``make parity``.
+        left_out: topologies at which it is not compared; the remark says why.
         check: whether the plan is proved first.
     """
 
@@ -159,6 +162,7 @@ class Habit:
     refused: str | Mapping[str, str] = ""
     remark: str = ""
     suite: tuple[str, ...] = ("tp2",)
+    left_out: tuple[str, ...] = ()
     check: bool = False
 
     @property
@@ -168,7 +172,9 @@ class Habit:
 
     def refusal(self, topology: str) -> str:
         """The sentence at a topology; empty where it works."""
-        return self.refused if isinstance(self.refused, str) else self.refused.get(topology, "")
+        if isinstance(self.refused, Mapping):
+            return self.refused.get(topology, "")
+        return "" if topology == "cp2" else self.refused  # every rank holds all of each parameter
 
 
 # ---- comparing ---------------------------------------------------------------------------------------------------

@@ -116,7 +116,9 @@ class ByHand(Learner):
 )
 def by_hand(place: Place) -> Yield:
     # DDP waits for the gradients of what the other optimizer trains, as without this strategy.
-    options = {"fields": {"ddp": {"find_unused_parameters": True}}} if place.topology == "dp2xtp2" else {}
+    options = (
+        {"fields": {"ddp": {"find_unused_parameters": True}}} if place.topology in ("dp2xtp2", "cp2", "tp2xcp2") else {}
+    )
     return place.train(ByHand(), **options)
 
 
@@ -994,21 +996,25 @@ class Sam(torch.optim.Optimizer):
 MIXES = r"is not known to update each element by itself, and shards would change its result; use one of torch\.optim's SGD, Adam"
 
 
-def optimizer_habit(name: str, written: str, made: Callable[[Any], torch.optim.Optimizer], remark: str) -> None:
+def optimizer_habit(
+    name: str, written: str, made: Callable[[Any], torch.optim.Optimizer], remark: str, **more: Any
+) -> None:
     """A row for an optimizer that mixes the elements of a parameter, or several parameters."""
 
     def run(place: Place) -> Yield:
         return place.train(Optimized(made))
 
     run.__name__ = name.lower().replace("-", "")
-    habit(name, written, refused=MIXES, remark=remark)(run)
+    habit(name, written, refused=MIXES, remark=remark, **more)(run)
 
 
 optimizer_habit(
     "Adafactor",
     "`torch.optim.Adafactor(...)`",
     lambda m: torch.optim.Adafactor(m.parameters()),
-    "its second moments are means over rows and columns; AdamW is elementwise, and with fsdp its moments are split",
+    "its second moments are means over rows and columns; AdamW is elementwise, and with fsdp its moments are split. At cp 2 it runs; "
+    "it blows up the rounding of a key's bias, whose gradient is zero, as under DDP",
+    left_out=("cp2",),
 )
 optimizer_habit(
     "Muon",
@@ -1029,7 +1035,11 @@ optimizer_habit(
     "a norm over all parameters; an average of weights (`EMAWeightAveraging`) looks for flat minima too",
 )
 optimizer_habit(
-    "L-BFGS", "`torch.optim.LBFGS(...)`", lambda m: torch.optim.LBFGS(m.parameters()), "products over all parameters"
+    "L-BFGS",
+    "`torch.optim.LBFGS(...)`",
+    lambda m: torch.optim.LBFGS(m.parameters()),
+    "products over all parameters. At cp 2 it runs; its search blows up rounding, as under DDP",
+    left_out=("cp2",),
 )
 
 
@@ -1055,6 +1065,7 @@ class Penalised(Learner):
         "tp2": r"weight decay belongs into the optimizer",
         "dp2xtp2": r"weight decay belongs into the optimizer",
         "fsdp2xtp2": r"the step reads a parameter of a block outside of that block's forward \(a norm of weights in the loss",
+        "tp2xcp2": r"weight decay belongs into the optimizer",
     },
     remark="weight decay belongs into the optimizer",
     suite=("tp2", "fsdp2xtp2"),
@@ -1093,7 +1104,10 @@ def penalises_gradients(place: Place) -> Yield:
 @habit(
     "a gradient penalty on the head's input",
     "the same, with `x` behind the blocks",
-    refused=r"gradient penalty|create_graph",
+    refused={
+        **dict.fromkeys(("tp2", "dp2xtp2", "fsdp2xtp2", "tp2xcp2"), r"gradient penalty|create_graph"),
+        "cp2": r"would find a copy, that is not in the graph; take the gradient by x\.whole\(\)",
+    },
     remark="the vocabulary's head and loss have none either; at tp 2 it runs with `vocab=False`",
 )
 def penalises_the_head(place: Place) -> Yield:
