@@ -1012,8 +1012,8 @@ optimizer_habit(
     "Adafactor",
     "`torch.optim.Adafactor(...)`",
     lambda m: torch.optim.Adafactor(m.parameters()),
-    "its second moments are means over rows and columns; AdamW is elementwise, and with fsdp its moments are split. At cp 2 it runs; "
-    "it blows up the rounding of a key's bias, whose gradient is zero, as under DDP",
+    "its second moments are means over rows and columns; AdamW is elementwise, and with fsdp its moments are split. At cp 2 it "
+    "runs; it blows up the rounding of a key's bias, whose gradient is zero, as under DDP",
     left_out=("cp2",),
 )
 optimizer_habit(
