@@ -38,11 +38,12 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     at = place.dim - (place.dim > classes)
     if reduction == "none":
         return SeqPart.wrap(func(logits._local, own, reduction="none", **options), place.at(at))
-    dtype = logits._local.dtype
-    if dtype in (torch.float16, torch.bfloat16):  # a sum would round, or have no room
-        summed = func(logits._local, own, reduction="none", **options).sum(dtype=torch.float32)
+    if logits._local.dtype in (torch.float16, torch.bfloat16):  # a sum would round, or have no room
+        each = func(logits._local, own, reduction="none", **options)
+        dtype, summed = each.dtype, each.sum(dtype=torch.float32)  # under autocast torch's loss is float32
     else:
         summed = func(logits._local, own, reduction="sum", **options)
+        dtype = summed.dtype
     total = sum_over_ranks(summed, place.chunks)
     if reduction == "sum":
         return total.to(dtype)

@@ -496,6 +496,8 @@ def _sum_of_all(func: Any, x: SeqPart, dims: list[int], args: tuple[Any, ...], k
     keep = bool(_argument(args, kwargs, 2, "keepdim", kwargs.get("keepdims", False)))
     asked, mean = kwargs.get("dtype"), func not in (torch.sum, Tensor.sum)
     dtype: torch.dtype = asked or x._local.dtype
+    if asked is None and torch.is_autocast_enabled(x._local.device.type):
+        dtype = func(x._local.new_empty(0)).dtype  # on some devices autocast sums in float32
     if mean and not (dtype.is_floating_point or dtype.is_complex):
         return NotImplemented  # torch's own message
     if not mean and asked is None and not (dtype.is_floating_point or dtype.is_complex):

@@ -53,21 +53,24 @@ class Late(GPT):
 models.Late = Late
 
 
-def fit_late(cases: list[tuple[str, dict[str, Any]]], world: int, tp: int, how: str) -> list[Trace]:
-    return [fit(kind, args, world=world, strategy={"tp": tp, "data_parallel": how}, steps=3) for kind, args in cases]
+def fit_late(cases: list[tuple[str, dict[str, Any]]], world: int, sizes: dict[str, Any]) -> list[Trace]:
+    return [fit(kind, args, world=world, strategy=sizes, steps=3) for kind, args in cases]
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "how"),
+    ("world", "sizes"),
     [
-        *((2, 2, "ddp"), (4, 4, "ddp"), (4, 2, "ddp"), (4, 2, "fsdp")),
-        pytest.param(4, 1, "fsdp", marks=pytest.mark.matrix),
+        *((2, {"tp": 2}), (4, {"tp": 4}), (4, {"tp": 2}), (4, {"tp": 2, "data_parallel": "fsdp"}), (2, {"cp": 2})),
+        pytest.param(4, {"data_parallel": "fsdp"}, marks=pytest.mark.matrix),
+        pytest.param(4, {"tp": 2, "cp": 2}, marks=pytest.mark.matrix),
+        pytest.param(4, {"cp": 2, "data_parallel": "fsdp"}, marks=pytest.mark.matrix),
     ],
+    ids=str,
 )
-def test_a_model_of_meta_trains_like_the_one_made_for_real(world, tp, how):
+def test_a_model_of_meta_trains_like_the_one_made_for_real(world, sizes):
     real = fit("Late", {"how": "real"}, steps=3)
     cases = [("Late", {"how": "meta"}), ("Late", {"how": "empty_init"})]
-    for got in run_distributed(fit_late, world, cases, world, tp, how)[0]:
+    for got in run_distributed(fit_late, world, cases, world, sizes)[0]:
         compare(real, got).raise_if_failed()
 
 

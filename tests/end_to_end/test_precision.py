@@ -16,7 +16,13 @@ from lightning_seqpar.verify.parity import Trace, norm_of
 from tests.helpers import models
 from tests.helpers.fit import fit, quiet_trainer
 
-TOPOLOGIES = {"tp2": (2, 2, "ddp"), "dp2xtp2": (4, 2, "ddp"), "fsdp2xtp2": (4, 2, "fsdp")}
+TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tp": 2}),
+    "dp2xtp2": (4, {"tp": 2}),
+    "fsdp2xtp2": (4, {"tp": 2, "data_parallel": "fsdp"}),
+    "cp2": (2, {"cp": 2}),
+    "tp2xcp2": (4, {"tp": 2, "cp": 2}),
+}
 PRECISIONS = ("64-true", "32-true", "bf16-mixed", "bf16-true", "16-true")
 
 
@@ -54,13 +60,14 @@ def error(grads: dict[str, Tensor | None], exact: dict[str, Tensor | None]) -> f
     return norm_of(apart) / norm_of(exact)
 
 
-def fit_precisions(world: int, tp: int, how: str) -> dict[str, Trace]:
-    strategy = {"tp": tp, "data_parallel": how}
+def fit_precisions(world: int, strategy: dict[str, Any]) -> dict[str, Trace]:
     args = {"tied": False}
     return {each: fit("GPT", args, world=world, strategy=strategy, steps=3, precision=each) for each in PRECISIONS}
 
 
-@pytest.mark.parametrize("topology", ["tp2", pytest.param("dp2xtp2", marks=pytest.mark.matrix), "fsdp2xtp2"])
+@pytest.mark.parametrize(
+    "topology", [pytest.param(one, marks=[pytest.mark.matrix] * (one in ("dp2xtp2", "tp2xcp2"))) for one in TOPOLOGIES]
+)
 def test_no_precision_drifts_further_than_the_order_of_sums_makes_it(topology):
     """The error of the first gradient against float64, beside that of one process, as it is and with sums in other orders."""
     found = run_distributed(fit_precisions, TOPOLOGIES[topology][0], *TOPOLOGIES[topology], timeout=300.0)[0]
