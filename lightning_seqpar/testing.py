@@ -52,13 +52,11 @@ def _rank_main(
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), NODE_RANK="0")
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo",
-            store=FileStore(store, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-        )
+        meeting = FileStore(store, world_size)
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=timeout)
+        # A rank that fails at once would end while others still connect to it, and they would tell of that alone.
+        meeting.set(f"connected/{rank}", "")
+        meeting.wait([f"connected/{each}" for each in range(world_size)], timeout)
         result = fn(*args, **kwargs)
         dist.barrier()
         _tell(sender, True, result)

@@ -3670,6 +3670,13 @@ MUTANTS = [
         "tests/test_context_attention.py -k whole",
     ),
     Mutant(
+        "cp: the loss of autocast in 16 bits",
+        "loss:cross_entropy",
+        "dtype, summed = each.dtype, ",
+        "dtype, summed = logits._local.dtype, ",
+        "tests/test_precision.py -k drifts",
+    ),
+    Mutant(
         "cp: long sequences of small models are proved whole",
         "Reduction.variants",
         "            return [Reduction()] if kept is None else [Reduction(lengths=(length or 0, kept)), Reduction()]\n",

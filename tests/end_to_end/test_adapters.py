@@ -51,8 +51,10 @@ def fit_adapted(strategy: dict[str, Any], cases: dict[str, dict[str, Any]]) -> d
         pytest.param(4, {"tp": 4}, marks=pytest.mark.matrix),
         (4, {"tp": 2}),
         (2, {"tp": 2, "plan": "infer"}),
+        pytest.param(2, {"cp": 2}, marks=pytest.mark.matrix),
+        pytest.param(4, {"tp": 2, "cp": 2}, marks=pytest.mark.matrix),
     ],
-    ids=["tp2", "tp2-no-sp", "tp4", "dp2-tp2", "tp2-infer"],
+    ids=["tp2", "tp2-no-sp", "tp4", "dp2-tp2", "tp2-infer", "cp2", "tp2-cp2"],
 )
 def test_lora_trains_like_one_process(world, strategy):
     cases = CASES if world == 2 else {name: CASES[name] for name in ("all", "fused")}

@@ -11,6 +11,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers.families import FAMILIES
 from tests.helpers.fit import fit
+from tests.helpers.third_party import KINDS
 from tests.helpers.zoo import BLOCKS, MODELS
 
 LENGTH = 9  # odd: ranks hold different numbers of positions
@@ -48,6 +49,7 @@ OWN = [
     Run("Encoder", (("batch_first", False),), (("length", LENGTH),)),
 ]
 EVERY = [*OWN, *zoo((*BLOCKS, *MODELS)), *families(FAMILIES)]
+THIRD_PARTY = [Run("ThirdParty", (("kind", kind),)) for kind in KINDS]
 FEW = [
     *OWN[:2],
     *zoo(("gqa_shared", "alibi", "bias_table", "encoder_decoder", "flat")),
@@ -71,7 +73,7 @@ STARTS: dict[str, tuple[int, dict[str, Any], list[Run]]] = {
 WHOLE = ("cp2", "cp4", "dp2-cp2", "tp2-cp2", "tp2-cp2-no-sp", "tp2-cp2-recompute", "cp2-ring", "tp2-cp2-fsdp")
 OTHERS = {
     **{
-        f"{name}-others": (world, strategy, [run for run in EVERY if run not in runs])
+        f"{name}-others": (world, strategy, [run for run in (*EVERY, *THIRD_PARTY) if run not in runs])
         for name, (world, strategy, runs) in STARTS.items()
         if name in WHOLE
     },
