@@ -215,7 +215,7 @@ class ParallelConfig(FrozenModel):
             the value, the rule and the fix.
     """
 
-    _OPTIONAL: ClassVar[tuple[str, ...]] = ("virtual_pp", "pp_split_rank", "loss_chunk")
+    _OPTIONAL: ClassVar[tuple[str, ...]] = ("virtual_pp", "pp_split_rank", "loss_chunk", "tile_mlp")
 
     tp: int = 1
     """Tensor-parallel size: over how many ranks each linear is split."""
@@ -258,6 +258,9 @@ class ParallelConfig(FrozenModel):
     loss_chunk: int | None = None
     """Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary; the backward makes
     them once more. None makes all at once."""
+    tile_mlp: int | None = None
+    """Tokens of which the MLP of a block computes at a time; the backward computes each such tile once more, so that what an MLP
+    needs does not grow with the sequence. None computes all at once."""
     compile: bool = False
     """Compile each block by ``torch.compile`` after it was sharded, one graph for each kind of block."""
     compile_options: dict[str, Any] = Field(default_factory=dict)
@@ -282,7 +285,9 @@ class ParallelConfig(FrozenModel):
     gloo_twins: bool = False
     """Make a gloo group beside each group of axes, for objects and for threads of their own."""
 
-    @field_validator("tp", "cp", "pp", "dp", "virtual_pp", "check_every", "pp_split_rank", "loss_chunk", mode="before")
+    @field_validator(
+        "tp", "cp", "pp", "dp", "virtual_pp", "check_every", "pp_split_rank", "loss_chunk", "tile_mlp", mode="before"
+    )
     @classmethod
     def numbers_are_whole(cls, value: Any, info: ValidationInfo) -> Any:
         if (info.field_name == "dp" and value == "auto") or (value is None and info.field_name in cls._OPTIONAL):
@@ -290,7 +295,7 @@ class ParallelConfig(FrozenModel):
         is_whole = str(value).removeprefix("-").removesuffix(".0").isdecimal() and not isinstance(value, bool)
         if not is_whole:
             also = " or 'auto'" if info.field_name == "dp" else " or null" if info.field_name in cls._OPTIONAL else ""
-            counted = "tokens" if info.field_name == "loss_chunk" else "ranks or steps"
+            counted = "tokens" if info.field_name in ("loss_chunk", "tile_mlp") else "ranks or steps"
             raise broken(f"{info.field_name}={value!r}: it counts {counted}; write a whole number{also}")
         return int(float(value))
 
@@ -309,11 +314,11 @@ class ParallelConfig(FrozenModel):
             raise broken(f"check_every={value}: write 0 for the default schedule or a number of steps")
         return value
 
-    @field_validator("loss_chunk")
+    @field_validator("loss_chunk", "tile_mlp")
     @classmethod
-    def loss_chunk_is_positive(cls, value: int | None) -> int | None:
+    def tokens_are_positive(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and value < 1:
-            raise broken(f"loss_chunk={value}: write a number of tokens, such as 1024, or leave it out")
+            raise broken(f"{info.field_name}={value}: write a number of tokens, such as 1024, or leave it out")
         return value
 
     @field_validator("order", mode="before")
@@ -468,7 +473,8 @@ class ParallelConfig(FrozenModel):
             properties[name]["minimum"] = 1
         properties["dp"]["anyOf"][1]["minimum"] = 1
         properties["check_every"]["minimum"] = 0
-        properties["loss_chunk"]["anyOf"][0]["minimum"] = 1
+        for counted in ("loss_chunk", "tile_mlp"):
+            properties[counted]["anyOf"][0]["minimum"] = 1
         properties["order"]["enum"] = ["-".join(axes) for axes in itertools.permutations(AXES)]
         properties["timeout"] = {
             "description": properties["timeout"]["description"],

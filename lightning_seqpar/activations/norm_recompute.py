@@ -19,9 +19,10 @@ from torch.overrides import has_torch_function_unary
 
 from lightning_seqpar.activations.policy import is_same_keeper, keeper
 from lightning_seqpar.activations.replay import Autocast, is_plain
+from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.distributed.autograd import function_mode, is_node_of, leaf_of, once_differentiable, reach
 from lightning_seqpar.distributed.collectives import passes_none
-from lightning_seqpar.distributed.rng import get_streams, set_streams
+from lightning_seqpar.distributed.rng import drawn_apart, get_streams, set_streams
 
 _STATE = "_seqpar_norm"
 """Attribute of a norm that has its :class:`_NormState`."""
@@ -33,11 +34,13 @@ class _NormState:
     Attributes:
         saves: whether an activation of so many bytes is worth recomputing.
         repeatable: whether its forward gives the same for the same input; None before the first input was tried.
+        of_positions: whether it gives the same for a part of a sequence as for the whole; None likewise.
     """
 
     def __init__(self, saves: Callable[[int], bool]) -> None:
         self.saves = saves
         self.repeatable: bool | None = None
+        self.of_positions: bool | None = None
 
 
 def is_repeatable(module: nn.Module) -> bool | None:
@@ -247,6 +250,8 @@ def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a norm that is recomputed; the user's own where that is not worthwhile, or not known to be right."""
     x = args[0] if len(args) == 1 and not kwargs else None
+    if isinstance(x, SeqPart) and _is_of_positions(self, x):
+        return x.like(_forward(self, x.local))
     if x is None or not is_plain(x) or not torch.is_grad_enabled() or not x.is_floating_point() or _is_watched():
         return _plain(self, *args, **kwargs)
     parameters = [p for p in self._parameters.values() if p is not None]
@@ -273,6 +278,27 @@ def _is_trusted(module: nn.Module, x: Tensor) -> bool:
             return True  # there are no values to compare
         state.repeatable = x.is_meta or _try(module, x)
     return state.repeatable
+
+
+def _is_of_positions(module: nn.Module, x: SeqPart) -> bool:
+    """Whether a norm of a part of a sequence is that part of the norm, which is tried once, on its first input."""
+    state: _NormState = module.__dict__[_STATE]
+    if state.of_positions is None and min(x.place.chunks.counts) == 0:
+        return False  # a rank without positions can't tell
+    if state.of_positions is None:
+        streams, before, own = get_streams(x.device), dict(module.__dict__), module.__dict__
+        with torch.no_grad():
+            part, local = _plain(module, x), _plain(module, x.local)
+        set_streams(streams, x.device)
+        own.clear()
+        own.update(before)
+        state.of_positions = (
+            isinstance(part, SeqPart)
+            and part.place.dim == x.place.dim
+            and part.place.same(x.place)
+            and (x.is_meta or torch.equal(part.local.nan_to_num(), local.nan_to_num()))
+        )
+    return state.of_positions
 
 
 def _try(module: nn.Module, x: Tensor) -> bool:
@@ -357,6 +383,9 @@ def drops(x: Any, p: float) -> bool:
 def _forward_dropout(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of an ``nn.Dropout`` that saves a mask of bytes; the user's own where that makes no difference."""
     x = args[0] if len(args) == 1 and not kwargs else None
+    if isinstance(x, SeqPart) and self.training and self.p and not self.inplace:
+        with drawn_apart(x.place.chunks.rank):
+            return x.like(_forward_dropout(self, x.local))
     if x is None or not self.training or self.inplace or not drops(x, self.p):
         return _plain(self, *args, **kwargs)  # type: ignore[no-any-return]
     if has_torch_function_unary(x):  # under ElementwiseRecompute, which does the same and records it

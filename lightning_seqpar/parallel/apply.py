@@ -22,7 +22,7 @@ from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
 from lightning_seqpar.parallel.graph_draws import GraphDraws
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
-from lightning_seqpar.parallel.recompute import Recompute, make_recomputed, recomputed
+from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import (
     NEVER_SHARDS,
@@ -56,10 +56,12 @@ class _Swap:
         recompute: Recompute,
         compiler: BlockGraphs | None,
         context: ContextAxis | None,
+        tiles: MLPTiles | None,
     ) -> None:
         self.plan = ResolvedPlan(model, plans, groups.size("tp"), sp, loss_chunk)
         self._recompute, self._recomputed = recompute, recomputed(self.plan, recompute)
         self._model, self._groups, self._compiler, self._context = model, groups, compiler, context
+        self._tiles, self._tiled = tiles, tiles.find(self.plan) if tiles is not None else []
         if compiler is not None:
             refuse_unlowered(self.plan)
         regions = {stack.blocks[0]: self._region(stack, regather) for stack in self.plan.stacks}
@@ -91,6 +93,8 @@ class _Swap:
         for name, region in recomputing.items():
             make_recomputing(plan.modules[name], region.policy.remakes_between_blocks)
         make_recomputed(plan, self._recomputed, self._recompute, application.region_of)
+        if self._tiles is not None:
+            self._tiles.apply(plan, self._tiled, application.region_of)
         record = ShardedModel(
             self._model,
             ModelLayout(self._model, layouts),
@@ -101,6 +105,7 @@ class _Swap:
             matches=plan.matches,
             buffers=application.buffers,
             recomputed=tuple(self._recomputed),
+            tiled=tuple(self._tiled),
             on_shards=frozenset(
                 name for name, item in layouts.items() if item.is_partial and plan.sp_at(name.rpartition(".")[0])
             ),
@@ -270,6 +275,11 @@ def refuse_compiled(model: nn.Module, planned: Iterable[str]) -> None:
             )
 
 
+def has_context(groups: ParallelGroups) -> bool:
+    """Whether sequences are dealt out over several context-parallel ranks."""
+    return "cp" in groups.topology.axes and groups.size("cp") > 1
+
+
 def parallelize(
     model: nn.Module,
     plans: Sequence[ShardingPlan],
@@ -281,6 +291,7 @@ def parallelize(
     recompute: Recompute = "none",
     compiler: BlockGraphs | None = None,
     cp_method: Method = "auto",
+    tiles: MLPTiles | None = None,
 ) -> ShardedModel:
     """Shard ``model`` in place by ``plans`` over the axis ``tp``, and the sequence in its blocks over ``cp``.
 
@@ -292,9 +303,8 @@ def parallelize(
     """
     if record_of(model) is not None:
         raise ValueError("the model is parallelised already; call unshard(model) first")
-    has_context = "cp" in groups.topology.axes and groups.size("cp") > 1
-    context = ContextAxis(groups["cp"], cp_method) if has_context else None
-    swap = _Swap(model, plans, groups, sp, regather, loss_chunk, recompute, compiler, context)
+    context = ContextAxis(groups["cp"], cp_method) if has_context(groups) else None
+    swap = _Swap(model, plans, groups, sp, regather, loss_chunk, recompute, compiler, context, tiles)
     refuse_compiled(model, [match.name for match in swap.plan.matches])
     return swap.apply()
 

@@ -79,6 +79,7 @@ class ShardedModel:
         matches: the plan's rules with the modules and tensors that they hold for, in order.
         buffers: layouts of the buffers that are cut.
         recomputed: names of the modules that run again in the backward: the blocks, or their attention.
+        tiled: names of the MLPs that run some tokens at a time.
         stay_frozen: parameters that may not begin to train, as the plan was proved with them frozen alone.
         why_frozen: what is wrong when they train.
         on_shards: parameters whose gradient is partial because they are read inside a sequence region.
@@ -103,6 +104,7 @@ class ShardedModel:
     is_copy: bool = False
     on_shards: frozenset[str] = frozenset()
     recomputed: tuple[str, ...] = ()
+    tiled: tuple[str, ...] = ()
     stay_frozen: frozenset[str] = frozenset()
     why_frozen: str = ""
     versions: dict[str, int] = field(default_factory=dict)

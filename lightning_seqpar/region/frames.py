@@ -227,6 +227,25 @@ class FrameStack:
             del self._outer[count:]
             self.current = outer
 
+    @contextmanager
+    def alone(self, shape: tuple[int, ...], *, is_shard: bool) -> Iterator[None]:
+        """A context in which some positions of an activation are all there are: a call with a sequence of its own.
+
+        Args:
+            shape: of those positions on this rank, ``[b, s/tp, h]``, or ``[s/tp, h]`` of flattened tokens.
+            is_shard: whether each tensor-parallel rank has as many others.
+        """
+        outer, count, task = self.current, len(self._outer), current_backward()
+        dim = self._dim if len(shape) == 3 else 0
+        length = shape[dim] * self._size if is_shard else None
+        batch = shape[1 - dim] if len(shape) == 3 else 1
+        self._push(Frame(length, 3, batch, task=task, repeats=task != NO_BACKWARD))
+        try:
+            yield
+        finally:
+            del self._outer[count:]
+            self.current = outer
+
     def lengths(self) -> InputRecord:
         """The lengths of the current call, for :meth:`repeating`."""
         frame = self.current

@@ -92,7 +92,7 @@ class RecomputedForward:
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
         before, sizes = self._buffers(), _sizes((*args, *kwargs.values()))
-        call = _Call(self._forward, args, kwargs, self.region)
+        call = RecomputedCall(self._forward, args, kwargs, self.region)
         out = checkpoint(call, *call.take_kept(), use_reentrant=False)
         self._check_buffers(before)
         if _sizes((*args, *kwargs.values())) != sizes:
@@ -179,7 +179,7 @@ class _Kept:
         return kept if self._width is None else stand_in(kept, self._width)
 
 
-class _Call:
+class RecomputedCall:
     """One call of a recomputed module: called for the first time it is the forward, and after that a recompute.
 
     Args:
@@ -236,7 +236,7 @@ class _Call:
 
 
 def _given(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """An argument as :meth:`_Call._note` noted it, with the tensors in their places."""
+    """An argument as :meth:`RecomputedCall._note` noted it, with the tensors in their places."""
     if type(value) is tuple:
         return tuple(_given(item, tensors) for item in value)
     return tensors[value.at] if isinstance(value, _Kept) else value

@@ -39,7 +39,7 @@ from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.module_changes import ModuleChange
-from lightning_seqpar.parallel.recompute import recompute_unsharded
+from lightning_seqpar.parallel.recompute import MLPTiles, recompute_unsharded, tile_unsharded
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.parallel.synced_norms import sync_batch_norms
 from lightning_seqpar.plan.choice import check_plan
@@ -122,6 +122,8 @@ class SeqParallelStrategy(TuningStrategy):
             they are found and a plan that you write whole does not say otherwise.
         loss_chunk: Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary; the
             backward makes them once more. None makes all at once.
+        tile_mlp: Tokens of which the MLP of a block computes at a time; the backward computes each such tile once more, so that
+            what an MLP needs does not grow with the sequence. None computes all at once.
         compile: Compile each block by ``torch.compile`` after it was sharded, one graph for each kind of block.
         compile_options: Options passed on to ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``.
         self_check: Prove the plan before training: a copy of the model whole against sharded, losses and gradients.
@@ -168,6 +170,7 @@ class SeqParallelStrategy(TuningStrategy):
         regather: Literal["auto"] | bool = "auto",
         vocab: bool = True,
         loss_chunk: int | None = None,
+        tile_mlp: int | None = None,
         compile: bool = False,
         compile_options: dict[str, Any] | None = None,
         self_check: bool = True,
@@ -368,10 +371,13 @@ class SeqParallelStrategy(TuningStrategy):
                 config.regather,
                 config.vocab,
                 config.loss_chunk,
+                config.tile_mlp,
             ),
             *(config.recompute, config.data_parallel, config.fsdp, config.compile, repr(config.compile_options)),
             self._syncs_batch_norms,
-            tp > 1 or config.recompute == "none" or self._trainer.state.fn == TrainerFn.FITTING,
+            tp > 1
+            or (config.recompute == "none" and config.tile_mlp is None)
+            or self._trainer.state.fn == TrainerFn.FITTING,
         )
         if earlier is not None:
             if earlier.made_by == made_by:
@@ -417,6 +423,7 @@ class SeqParallelStrategy(TuningStrategy):
                 regather=config.regather,
                 loss_chunk=config.loss_chunk,
                 recompute=config.recompute,
+                tiles=self._tiles,
                 cp_method=config.cp_method,
                 compiler=BlockGraphs(config.compile_options) if config.compile else None,
             )
@@ -451,8 +458,7 @@ class SeqParallelStrategy(TuningStrategy):
         check_agreement({"the plan": "; ".join(plan.to_yaml() for plan in proved.plans)}, self._world, self.root_device)
         record = split_context(module, proved.plans, self.groups, config.cp_method)
         record.made_by = made_by
-        if config.recompute != "none" and self._trainer.state.fn == TrainerFn.FITTING:
-            _, record.changes = recompute_unsharded(module, proved.plans, config.recompute)
+        record.changes = self._change_unsharded(module, proved.plans)
         try:
             record.changes += sync_batch_norms(module, self.groups, every=self._syncs_batch_norms)
         except ValueError:
@@ -466,6 +472,11 @@ class SeqParallelStrategy(TuningStrategy):
             ]
         )
         return record
+
+    @property
+    def _tiles(self) -> MLPTiles | None:
+        """How MLPs run in tiles; None where they run whole."""
+        return None if self.config.tile_mlp is None else MLPTiles(self.config.tile_mlp)
 
     @property
     def _syncs_batch_norms(self) -> bool:
@@ -512,16 +523,27 @@ class SeqParallelStrategy(TuningStrategy):
         return split
 
     def _recompute_unsharded(self, module: LightningModule) -> list[ModuleChange]:
-        """Let the blocks of a model that tp does not shard be recomputed while it is fitted, if the configuration says so.
+        """Let the blocks of a model that tp does not shard be recomputed, and their MLPs run in tiles, while it is fitted.
 
         Returns:
             What that changed of the model.
         """
         config = self.config
-        if config.recompute == "none" or self._trainer.state.fn != TrainerFn.FITTING:
+        if (config.recompute == "none" and config.tile_mlp is None) or self._trainer.state.fn != TrainerFn.FITTING:
             return []
-        plans = Prover(module, self._trainer, config, self.groups, self.root_device, self._phases).find_unsharded()
-        _, changes = recompute_unsharded(module, plans, config.recompute)
+        prover = Prover(module, self._trainer, config, self.groups, self.root_device, self._phases)
+        plans = prover.find_unsharded() if config.tile_mlp is None else prover.prove_unsharded().plans
+        return self._change_unsharded(module, plans)
+
+    def _change_unsharded(self, module: LightningModule, plans: Sequence[ShardingPlan]) -> list[ModuleChange]:
+        """Let blocks that the plans name be recomputed, and their MLPs run in tiles, if the model is fitted."""
+        changes: list[ModuleChange] = []
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            return changes
+        if self.config.recompute != "none":
+            changes += recompute_unsharded(module, plans, self.config.recompute)[1]
+        if self._tiles is not None:
+            changes += tile_unsharded(module, plans, self._tiles)[1]
         return changes
 
     @contextmanager

@@ -120,8 +120,9 @@ def _memory(config: ParallelConfig, tp: int) -> str:
         "full": "recompute full: each block runs again in the backward, and only its input is kept",
     }[config.recompute]
     chunk = "" if config.loss_chunk is None else f"loss_chunk: logits of {config.loss_chunk} tokens at once"
+    tiles = "" if config.tile_mlp is None else f"tile_mlp: MLPs compute {config.tile_mlp} tokens at once"
     regather = f"regather {str(config.regather).lower()}: {kept}" if tp > 1 else ""
-    return "; ".join(part for part in (regather, recompute, chunk if tp > 1 else "") if part)
+    return "; ".join(part for part in (regather, recompute, tiles, chunk if tp > 1 else "") if part)
 
 
 def describe_compiled(record: ShardedModel) -> str:
@@ -171,7 +172,11 @@ def summarize(
         ("grid", draw(topology, ranks_per_node)),
         ("groups", groups_of(topology)),
         ("plan", list(plan)),
-        *([("memory", [_memory(config, tp)])] if tp > 1 or config.recompute != "none" else []),
+        *(
+            [("memory", [_memory(config, tp)])]
+            if tp > 1 or config.recompute != "none" or config.tile_mlp is not None
+            else []
+        ),
         ("on", [", ".join(on) or "nothing"]),
         ("off", [", ".join(off) or "nothing"]),
         ("later", ["pp (not run yet)"]),

@@ -29,7 +29,7 @@ from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kin
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_unlowered
 from lightning_seqpar.parallel.grad_sync import step_traffic
-from lightning_seqpar.parallel.recompute import NoAttentionError, recompute_unsharded
+from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError, recompute_unsharded
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import resolve_plans
@@ -207,6 +207,7 @@ def describe(
                 regather=False if config.compile else config.regather,
                 loss_chunk=config.loss_chunk,
                 recompute=config.recompute,
+                tiles=None if config.tile_mlp is None else MLPTiles(config.tile_mlp),
             )
             for region in record.regions:
                 region.rng.streams = OneStream(0)

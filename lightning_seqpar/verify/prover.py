@@ -128,8 +128,8 @@ class Prover:
         """
         spec = self._config.plan
         own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) else None
-        selective = self._config.recompute == "selective"
-        if own is not None and not selective and any(isinstance(r, BlocksRule) for r in own.rules):
+        needs_linears = self._config.recompute == "selective" or self._config.tile_mlp is not None
+        if own is not None and not needs_linears and any(isinstance(r, BlocksRule) for r in own.rules):
             own.match(self._module)
             return [own]
 
@@ -143,7 +143,7 @@ class Prover:
                     "dtype": dtype,
                     "prepare": lambda copied: attach_view(copied, self._trainer),
                 }
-                if not selective:
+                if not needs_linears:
                     return infer_blocks(self._module, example, **options)
                 return infer_plan(self._module, example, 2, own, **options).plan  # the plan that two ranks would have
 
@@ -155,10 +155,13 @@ class Prover:
                 return resolve_plans(spec, self._module, infer)
             except ValueError as error:
                 wanted = [f"cp={self._config.cp}"] * (self._config.cp > 1)
+                wanted += [f"tile_mlp={self._config.tile_mlp}"] * (self._config.tile_mlp is not None)
                 wanted += [f"recompute={self._config.recompute!r}"] * (self._config.recompute != "none")
                 instead = (
                     "cp=1"
                     if self._config.cp > 1
+                    else "tile_mlp=None"
+                    if self._config.tile_mlp is not None
                     else "recompute='none' (activation checkpointing inside the model works)"
                 )
                 raise ValueError(
@@ -169,6 +172,8 @@ class Prover:
 
     def prove_unsharded(self) -> Proved:
         """Find the blocks of a model of which tp shards nothing, and prove that they are right on parts of the sequence.
+
+        Parts are those of context-parallel ranks, and the tiles of an MLP.
 
         Raises:
             ValueError: if no plan is found; the message says what to write.
@@ -574,6 +579,7 @@ class Prover:
             loss_chunk=self._config.loss_chunk,
             recompute=self._config.recompute,
             context=self._config.cp_method,
+            tile_mlp=self._config.tile_mlp,
             device=device,
             dtype=dtype,
             prepare=lambda copied: attach_view(copied, self._trainer),
@@ -586,10 +592,13 @@ class Prover:
         if int(flags[0]):
             what = "; ".join(verdict.wrong) or "another replica found it wrong"
             rules = "".join(f"\n  {line}" for plan in out.plans for line in plan.to_yaml().splitlines()[1:])
+            tiles = f", its MLPs in tiles (tile_mlp={self._config.tile_mlp})," * (self._config.tile_mlp is not None)
             raise SelfCheckError(
-                f"self_check: with the plan ({sources}) the sharded model does not do what the whole one does, so nothing is "
-                f"trained ({example.method} with {example.source}): {what}.\nThe rules were:{rules}\nMend them with "
+                f"self_check: with the plan ({sources}) the sharded model{tiles} does not do what the whole one does, so nothing "
+                f"is trained ({example.method} with {example.source}): {what}.\nThe rules were:{rules}\nMend them with "
                 "plan={'rules': [...]} (later rules win), or leave the module whole"
+                + "; an MLP that looks at other positions can't run in tiles: leave tile_mlp out"
+                * bool(tiles)
             )
         if idle := not_proved(verdict.idle, out.plans, self._module):
             rank_zero_warn(

@@ -15,14 +15,14 @@ from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, release
 from lightning_seqpar.inference.trainer_view import describe_failure
-from lightning_seqpar.parallel.apply import parallelize
+from lightning_seqpar.parallel.apply import has_context, parallelize, whole_model
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.grad_checks import check_replicated
-from lightning_seqpar.parallel.recompute import NoAttentionError, Recompute
+from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError, Recompute, tile_unsharded
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.observed_run import observe_run
+from lightning_seqpar.verify.observed_run import ObservedRun, observe_run
 from lightning_seqpar.verify.run_comparison import Verdict, compare_runs
 
 GRACE = timedelta(minutes=1)
@@ -52,6 +52,7 @@ def self_check(
     loss_chunk: int | None = None,
     recompute: Recompute = "none",
     context: Method = "auto",
+    tile_mlp: int | None = None,
     device: torch.device,
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda model: None,
@@ -69,6 +70,7 @@ def self_check(
         regather: the field of the configuration.
         loss_chunk: the field of the configuration.
         context: the field ``cp_method`` of the configuration; it is read where the groups have several context-parallel ranks.
+        tile_mlp: the field of the configuration; the sharded copy's MLPs run in several tiles, however short the example.
         recompute: the field of the configuration: the sharded copy's blocks, or their attention, run again in the backward.
         device: this rank's.
         dtype: of the copies; None keeps the model's own types.
@@ -84,10 +86,13 @@ def self_check(
     example = example.to(device, dtype)
     rules = _rules_by_name(model, plans)
 
-    def shard(copied: nn.Module) -> ShardedModel:
+    def shard(copied: nn.Module, tiles: MLPTiles | None) -> ShardedModel:
         if groups.size("tp") == 1:
-            return split_context(copied, plans, groups, context)
+            if tiles is not None:
+                tile_unsharded(copied, plans, tiles)
+            return split_context(copied, plans, groups, context) if has_context(groups) else whole_model(copied, groups)
         options: dict[str, Any] = {"sp": sp, "regather": regather, "loss_chunk": loss_chunk, "cp_method": context}
+        options["tiles"] = tiles
         try:
             return parallelize(copied, plans, groups, **options, recompute=recompute)
         except NoAttentionError:  # which training is refused for; no fault of the plan's
@@ -99,15 +104,25 @@ def self_check(
         names = _planned_modules(whole, plans)
         dense = observe_run(whole, None, example, names, groups)
         release(whole)  # the run's record has the gradients
+        if tile_mlp is None:
+            return compare_with(dense, names, None)
+        tiles = MLPTiles(tile_mlp, least=3)
+        if not dense.drawn:
+            return compare_with(dense, names, tiles)
+        # In tiles numbers are drawn more often, and fewer at a time: another copy shows that their streams are right.
+        verdict = compare_with(dense, names, None)
+        return verdict if verdict.wrong else compare_with(dense, names, tiles)
+
+    def compare_with(dense: ObservedRun, names: list[str], tiles: MLPTiles | None) -> Verdict:
         copied = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
         prepare(copied)
         try:
-            record = shard(copied)
+            record = shard(copied, tiles)
         except ValueError as error:
             raise PlanError from error
         record.is_copy = True
         sharded = observe_run(copied, record, example, names, groups)
-        verdict = compare_runs(dense, sharded, record, names, groups)
+        verdict = compare_runs(dense, sharded, record, names, groups, draws=tiles is None)
         try:
             check_replicated(copied.parameters(), record.layout, groups)()
         except RuntimeError as error:

@@ -14,10 +14,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from lightning_seqpar.activations.norm_recompute import make_recomputing
 from lightning_seqpar.context import attention, loss, operations, seq_part
 from lightning_seqpar.context.chunks import Chunks, contiguous, zigzag
 from lightning_seqpar.context.exchange import enter
 from lightning_seqpar.context.seq_part import HANDLERS, Place, SeqPart, whole_of
+from lightning_seqpar.distributed.counters import SavedBytes
 from lightning_seqpar.testing import run_distributed
 
 # A table: one call a line.
@@ -1364,3 +1366,52 @@ def test_each_rank_draws_for_itself_and_all_go_on_alike():
         assert not torch.equal(drawn, again), f"{name}: the same draw again"
     assert first["no draw"]
     assert first["of a generator"][0] == first["expected"]
+
+
+# ---- norms that are recomputed ---------------------------------------------------------------------------------
+
+
+class SequenceNorm(nn.Module):
+    """Looks like a norm over the features, and takes its mean over the sequence."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - x.mean(1, keepdim=True)) * self.weight
+
+
+def recomputed_norms() -> dict[str, tuple[float, int]]:
+    """For each norm the largest error against the whole one's output and gradients, and the elements that a part of it keeps."""
+    torch.set_default_dtype(torch.float64)
+    chunks, found = Chunks(dist.group.WORLD, 7, contiguous(7, dist.get_world_size())), {}
+    for make in (nn.LayerNorm, nn.RMSNorm, SequenceNorm):
+        torch.manual_seed(0)
+        whole, x = make(4), torch.randn(2, 7, 4)
+        norm, own, other = copy.deepcopy(whole), x.clone().requires_grad_(), x.clone().requires_grad_()
+        make_recomputing(norm)
+        wanted = whole(other)
+        wanted.pow(3).sum().backward()
+        for _ in range(2):
+            own.grad = norm.weight.grad = None
+            part = SeqPart.wrap(enter(own, 1, chunks), Place(chunks, 1))
+            with SavedBytes(exclude=list(norm.parameters())) as kept:
+                out = norm(part)
+            out.pow(3).sum().backward()
+        dist.all_reduce(norm.weight.grad)
+        errors = (
+            whole_of(out) - wanted,
+            own.grad - other.grad,
+            norm.weight.grad / chunks.size - whole.weight.grad,
+        )
+        found[make.__name__] = max(float(error.abs().max()) for error in errors), kept.total // 8
+    torch.set_default_dtype(torch.float32)
+    return found
+
+
+def test_a_norm_of_parts_keeps_its_input_alone_if_it_looks_at_one_position():
+    for rank, found in enumerate(run_distributed(recomputed_norms, 2)):
+        assert all(error <= TOLERANCE for error, _ in found.values())
+        own = 2 * (4, 3)[rank] * 4
+        assert [kept for _, kept in found.values()][:2] == [own, own]

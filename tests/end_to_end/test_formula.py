@@ -138,6 +138,38 @@ def test_a_step_keeps_and_sends_what_the_formulas_say(family, tp, sp):
     assert (sums, small) == (1, BYTES * (parts * H + 2 * parts + tp) if sp else 8 * tp)
 
 
+CONTEXT = [
+    (4, {"tp": 2, "cp": 2}),
+    (4, {"tp": 2, "cp": 2, "sp": False}),
+    (4, {"tp": 2, "cp": 2, "cp_method": "ring"}),
+    (8, {"tp": 2, "cp": 4, "cp_method": "ring"}),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [pytest.param(*case, marks=[] if at == 0 else pytest.mark.matrix) for at, case in enumerate(CONTEXT)],
+    ids=str,
+)
+def test_with_context_parallelism_a_rank_keeps_its_share_of_that(family, world, strategy):
+    """A ``1/cp`` of the formulas, within 2 %; with Ulysses attention's result twice: of its heads, and of its positions."""
+    saved, *_ = run_distributed(run, world, family, {**strategy, "regather": True})[0]
+    t, cp = strategy["tp"], strategy["cp"]
+    share = kept(FAMILIES[family], t, strategy.get("sp", True)) / cp
+    twice = 0 if strategy.get("cp_method") else TOKENS * BYTES * LAYERS * H / t / cp
+    # What every rank has of all positions: ids, targets, which of them count, rotary angles (copied for zig-zag).
+    whole = TOKENS * BYTES * (2 * IDS + 3 * FLAG + 2 * (2 * 8 / B) * (1 + LAYERS)) * (1 - 1 / cp)
+    assert share + twice <= saved <= (share + twice) * 1.02 + whole
+
+
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.matrix)])
+def test_without_tp_a_rank_keeps_its_share_of_what_one_process_keeps(cp):
+    alone, *_ = run_distributed(run, 1, "llama", {})[0]
+    saved, *_ = run_distributed(run, cp, "llama", {"cp": cp})[0]
+    assert saved == pytest.approx(alone / cp + TOKENS * BYTES * LAYERS * H / cp, rel=0.02)
+
+
 class SelfAttention(torch.nn.Module):
     def __init__(self, h: int, heads: int) -> None:
         super().__init__()

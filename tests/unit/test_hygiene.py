@@ -13,7 +13,7 @@ from tests.mutants import Mutant, definitions, place_of, stale
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 ORDER = [
-    "config", "topology", "distributed", "layout", "activations", "context", "region", "nn", "styles", "plan", "parallel", "data",
+    "config", "topology", "distributed", "layout", "context", "activations", "region", "nn", "styles", "plan", "parallel", "data",
     "inference", "init", "checkpoint", "verify", "strategy", "testing", "cli", "__main__",
 ]  # fmt: skip
 """Packages (and modules that stand beside them): one imports from itself and from its left."""

@@ -39,6 +39,11 @@ def refuse_unsupported(config: ParallelConfig) -> None:
             idle = getattr(default, field)
             if value != idle:
                 raise ValueError(f"cp={config.cp} with {field}={value!r}: {why}; use {field}={idle!r}, or cp=1")
+    if config.compile and config.tile_mlp is not None:
+        raise ValueError(
+            f"tile_mlp={config.tile_mlp} with compile=True: a block is one graph, in which nothing runs in tiles; leave tile_mlp "
+            "out, or use compile=False"
+        )
     if config.compile and config.recompute == "selective":
         raise ValueError(
             "recompute='selective' with compile=True: the attention can't be run again from inside a block's one graph; use "
