@@ -406,6 +406,7 @@ def users_code_in(packages: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """
     packages = set(packages)
     of_user: dict[str, bool] = {}  # by a module's name, and by a file's
+    scanned: set[int] = set()
 
     def is_users(module: str) -> bool:
         if module not in of_user:
@@ -436,6 +437,10 @@ def users_code_in(packages: Iterable[str]) -> Iterator[tuple[str, Any]]:
                 continue
             if is_own(value):
                 yield f"{name}.{key}", value
+            if type(value) is types.FunctionType or id(value) in scanned:
+                continue
+            if not _is_class(value):  # of a class the module matters in which it is found
+                scanned.add(id(value))  # many modules hold the same namespace of operators, or the same configuration
             for at, item in _table_of(value, name):
                 if type(item) not in _DULL and is_own(item):
                     yield f"{name}.{key}[{at}]", item

@@ -559,7 +559,11 @@ def compare(what: str, found: dict[str, Tensor | None], reference: nn.Module) ->
 
 @pytest.mark.parametrize(
     ("world", "tp", "sp"),
-    [(2, 2, True), (4, 2, True), (4, 4, True), pytest.param(2, 2, False, marks=pytest.mark.matrix)],
+    [
+        (2, 2, True),
+        (4, 2, True),
+        *(pytest.param(*more, marks=pytest.mark.matrix) for more in ((4, 4, True), (2, 2, False))),
+    ],
 )
 def test_gradients_are_those_of_one_process_whatever_is_done(world, tp, sp):
     counts = run_distributed(check_uses, world, tp, sp, FEW if world > 2 else list(USES))[0]
@@ -567,7 +571,8 @@ def test_gradients_are_those_of_one_process_whatever_is_done(world, tp, sp):
     assert counts["plain"] == ROUNDS * (COLUMNS + (2 * 3 - 1 if sp else 0))  # and rows but the first
 
 
-@pytest.mark.parametrize("sp", [True, pytest.param(False, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("sp", [True, False])
 def test_gradients_are_those_of_one_process_where_nothing_waits(sp):
     assert not any(run_distributed(check_uses, 2, 2, sp, list(USES) if sp else FEW, "auto")[0].values())
 

@@ -1118,7 +1118,7 @@ EVERY = ["contiguous", "zigzag"]
     ("size", "layouts"),
     [
         (2, [("zigzag", 13), ("contiguous", 3)]),
-        (4, [("contiguous", 3)]),
+        pytest.param(4, [("contiguous", 3)], marks=pytest.mark.matrix),
         *(
             pytest.param(size, [(layout, s) for layout in EVERY], marks=pytest.mark.matrix)
             for size in (2, 4)

@@ -169,7 +169,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"tp": 1}),
 }
 ALWAYS = {
-    "dp2-tp2": ("a callback, in the backward", "evaluation"),
+    "dp2-tp2": ("evaluation",),
     "fsdp": ("a callback, in the backward",),
 }
 

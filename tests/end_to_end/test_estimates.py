@@ -51,7 +51,7 @@ OPTIMIZER = {"gpt": "adamw"}
         (2, {"tp": 2, "regather": True}),
         pytest.param(2, {"tp": 2, "sp": False, "regather": True}, marks=pytest.mark.matrix),
         pytest.param(2, {"tp": 2, "regather": False}, marks=pytest.mark.matrix),
-        (4, {"tp": 2}),
+        pytest.param(4, {"tp": 2}, marks=pytest.mark.matrix),
         pytest.param(4, {"tp": 4}, marks=pytest.mark.matrix),
     ],
     ids=["tp2", "tp2-no-sp", "tp2-no-regather", "dp2-tp2", "tp4"],
@@ -80,7 +80,9 @@ def test_estimates_are_what_a_run_measures(world, strategy):
                 assert said.sent_calls[name] == measured["calls"][name], (kind, name)
 
 
-@pytest.mark.parametrize("more", [{}, {"loss_chunk": 7}, {"sp": False}])
+@pytest.mark.parametrize(
+    "more", [{}, *(pytest.param(more, marks=pytest.mark.matrix) for more in ({"loss_chunk": 7}, {"sp": False}))]
+)
 def test_a_sharded_vocabulary_is_estimated_too(more):
     """Its checks of ids and targets ask for numbers, and there are none."""
     strategy = {

@@ -141,7 +141,9 @@ def fit_cases(names: list[str], world: int, tp: int) -> list[Trace]:
     return found
 
 
-@pytest.mark.parametrize(("world", "tp"), [(4, 2), (4, 1), pytest.param(8, 4, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    ("world", "tp"), [(4, 2), *(pytest.param(*more, marks=pytest.mark.matrix) for more in ((4, 1), (8, 4)))]
+)
 def test_parity_with_one_process(world, tp):
     names = list(CASES) if tp < 4 else [name for name in CASES if "kv" in name or "clip" in name]
     everywhere = run_distributed(fit_cases, world, names, world, tp, timeout=400.0)

@@ -81,7 +81,14 @@ def fit_all(world: int, tp: int, sp: bool) -> dict[str, Trace]:
     }
 
 
-@pytest.mark.parametrize(("world", "tp", "sp"), [(2, 2, True), (2, 2, False), (4, 4, True), (4, 2, True)])
+@pytest.mark.parametrize(
+    ("world", "tp", "sp"),
+    [
+        (2, 2, True),
+        (4, 2, True),
+        *(pytest.param(*more, marks=pytest.mark.matrix) for more in ((4, 4, True), (2, 2, False))),
+    ],
+)
 def test_by_hand(world, tp, sp):
     got = run_distributed(fit_all, world, world, tp, sp, timeout=300.0)[0]
     for kind in HAND:

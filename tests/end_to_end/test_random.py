@@ -209,7 +209,14 @@ def test_seed_everything_alone_reproduces_a_run(sp):
 
 
 @pytest.mark.parametrize("sp", [True, False])
-@pytest.mark.parametrize(("recompute", "plain"), [("block", ""), ("attn", ""), ("columns", ""), ("between", "called")])
+@pytest.mark.parametrize(
+    ("recompute", "plain"),
+    [
+        ("block", ""),
+        ("between", "called"),
+        *(pytest.param(one, "", marks=pytest.mark.matrix) for one in ("attn", "columns")),
+    ],
+)
 def test_recomputed_blocks_drop_what_they_dropped(recompute, plain, sp):
     """Another mask in the recompute would be another gradient, and another loss at the next step."""
     kept = run_distributed(train, 2, 2, sp, steps=4, recompute=plain)[0]["losses"]

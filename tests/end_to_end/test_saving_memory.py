@@ -47,7 +47,7 @@ def sizes() -> tuple[float, float]:
     return sum(counts), max(counts)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("form", FORMS)
 def test_no_rank_but_the_writer_of_one_file_holds_more_than_its_part(tmp_path, form, world):
     """A write that goes on while training does holds a copy of what the rank writes."""

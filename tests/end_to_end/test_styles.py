@@ -135,7 +135,14 @@ VOCAB = models.plan(extra=[{"pattern": "model.{tokens,head}", "style": "vocab"}]
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("world", "tp", "sp"), [(2, 2, True), (2, 2, False), (4, 4, True), (4, 2, True)])
+@pytest.mark.parametrize(
+    ("world", "tp", "sp"),
+    [
+        (2, 2, True),
+        (4, 2, True),
+        *(pytest.param(*more, marks=pytest.mark.matrix) for more in ((2, 2, False), (4, 4, True))),
+    ],
+)
 def test_a_vocabulary_that_does_not_divide(tied, world, tp, sp):
     """31 tokens over 2 and 4 ranks, embedding and head, one tensor or two, clipped by the global norm."""
     kwargs: dict[str, Any] = {"steps": 4, "clip": 0.5}
@@ -224,7 +231,14 @@ def test_kv_heads_that_are_fewer_than_ranks():
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "kind"), [(4, 4, "gqa_shared"), (8, 4, "gqa_shared"), (4, 4, "fused_mqa"), (4, 4, "alibi")]
+    ("world", "tp", "kind"),
+    [
+        (4, 4, "gqa_shared"),
+        *(
+            pytest.param(*more, marks=pytest.mark.matrix)
+            for more in ((8, 4, "gqa_shared"), (4, 4, "fused_mqa"), (4, 4, "alibi"))
+        ),
+    ],
 )
 def test_shared_parts_are_summed_once_and_count_once(world, tp, kind):
     """Accumulation, clipping by a norm that must count a shared kv head once, several steps."""

@@ -29,8 +29,8 @@ TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True),
 # On four ranks one of each sort; `make parity` runs them all.
 ALWAYS = {
     "tp2": KINDS,
-    "tp4": ["weight_of_qkv", "biased_row", "positioned_memory", "mix_ffn", "grouped_adapters"],
-    "dp2-tp2": ["low_rank_linear", "low_rank_row", "windows", "described"],
+    "tp4": ["weight_of_qkv", "grouped_adapters"],
+    "dp2-tp2": ["low_rank_row", "windows"],
     "tp2-no-sp": [],
 }
 SHARDED = {

@@ -8,6 +8,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -89,7 +90,7 @@ def fit_dropping(strategy: dict[str, Any], world: int, recomputes: bool) -> Trac
     "strategy", [{"tp": 2}, pytest.param({"tp": 2, "sp": False}, marks=pytest.mark.matrix), {"cp": 2}], ids=str
 )
 def test_a_tile_drops_out_in_the_backward_what_it_dropped_in_the_forward(strategy):
-    strategy = {**strategy, "tile_mlp": TILE}
+    strategy = {**strategy, "tile_mlp": 8}
     kept, again = (run_distributed(fit_dropping, 2, strategy, 2, recomputes)[0] for recomputes in (False, True))
     assert kept.losses == again.losses
     for name, weight in kept.weights.items():
@@ -110,7 +111,10 @@ def dropped(strategy: dict[str, Any]) -> list[Tensor]:
                 dropout.register_forward_hook(note)
 
     trainer = quiet_trainer(
-        devices=2, strategy=SeqParallelStrategy(self_check=False, **strategy), max_steps=1, callbacks=[Noting()]
+        devices=dist.get_world_size(),
+        strategy=SeqParallelStrategy(self_check=False, **strategy),
+        max_steps=1,
+        callbacks=[Noting()],
     )
     trainer.fit(module, models.loader(2, length=12, count=2))
     return masks
@@ -125,6 +129,13 @@ def test_ranks_drop_out_for_themselves_what_is_their_own(strategy, apart):
     one, other = run_distributed(dropped, 2, {**strategy, "tile_mlp": 8})
     assert len(one) == len(other) > 2
     assert [not torch.equal(a, b) for a, b in zip(one, other, strict=True)] == apart * (len(one) // 2)
+
+
+def test_without_tiles_too():
+    """tp 2 × cp 2 without sp: between column and row all four ranks draw apart, behind the row those of cp."""
+    masks = run_distributed(dropped, 4, {"tp": 2, "cp": 2, "sp": False})
+    differ = [[not torch.equal(masks[0][at], masks[rank][at]) for rank in (1, 2, 3)] for at in (0, 1)]
+    assert differ == [[True, True, True], [False, True, True]]
 
 
 class MLP(nn.Module):

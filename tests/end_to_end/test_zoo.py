@@ -28,7 +28,7 @@ TOPOLOGIES = {
     "dp2-tp2": (4, 2, True),
     "tp2-no-sp": (2, 2, False),
 }
-SLICES = {"tp2": KINDS, "tp4": FOUR[0::4], "dp2-tp2": FOUR[1::4], "tp2-no-sp": FOUR[2::4]}
+SLICES = {"tp2": KINDS, "tp4": FOUR[0::8], "dp2-tp2": FOUR[1::8], "tp2-no-sp": FOUR[2::8]}
 WHOLE = {"tp2": KINDS, "tp4": FOUR, "dp2-tp2": FOUR, "tp2-no-sp": KINDS}
 CHOSEN = SLICES | {f"{name}-others": [kind for kind in WHOLE[name] if kind not in SLICES[name]] for name in TOPOLOGIES}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest  # noqa: F401
 from transformers import AutoModel
 
@@ -13,3 +15,7 @@ from tests.helpers import fit, zoo  # noqa: F401
 load_families()
 for _, configs, _ in write_families.FAMILIES.values():
     AutoModel._model_mapping[type(configs[-1])]  # imports the modelling code
+
+# A collection in a rank would look at, and so copy, all that was imported here.
+gc.collect()
+gc.freeze()

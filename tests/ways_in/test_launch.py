@@ -120,7 +120,7 @@ def test_torchrun(script):
         pytest.param(
             "TERM:1", 2, r"the run failed: rank 1 \(pid \d+\) was killed by SIGTERM", marks=pytest.mark.matrix
         ),
-        ("TERM:0", 2, r"the run failed: rank 0 got SIGTERM"),
+        pytest.param("TERM:0", 2, r"the run failed: rank 0 got SIGTERM", marks=pytest.mark.matrix),
         ("KILL:2", 4, r"the run failed: rank 2 \(pid \d+\) was killed by SIGKILL"),
     ],
 )
@@ -138,6 +138,7 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(script):
     ]
 
 
+@pytest.mark.matrix
 def test_a_save_on_one_rank_alone_ends_with_the_reason(script, tmp_path):
     done = script(SAVE=str(tmp_path / "half.ckpt"))
     assert done.returncode != 0
@@ -151,7 +152,8 @@ def test_the_main_process_killed(script):
     assert "rank 1 stops: the main process (local rank 0), which launched it, is gone" in done.stderr
 
 
-@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.matrix), "1"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("rank", ["0", "1"])
 def test_an_exception_after_fit_on_one_rank(script, rank):
     done = script(AFTER=rank)
     assert done.returncode != 0
@@ -254,6 +256,7 @@ def test_signals_to_forked_processes_are_not_the_runs(script):
     assert "STEPS 50" in done.stdout
 
 
+@pytest.mark.matrix
 def test_a_users_own_handler_stays(script):
     done = script(BAD="TERM:0", MINE="1")
     assert done.returncode == 7

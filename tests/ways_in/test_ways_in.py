@@ -100,6 +100,7 @@ def test_slurm(script, losses):
     check(run_all(slurm(script, free_port())), losses, {0: 0, 1: 0})
 
 
+@pytest.mark.matrix
 @pytest.mark.launch
 def test_tensor_parallel_ranks_on_two_nodes_are_warned_of_once(script, losses):
     told = check(run_all(slurm(script, free_port(), nodes=2)), losses, {0: 0, 1: 0})
@@ -226,7 +227,7 @@ quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2))
 """
 
 
-@pytest.mark.parametrize("how", ["-c", "-"])
+@pytest.mark.parametrize("how", ["-c", pytest.param("-", marks=pytest.mark.matrix)])
 def test_code_without_a_file_is_refused(how):
     code = "import lightning_seqpar; from tests.helpers.fit import quiet_trainer; quiet_trainer(devices=2, strategy='seqpar_tp2')"
     done = subprocess.run(
