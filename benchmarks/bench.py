@@ -33,7 +33,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 import startup as starting  # noqa: E402
 from launch import FailedRunError, Launcher  # noqa: E402
 from memory import of_machine  # noqa: E402
-from peers import ALONE  # noqa: E402
+from peers import ALONE, LONG, METHODS  # noqa: E402
 from tables import write  # noqa: E402
 
 WAYS = ("ours", "ours, gathered kept", "ours, no sp", "ours, compiled", "dtensor", "dtensor, no sp", "ddp")
@@ -89,6 +89,7 @@ SHAPES = {
 STARTED = ("dim 512, 8,192 words", "GPT-2 124 M", "llama 0.55 B, 128k words")
 """The shapes of ``startup.py`` whose start is a part of the benchmark."""
 BUDGET = 128 * 2**20
+LONG_BUDGET = 64 * 2**20
 
 Found = dict[str, Any]
 Keep = Callable[[Found], None]
@@ -180,6 +181,42 @@ def length(given: argparse.Namespace, keep: Keep) -> Found:
     return {"budget": BUDGET, "peaks": found}
 
 
+def context(given: argparse.Namespace, keep: Keep) -> Found:
+    """A step with the sequence dealt out over 2 and 4 ranks: ms, peak, bytes kept and sent, at growing lengths, by method."""
+    found: Found = {}
+    task = {"dim": 64, "batch": 1, "layers": 1}
+    for ranks in (2, 4):
+        for at in (1024, 4096, 16_384, 65_536):
+            for way in METHODS:
+                key = f"{ranks}|{at}|{way}"
+                try:
+                    timed = given.launch(ranks, way=way, length=at, steps=1, memory=True, **task)
+                    found[key] = {**timed, **given.launch(ranks, way=way, length=at, counts=True, **task)}
+                except FailedRunError as error:
+                    found[key] = str(error)
+            keep(found)
+    return found
+
+
+def longest(given: argparse.Namespace, keep: Keep) -> Found:
+    """Peaks at growing lengths, until a budget is spent: a deep decoder with a vocabulary, on one process and on four ranks."""
+    found: Found = {}
+    task = {"dim": 128, "batch": 1, "layers": 16, "vocab": 4096, "steps": 1, "memory": True}
+    cases = [("plain", 1, False), ("plain", 1, True), ("ddp", 4, True), ("dtensor", 4, False), ("dtensor", 4, True)]
+    cases += [("ours", 4, False), *((way, 4, False) for way in LONG)]
+    for way, ranks, recompute in cases:
+        peaks: dict[str, float] = {}
+        found[f"{way}{', recomputed by the model' * recompute}|{ranks}"] = peaks
+        at = 64
+        while at <= 65_536:
+            peaks[str(at)] = given.launch(ranks, way=way, length=at, recompute=recompute, **task)["step"]
+            if peaks[str(at)] > LONG_BUDGET:
+                break
+            at *= 2
+        keep({"budget": LONG_BUDGET, "peaks": found})
+    return {"budget": LONG_BUDGET, "peaks": found}
+
+
 def scale(given: argparse.Namespace, keep: Keep) -> Found:
     """Seconds that one of thousands of ranks takes for its topology, groups, plan and swap (torch's fake backend)."""
     worlds = (64, 512, 4096)
@@ -208,6 +245,8 @@ PARTS: dict[str, Callable[[argparse.Namespace, Keep], Found]] = {
     "loss": loss,
     "host": host,
     "length": length,
+    "context": context,
+    "longest": longest,
 }
 
 

@@ -23,7 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar import SeqParallelStrategy
 
-HEAD = 64  # features of a head
+
+def head_size(dim: int) -> int:
+    """Features of a head."""
+    return 64 if dim >= 128 else 16
 
 
 class Norm(nn.Module):
@@ -42,10 +45,11 @@ class Attention(nn.Module):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(dim, dim // parts, bias=False) for _ in range(3))
         self.o = nn.Linear(dim // parts, dim, bias=False)
+        self.head = head_size(dim)
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q, k, v = (part(x).view(b, s, -1, HEAD).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (part(x).view(b, s, -1, self.head).transpose(1, 2) for part in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(2))
 
@@ -178,6 +182,23 @@ OURS: dict[str, dict[str, Any]] = {
     "ours, loss in chunks": {"loss_chunk": 256},
 }
 """Our ways, and what they set; the first sets nothing."""
+METHODS = ("ulysses", "ring", "all_gather")
+"""Ways that deal the sequence out over all ranks (``cp``), by how attention is computed."""
+LONG: dict[str, dict[str, Any]] = {
+    "ours, cp": {"cp": 4},
+    "ours, cp, recompute": {"cp": 4, "recompute": "full"},
+    "ours, cp, recompute, tiles": {"cp": 4, "recompute": "full", "tile_mlp": 256},
+    "ours, all": {"tp": 2, "cp": 2, "recompute": "full", "tile_mlp": 256, "loss_chunk": 256},
+    "ours, all, fsdp": {
+        "tp": 2,
+        "cp": 2,
+        "recompute": "full",
+        "tile_mlp": 256,
+        "loss_chunk": 256,
+        "data_parallel": "fsdp",
+    },
+}
+"""Ways on four ranks for long sequences, and what they set."""
 ALONE = "a rank's part, alone"
 
 
@@ -191,7 +212,8 @@ def make(
     """A module and the strategy of one way.
 
     Args:
-        way: a key of :data:`OURS`, ``dtensor``, ``dtensor, no sp``, ``ddp``, ``plain`` or :data:`ALONE`.
+        way: a key of :data:`OURS` or :data:`LONG`, one of :data:`METHODS`,
+            ``dtensor``, ``dtensor, no sp``, ``ddp``, ``plain`` or :data:`ALONE`.
         tp: ranks that share the model.
         model: a model of ``hf_models``, or dim, layers and vocabulary of the decoder.
         recompute: recompute the decoder's blocks, by its own code.
@@ -213,4 +235,8 @@ def make(
     module = hf_models.CausalModule(model) if isinstance(model, str) else Module(*model, recompute)
     if way == "ddp":
         return module, DDPStrategy(gradient_as_bucket_view=True, static_graph=True)
+    if way in METHODS:
+        return module, SeqParallelStrategy(cp=tp, cp_method=way)
+    if way in LONG:
+        return module, SeqParallelStrategy(**LONG[way])
     return module, "auto" if way == "plain" else SeqParallelStrategy(tp=tp, **OURS[way])

@@ -35,6 +35,8 @@ def write(results: dict[str, Any], out: Path) -> None:
         "kept": _kept,
         "loss": _loss,
         "length": _length,
+        "context": _context,
+        "longest": _longest,
         "scale": _scale,
     }
     text = ["# Results", "", "`make bench`, or parts of it, wrote this; `benchmarks/README.md` says how to read it."]
@@ -251,13 +253,13 @@ def _loss(found: dict[str, Any], out: Path) -> list[str]:
     return [*lines, "", "![loss](loss.png)"]
 
 
-def longest(peaks: dict[str, float], budget: float) -> int:
-    """The length at which the budget is spent, between two that were measured, in steps of 64 positions."""
+def longest(peaks: dict[str, float], budget: float, step: int = 64) -> int:
+    """The length at which the budget is spent, between two that were measured, in steps of so many positions."""
     points = sorted((int(at), peak) for at, peak in peaks.items())
     if points[-1][1] <= budget:
         return points[-1][0]
     (a, low), (b, high) = ([(0, 0.0), *points])[-2:]
-    return int(a + (b - a) * (budget - low) / (high - low)) // 64 * 64 if low <= budget else 0
+    return int(a + (b - a) * (budget - low) / (high - low)) // step * step if low <= budget else 0
 
 
 def _length(found: dict[str, Any], out: Path) -> list[str]:
@@ -291,6 +293,61 @@ def _length(found: dict[str, Any], out: Path) -> list[str]:
     figure.savefig(out / "length.png", dpi=120)
     plt.close(figure)
     return [*lines, "", "![length](length.png)"]
+
+
+def _context(found: dict[str, Any], out: Path) -> list[str]:
+    lines = [
+        "## Context parallelism",
+        "",
+        "One layer of dim 64 with 4 heads, a vocabulary of 512, batch 1. Ulysses in figures, the others as ratios to it:",
+        "",
+        *_head("ranks", "positions", "way", "step", "peak of a step", "kept", "sent"),
+    ]
+    for key, one in found.items():
+        ranks, at, way = key.split("|")
+        base = found[f"{ranks}|{at}|ulysses"]
+        if isinstance(one, str):
+            lines.append(_row(ranks, f"{int(at):,}", way, one, "", "", ""))
+            continue
+        own, other = ((run["ms"], run["step"], run["kept"], sum(run["sent"].values())) for run in (one, base))
+        if way == "ulysses":
+            cells = [f"{own[0]:,.0f} ms", *(f"{count / MIB:,.1f} MiB" for count in own[1:])]
+        else:
+            cells = [f"{a / b:.2f}" for a, b in zip(own, other, strict=True)]
+        lines.append(_row(ranks, f"{int(at):,}", way, *cells))
+    return lines
+
+
+def _longest(found: dict[str, Any], out: Path) -> list[str]:
+    budget, peaks = found["budget"], found["peaks"]
+    first = longest(peaks["plain|1"], budget, 8)
+    lines = [
+        "## Longest sequence, all means together",
+        "",
+        f"Within {budget / MIB:.0f} MiB for what a step adds on a rank (dim 128, 16 layers, 4,096 words, batch 1, float32):",
+        "",
+        *_head("way", "ranks", "positions", "of one plain process"),
+    ]
+    figure, panel = plt.subplots(figsize=(9, 4.5))
+    for key, own in peaks.items():
+        way, ranks = key.split("|")
+        last = max(own, key=int)
+        at = longest(own, budget, 8)
+        lines.append(_row(way, ranks, f"{at:,}" if own[last] > budget else f"{at:,} or more", f"{at / first:.1f}"))
+        points = sorted((int(at), peak / MIB) for at, peak in own.items())
+        style = "--" if "recomputed" in way or way == "ours" else "-"
+        panel.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=f"{way}, {ranks} rank{'s' * (ranks != '1')}",
+                   color=None if way.startswith("ours, ") else _color(way))  # fmt: skip
+    panel.axhline(budget / MIB, color="#b00020", linewidth=1)
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter("{x:,.0f}")
+    panel.set(xlabel="positions", ylabel="peak of a step over the rest, MiB", ylim=(0, 2 * budget / MIB))
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(out / "longest.png", dpi=120)
+    plt.close(figure)
+    return [*lines, "", "![longest](longest.png)"]
 
 
 def _shown(peaks: dict[str, float], budget: float) -> str:

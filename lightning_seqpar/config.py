@@ -256,8 +256,8 @@ class ParallelConfig(FrozenModel):
     """Shard embeddings and heads over a vocabulary, and the loss on their logits, over the tensor-parallel ranks, wherever they
     are found and a plan that you write whole does not say otherwise."""
     loss_chunk: int | None = None
-    """Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary; the backward makes
-    them once more. None makes all at once."""
+    """Tokens of which the head and the loss make logits at once; the backward makes them once more. With ``tp`` the head must be
+    sharded by vocabulary, as it is by default. None makes all at once."""
     tile_mlp: int | None = None
     """Tokens of which the MLP of a block computes at a time; the backward computes each such tile once more, so that what an MLP
     needs does not grow with the sequence. None computes all at once."""

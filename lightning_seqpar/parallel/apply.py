@@ -20,6 +20,7 @@ from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reaso
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
+from lightning_seqpar.parallel.embedded_parts import hook_embeddings
 from lightning_seqpar.parallel.graph_draws import GraphDraws
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed
@@ -166,6 +167,8 @@ class _Swap:
                 yield from (rule.lowered_before if lowered else rule.before)(name, self._application)
             for rule in reversed(rules):
                 yield from (rule.lowered_after if lowered else rule.after)(name, self._application)
+        if self._context is not None:
+            yield from hook_embeddings(self.plan, self._context)
         yield from self._hook_dropouts()
         yield from self._hook_shard_readers(record.layout)
         yield from self._hook_modules_around()

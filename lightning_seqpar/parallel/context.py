@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.context.axis import ContextAxis, Method
 from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.parallel.apply import whole_model
+from lightning_seqpar.parallel.embedded_parts import hook_embeddings
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.hooks import find_argument, put_argument
@@ -69,7 +70,8 @@ def split_context(
     """
     plan = PlannedModel(model, [match for one in plans for match in one.match(model)], list(STYLES), 1, False)
     record = whole_model(model, groups)
-    record.hooks += _hook_stacks(plan, ContextAxis(groups["cp"], method))
+    axis = ContextAxis(groups["cp"], method)
+    record.hooks += [*hook_embeddings(plan, axis), *_hook_stacks(plan, axis)]
     record.context_blocks = tuple(name for stack in plan.stacks for name in stack.blocks)
     return record
 

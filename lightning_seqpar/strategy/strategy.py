@@ -34,6 +34,7 @@ from lightning_seqpar.init.deferred import DeferredInit
 from lightning_seqpar.init.meta_weights import LateWeights
 from lightning_seqpar.layout.replica_rows import is_split
 from lightning_seqpar.parallel.apply import parallelize, unshard, whole_model
+from lightning_seqpar.parallel.chunked_heads import chunk_heads
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, compile_plain_blocks
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.fully_sharded import FullySharded
@@ -120,8 +121,8 @@ class SeqParallelStrategy(TuningStrategy):
             keeping them. ``auto``: where the whole activation has more than 2 MiB; smaller ones are kept.
         vocab: Shard embeddings and heads over a vocabulary, and the loss on their logits, over the tensor-parallel ranks, wherever
             they are found and a plan that you write whole does not say otherwise.
-        loss_chunk: Tokens of which the head and the loss make logits at once, where the head is sharded by vocabulary; the
-            backward makes them once more. None makes all at once.
+        loss_chunk: Tokens of which the head and the loss make logits at once; the backward makes them once more. With ``tp`` the
+            head must be sharded by vocabulary, as it is by default. None makes all at once.
         tile_mlp: Tokens of which the MLP of a block computes at a time; the backward computes each such tile once more, so that
             what an MLP needs does not grow with the sequence. None computes all at once.
         compile: Compile each block by ``torch.compile`` after it was sharded, one graph for each kind of block.
@@ -375,9 +376,7 @@ class SeqParallelStrategy(TuningStrategy):
             ),
             *(config.recompute, config.data_parallel, config.fsdp, config.compile, repr(config.compile_options)),
             self._syncs_batch_norms,
-            tp > 1
-            or (config.recompute == "none" and config.tile_mlp is None)
-            or self._trainer.state.fn == TrainerFn.FITTING,
+            tp > 1 or not self._changes_unsharded or self._trainer.state.fn == TrainerFn.FITTING,
         )
         if earlier is not None:
             if earlier.made_by == made_by:
@@ -523,20 +522,28 @@ class SeqParallelStrategy(TuningStrategy):
         return split
 
     def _recompute_unsharded(self, module: LightningModule) -> list[ModuleChange]:
-        """Let the blocks of a model that tp does not shard be recomputed, and their MLPs run in tiles, while it is fitted.
+        """Let what the configuration names of a model that tp does not shard be recomputed, or run in parts, while it is fitted.
 
         Returns:
             What that changed of the model.
         """
         config = self.config
-        if (config.recompute == "none" and config.tile_mlp is None) or self._trainer.state.fn != TrainerFn.FITTING:
+        if not self._changes_unsharded or self._trainer.state.fn != TrainerFn.FITTING:
             return []
         prover = Prover(module, self._trainer, config, self.groups, self.root_device, self._phases)
-        plans = prover.find_unsharded() if config.tile_mlp is None else prover.prove_unsharded().plans
-        return self._change_unsharded(module, plans)
+        needs_proof = config.tile_mlp is not None or config.loss_chunk is not None
+        return self._change_unsharded(
+            module, prover.prove_unsharded().plans if needs_proof else prover.find_unsharded()
+        )
+
+    @property
+    def _changes_unsharded(self) -> bool:
+        """Whether a model of which tp shards nothing is changed nonetheless while it is fitted."""
+        config = self.config
+        return config.recompute != "none" or config.tile_mlp is not None or config.loss_chunk is not None
 
     def _change_unsharded(self, module: LightningModule, plans: Sequence[ShardingPlan]) -> list[ModuleChange]:
-        """Let blocks that the plans name be recomputed, and their MLPs run in tiles, if the model is fitted."""
+        """Let blocks that the plans name be recomputed, their MLPs run in tiles and heads in chunks, if the model is fitted."""
         changes: list[ModuleChange] = []
         if self._trainer.state.fn != TrainerFn.FITTING:
             return changes
@@ -544,6 +551,8 @@ class SeqParallelStrategy(TuningStrategy):
             changes += recompute_unsharded(module, plans, self.config.recompute)[1]
         if self._tiles is not None:
             changes += tile_unsharded(module, plans, self._tiles)[1]
+        if self.config.loss_chunk is not None:
+            changes += chunk_heads(module, plans, self.groups, self.config.loss_chunk)[1]
         return changes
 
     @contextmanager

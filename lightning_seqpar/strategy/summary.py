@@ -122,7 +122,7 @@ def _memory(config: ParallelConfig, tp: int) -> str:
     chunk = "" if config.loss_chunk is None else f"loss_chunk: logits of {config.loss_chunk} tokens at once"
     tiles = "" if config.tile_mlp is None else f"tile_mlp: MLPs compute {config.tile_mlp} tokens at once"
     regather = f"regather {str(config.regather).lower()}: {kept}" if tp > 1 else ""
-    return "; ".join(part for part in (regather, recompute, tiles, chunk if tp > 1 else "") if part)
+    return "; ".join(part for part in (regather, recompute, tiles, chunk) if part)
 
 
 def describe_compiled(record: ShardedModel) -> str:
@@ -172,11 +172,7 @@ def summarize(
         ("grid", draw(topology, ranks_per_node)),
         ("groups", groups_of(topology)),
         ("plan", list(plan)),
-        *(
-            [("memory", [_memory(config, tp)])]
-            if tp > 1 or config.recompute != "none" or config.tile_mlp is not None
-            else []
-        ),
+        *([("memory", [memory])] if (memory := _memory(config, tp)) else []),
         ("on", [", ".join(on) or "nothing"]),
         ("off", [", ".join(off) or "nothing"]),
         ("later", ["pp (not run yet)"]),

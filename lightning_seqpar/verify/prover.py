@@ -156,17 +156,14 @@ class Prover:
             except ValueError as error:
                 wanted = [f"cp={self._config.cp}"] * (self._config.cp > 1)
                 wanted += [f"tile_mlp={self._config.tile_mlp}"] * (self._config.tile_mlp is not None)
+                wanted += [f"loss_chunk={self._config.loss_chunk}"] * (self._config.loss_chunk is not None)
                 wanted += [f"recompute={self._config.recompute!r}"] * (self._config.recompute != "none")
-                instead = (
-                    "cp=1"
-                    if self._config.cp > 1
-                    else "tile_mlp=None"
-                    if self._config.tile_mlp is not None
-                    else "recompute='none' (activation checkpointing inside the model works)"
-                )
+                instead = "leave them out" if len(wanted) > 1 else f"leave {wanted[0].partition('=')[0]} out"
+                if wanted == [f"recompute={self._config.recompute!r}"]:
+                    instead += " (activation checkpointing inside the model works)"
                 raise ValueError(
                     f"{' and '.join(wanted)} with tp=1: the blocks are found as for a larger tp, and {error}. Name "
-                    "them by a rule, plan={'rules': [{pattern: 'model.layers.*', style: blocks}]}, or use "
+                    "them by a rule, plan={'rules': [{pattern: 'model.layers.*', style: blocks}]}, or "
                     f"{instead}"
                 ) from None
 

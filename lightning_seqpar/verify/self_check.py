@@ -16,6 +16,7 @@ from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, release
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.parallel.apply import has_context, parallelize, whole_model
+from lightning_seqpar.parallel.chunked_heads import chunk_heads
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.grad_checks import check_replicated
 from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError, Recompute, tile_unsharded
@@ -90,6 +91,8 @@ def self_check(
         if groups.size("tp") == 1:
             if tiles is not None:
                 tile_unsharded(copied, plans, tiles)
+            if loss_chunk is not None:
+                chunk_heads(copied, plans, groups, loss_chunk)
             return split_context(copied, plans, groups, context) if has_context(groups) else whole_model(copied, groups)
         options: dict[str, Any] = {"sp": sp, "regather": regather, "loss_chunk": loss_chunk, "cp_method": context}
         options["tiles"] = tiles

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models, zoo
 from tests.helpers.families import HuggingFace
-from tests.helpers.fit import fit, quiet_trainer
+from tests.helpers.fit import fit, metered, quiet_trainer
 
 
 class Scaled(nn.Embedding):
@@ -446,3 +446,64 @@ def test_checkpoints_know_nothing_of_it(tmp_path):
         assert {name: one.shape for name, one in found.items()} == {n: p.shape for n, p in module.state_dict().items()}
     for name, value in module.state_dict().items():
         assert torch.allclose(found[name].double(), value.double(), rtol=0, atol=1e-9), name
+
+
+# ---- heads in chunks, where nothing is sharded over tp -----------------------------------------------------------
+
+ALONE: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp1": (1, {}),
+    "cp2": (2, {"cp": 2}),
+    "fsdp2": (2, {"data_parallel": "fsdp"}),
+    "dp2": (2, {}),
+    "cp2-all": (2, {"cp": 2, "cp_method": "ring", "recompute": "full", "tile_mlp": 16, "data_parallel": "fsdp"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "topology"),
+    [
+        pytest.param(model, topology, marks=[] if topology in shown else pytest.mark.matrix)
+        for model, shown in (("tied", ("cp2-all",)), ("llama", ("tp1", "cp2")))
+        for topology in ALONE
+    ],
+)
+def test_without_tp_heads_compute_in_chunks_too(model, topology):
+    name, args = {"tied": ("GPT", {"tied": True}), "llama": ("HuggingFace", {"family": "llama", "loss": "model"})}[
+        model
+    ]
+    world, strategy = ALONE[topology]
+    got = run_distributed(fit, world, name, args, steps=3, world=world, strategy={**strategy, "loss_chunk": 5})
+    compare(fit(name, args, steps=3), got[0]).raise_if_failed()
+
+
+def kept_with(strategy: dict[str, Any]) -> list[int]:
+    """Bytes kept for the backward, with logits at once and in chunks."""
+    return [
+        metered(models.GPT(), SeqParallelStrategy(**strategy, loss_chunk=chunk), models.loader(4, length=10, count=80))[
+            0
+        ].saved_bytes
+        for chunk in (None, 5)
+    ]
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, {"cp": 2}), (4, {"tp": 2, "cp": 2})], ids=["cp2", "tp2-cp2"])
+def test_logits_in_chunks_are_not_kept_with_cp(world, strategy):
+    at_once, in_chunks = run_distributed(kept_with, world, strategy)[0]
+    tokens = 4 * 5  # b · s/cp
+    logits = tokens * -(-31 // strategy.get("tp", 1)) * 4  # in float32
+    numbers = tokens * (
+        3 * 4 + 1
+    )  # of each token: its largest logit, the sum of exponentials, how much it counts, and if
+    assert at_once - in_chunks >= logits - numbers
+
+
+def fit_headless() -> None:
+    trainer = quiet_trainer(devices=1, strategy=SeqParallelStrategy(loss_chunk=5), max_steps=1)
+    trainer.fit(models.Encoder(), models.loader(2, length=10, count=2))
+
+
+def test_without_a_head_there_is_nothing_to_chunk():
+    with pytest.raises(
+        RankFailedError, match=r"loss_chunk=5 with tp=1: no head over a vocabulary is found behind the blocks"
+    ):
+        run_distributed(fit_headless, 1)
