@@ -345,9 +345,8 @@ def _note_views(x: Any, out: Any) -> None:
     for view in out if isinstance(out, tuple | list) else (out,):
         if not isinstance(view, SeqPart):
             x._gave_copy(view)
-        elif (
-            view is not x and type(view._local) is Tensor
-        ):  # sharded logits note their views themselves, and have no memory
+        # Sharded logits note their views themselves; to ask for their memory would make it.
+        elif view is not x and type(view._local) is Tensor:
             if memory is None:
                 memory = memory_of(x._local)
             if memory_of(view._local) == memory:

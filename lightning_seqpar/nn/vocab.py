@@ -174,7 +174,7 @@ class VocabParallelEmbedding(nn.Embedding):
             IndexError: for an id outside the vocabulary (on the CPU; as in torch, a device assertion elsewhere).
         """
         if isinstance(ids, SeqPart):
-            return SeqPart.wrap(self.forward(ids.local), ids.place)
+            return SeqPart.wrap(VocabParallelEmbedding.forward(self, ids.local), ids.place)  # not what a subclass adds
         shard, group, rank = self._vocab_part.shard, self._vocab_part.group, self._vocab_part.rank
         inside = (ids >= 0) & (ids < shard.length)
         require_inside(
@@ -236,7 +236,7 @@ class VocabParallelHead(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h]`` → :class:`ShardedLogits` of the shape ``[..., v]``."""
         if isinstance(x, SeqPart):
-            return x.like(self.forward(x.local))
+            return x.like(VocabParallelHead.forward(self, x.local))  # not what a subclass of the user's adds
         part = self._vocab_part
         x = copy_to_tensor_parallel_region(x, part.group)
         weight, bias = _read(self.weight), None if self.bias is None else _read(self.bias)

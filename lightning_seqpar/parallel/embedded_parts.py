@@ -17,7 +17,8 @@ def hook_embeddings(plan: PlannedModel, axis: ContextAxis) -> Iterator[Removable
     """Pre-hooks of the embeddings in front of the blocks: their ids ``[b, s]`` become this rank's, ``[b, s/cp]``.
 
     Which dim of other ids is the sequence is not known, and where it is wrong nothing is lost but time: what does not fit is
-    gathered in front of the blocks. So blocks of ``[s, b, h]`` have none.
+    gathered in front of the blocks. So blocks of ``[s, b, h]`` have none. An embedding that reads which ids there are, or changes
+    the rows of those, gathers them (:func:`~lightning_seqpar.context.operations.look_up`).
 
     Args:
         plan: of the model.
@@ -28,9 +29,7 @@ def hook_embeddings(plan: PlannedModel, axis: ContextAxis) -> Iterator[Removable
     for name, module in plan.modules.items():
         if plan.canonical[name] != name or not isinstance(module, nn.Embedding):
             continue
-        # These options read which ids there are, or change the rows of those: that must be the same on all ranks.
-        by_all = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-        if not by_all and not any(stack.covers(name) for stack in plan.stacks):
+        if not any(stack.covers(name) for stack in plan.stacks):
             yield module.register_forward_pre_hook(_enter_ids(axis))
 
 

@@ -448,6 +448,45 @@ def test_checkpoints_know_nothing_of_it(tmp_path):
         assert torch.allclose(found[name].double(), value.double(), rtol=0, atol=1e-9), name
 
 
+# ---- on parts of sequences ---------------------------------------------------------------------------------------
+
+PARTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
+    "cp2-chunks": (2, {"cp": 2, "loss_chunk": 5}, ("max_norm", "soft_cap", "last", "two")),
+    "cp2": (2, {"cp": 2}, ("max_norm", "z_loss")),
+    "tp2-cp2": (4, {"tp": 2, "cp": 2}, ()),
+}
+
+
+def fit_ends(kinds: list[str], world: int, strategy: dict[str, Any]) -> list[tuple[Trace, int]]:
+    found = []
+    for kind in kinds:
+        seen = Ends()
+        trace = fit("Words", {"kind": kind}, world=world, strategy=strategy, steps=3, callbacks=[seen])
+        found.append((trace, seen.count))
+    return found
+
+
+@functools.cache
+def on_parts(start: str, shown: bool) -> dict[str, tuple[Trace, int]]:
+    world, strategy, always = PARTS[start]
+    kinds = [kind for kind in (*SHARDED, *WHOLE) if (kind in always) == shown]
+    return dict(zip(kinds, run_distributed(fit_ends, world, kinds, world, strategy, timeout=400.0)[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("start", "kind"),
+    [
+        pytest.param(start, kind, marks=[] if kind in always else pytest.mark.matrix)
+        for start, (*_, always) in PARTS.items()
+        for kind in (*SHARDED, *WHOLE)
+    ],
+)
+def test_every_end_of_parts_is_that_of_one_process(start, kind):
+    got, count = on_parts(start, kind in PARTS[start][2])[kind]
+    compare(reference(kind), got).raise_if_failed()
+    assert count == (SHARDED.get(kind, count) if "tp" in start else 0)
+
+
 # ---- heads in chunks, where nothing is sharded over tp -----------------------------------------------------------
 
 ALONE: dict[str, tuple[int, dict[str, Any]]] = {
