@@ -184,19 +184,13 @@ OURS: dict[str, dict[str, Any]] = {
 """Our ways, and what they set; the first sets nothing."""
 METHODS = ("ulysses", "ring", "all_gather")
 """Ways that deal the sequence out over all ranks (``cp``), by how attention is computed."""
+_ALL: dict[str, Any] = {"recompute": "full", "tile_mlp": 256, "loss_chunk": 256}
 LONG: dict[str, dict[str, Any]] = {
-    "ours, cp": {"cp": 4},
-    "ours, cp, recompute": {"cp": 4, "recompute": "full"},
-    "ours, cp, recompute, tiles": {"cp": 4, "recompute": "full", "tile_mlp": 256},
-    "ours, all": {"tp": 2, "cp": 2, "recompute": "full", "tile_mlp": 256, "loss_chunk": 256},
-    "ours, all, fsdp": {
-        "tp": 2,
-        "cp": 2,
-        "recompute": "full",
-        "tile_mlp": 256,
-        "loss_chunk": 256,
-        "data_parallel": "fsdp",
-    },
+    "ours, tp 4": {"tp": 4},
+    "ours, tp 4, recompute": {"tp": 4, "recompute": "full"},
+    "ours, cp 4": {"cp": 4},
+    "ours, tp 2 × cp 2, recompute, tiles, chunks": {"tp": 2, "cp": 2, **_ALL},
+    "ours, cp 4, recompute, tiles, chunks": {"cp": 4, **_ALL},
 }
 """Ways on four ranks for long sequences, and what they set."""
 ALONE = "a rank's part, alone"

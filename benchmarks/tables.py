@@ -324,26 +324,27 @@ def _longest(found: dict[str, Any], out: Path) -> list[str]:
     lines = [
         "## Longest sequence, all means together",
         "",
-        f"Within {budget / MIB:.0f} MiB for what a step adds on a rank (dim 128, 16 layers, 4,096 words, batch 1, float32):",
+        f"Within {budget / MIB:.0f} MiB for what a step adds on a rank (dim 64, 16 layers, 2,048 words, batch 1, float32):",
         "",
         *_head("way", "ranks", "positions", "of one plain process"),
     ]
-    figure, panel = plt.subplots(figsize=(9, 4.5))
+    figure, panel = plt.subplots(figsize=(11, 4.5))
+    ours = iter(("#f0a202", "#b35c00", "#2e9e5b", "#b5179e", "#5a189a"))
     for key, own in peaks.items():
         way, ranks = key.split("|")
         last = max(own, key=int)
         at = longest(own, budget, 8)
         lines.append(_row(way, ranks, f"{at:,}" if own[last] > budget else f"{at:,} or more", f"{at / first:.1f}"))
         points = sorted((int(at), peak / MIB) for at, peak in own.items())
-        style = "--" if "recomputed" in way or way == "ours" else "-"
+        style = "--" if "recompute" in way else "-"
         panel.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=f"{way}, {ranks} rank{'s' * (ranks != '1')}",
-                   color=None if way.startswith("ours, ") else _color(way))  # fmt: skip
+                   color=next(ours) if way.startswith("ours, ") else _color(way))  # fmt: skip
     panel.axhline(budget / MIB, color="#b00020", linewidth=1)
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:,.0f}")
     panel.set(xlabel="positions", ylabel="peak of a step over the rest, MiB", ylim=(0, 2 * budget / MIB))
     panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(frameon=False, fontsize=8)
+    panel.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
     figure.savefig(out / "longest.png", dpi=120)
     plt.close(figure)

@@ -33,8 +33,10 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The tensor of this rank where ``tensor`` is a ``DTensor``; otherwise ``tensor`` itself."""
-    return getattr(tensor, "_local_tensor", tensor)
+    """What this rank holds of a ``DTensor`` or of a sequence in parts; otherwise ``tensor`` itself."""
+    held: Tensor | None = getattr(tensor, "_local_tensor", None)
+    local: Tensor = tensor.__dict__.get("_local", tensor) if held is None else held
+    return local
 
 
 class SavedBytes:

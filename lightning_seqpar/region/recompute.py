@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar.activations.policy import hooks_in_force
 from lightning_seqpar.activations.regather import RegatheredInput
+from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.autograd import in_backward, is_of_checkpoint, saved_tensor_hooks_allowed
 from lightning_seqpar.distributed.rng import HostDraws
 from lightning_seqpar.layout.stand_in import StandIn, resolve, stand_in
@@ -160,6 +161,8 @@ class _Kept:
 
     def __init__(self, at: int, value: Tensor, region: SequenceRegion | None) -> None:
         self.at = at
+        # Of a part of a sequence the tensor that this rank holds: somebody's saved-tensor hooks would not know the part again.
+        self._place, value = value.place if isinstance(value, SeqPart) else None, local_of(value)
         self._width = region.size if region is not None and isinstance(value, StandIn) else None
         self.tensor: Tensor | None = resolve(value)
         self._requires_grad = self.tensor.requires_grad
@@ -176,7 +179,8 @@ class _Kept:
             with torch.no_grad():  # this saves nothing: what is saved must be the same as in the forward
                 kept = self._handle.take(kept)
             kept = kept.detach().requires_grad_(self._requires_grad)
-        return kept if self._width is None else stand_in(kept, self._width)
+        given = kept if self._width is None else stand_in(kept, self._width)
+        return given if self._place is None else SeqPart.wrap(given, self._place)
 
 
 class RecomputedCall:

@@ -28,8 +28,10 @@ from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_unlowered
+from lightning_seqpar.parallel.chunked_heads import chunk_heads
+from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.grad_sync import step_traffic
-from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError, recompute_unsharded
+from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError, recompute_unsharded, tile_unsharded
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.plan.choice import resolve_plans
@@ -220,6 +222,8 @@ def describe(
         out.notes += [f"vocabulary: {line}" for line in whole]
         if config.recompute != "none":
             out.notes.append(_recompute(planned, record, config))
+        if config.tp == 1 and (config.cp > 1 or config.tile_mlp is not None or config.loss_chunk is not None):
+            out.notes += _change_unsharded(planned, config, ParallelGroups.silent(topology))
         _trace(out, planned, record, step, topology)
         if record is not None and step.sizes:
             out.activation_bytes_by_formula = _formula(record, planned, *step.sizes)
@@ -252,6 +256,28 @@ def _recompute(model: nn.Module, record: ShardedModel | None, config: ParallelCo
             return f"recompute {config.recompute}: the blocks are found before training, and not recomputed in the step here"
     patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)
     return f"recompute {config.recompute}: {', '.join(patterns)} ({len(names)} modules) run again in the backward"
+
+
+def _change_unsharded(model: nn.Module, config: ParallelConfig, groups: ParallelGroups) -> list[str]:
+    """Let a model of which tp shards nothing see parts of sequences, and run in tiles and chunks, where its plan is known.
+
+    Returns:
+        Notes on it.
+    """
+    try:
+        plans = resolve_plans(config.plan, model)
+    except ValueError:
+        return [
+            "cp, tile_mlp and loss_chunk: the blocks are found before training, and the step here runs without them"
+        ]
+    if config.tile_mlp is not None:
+        tile_unsharded(model, plans, MLPTiles(config.tile_mlp))
+    if config.loss_chunk is not None:
+        chunk_heads(model, plans, groups, config.loss_chunk)
+    if config.cp == 1:
+        return []
+    blocks = split_context(model, plans, groups, config.cp_method).context_blocks
+    return [f"cp {config.cp}: a rank holds its positions of each sequence in {len(blocks)} blocks and around them"]
 
 
 def _configured(model: nn.Module) -> nn.Module:
@@ -436,8 +462,8 @@ def _trace(
             (calls, sent), step_traffic(record.layout, record.groups.size("tp"), record.groups.size("dp")), strict=True
         ):
             counted["all_reduce"] = counted.get("all_reduce", 0) + more
-    if topology.get_dim("dp") > 1:
-        sent["all_reduce (dp)"] = out.gradient_bytes
+    if means := [axis for axis in ("dp", "cp") if topology.get_dim(axis) > 1]:
+        sent[f"all_reduce ({' × '.join(means)})"] = out.gradient_bytes
     out.sent_bytes, out.sent_calls = {k: v for k, v in sent.items() if v}, {k: v for k, v in calls.items() if v}
 
 
@@ -445,6 +471,7 @@ def _formula(record: ShardedModel, model: nn.Module, batch: int, length: int) ->
     """:attr:`Description.activation_bytes_by_formula` for an input of ``batch`` samples of ``length`` positions."""
     tp = record.groups.size("tp")
     length -= length > 1  # a language model's step may shift labels, which takes one position
+    length = math.ceil(length / record.groups.size("cp"))
     tokens = batch * length
     shards = batch * math.ceil(length / tp)
     styles = {name: style for name, style, _ in record.choices if style in ("column", "row")}
