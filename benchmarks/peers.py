@@ -24,9 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from lightning_seqpar import SeqParallelStrategy
 
 
+HEAD = 64  # features of a head, of decoders that are wide enough
+
+
 def head_size(dim: int) -> int:
-    """Features of a head."""
-    return 64 if dim >= 128 else 16
+    """Features of a head; narrow decoders have four heads at least."""
+    return HEAD if dim >= 128 else min(HEAD, dim // 4)
 
 
 class Norm(nn.Module):
