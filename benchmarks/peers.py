@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_seqpar import SeqParallelStrategy
 
-
 HEAD = 64  # features of a head, of decoders that are wide enough
 
 
