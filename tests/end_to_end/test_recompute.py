@@ -108,7 +108,7 @@ def fit_cases(names: tuple[str, ...], options: dict[str, Any]) -> dict[tuple[str
     [
         (2, {"tp": 2}, tuple(name for name in CASES if name != "adapters")),
         pytest.param(2, {"tp": 2, "sp": False}, ("accumulation", "pairs", "own inside"), marks=pytest.mark.matrix),
-        (4, {"tp": 2}, REPLICAS),
+        pytest.param(4, {"tp": 2}, REPLICAS, marks=pytest.mark.matrix),
         pytest.param(2, {"tp": 1}, REPLICAS, marks=pytest.mark.matrix),
         pytest.param(2, {"tp": 2, "sp": False}, tuple(CASES), marks=pytest.mark.matrix),
         pytest.param(4, {"tp": 4}, ("accumulation", "frozen", "pairs"), marks=pytest.mark.matrix),

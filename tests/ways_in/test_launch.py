@@ -209,6 +209,7 @@ def slurm(script, **env: str) -> list[tuple[tuple[str, ...], dict[str, str]]]:
     ]
 
 
+@pytest.mark.matrix
 def test_a_rank_that_nobody_meets(script):
     ((code, told),) = run_all(slurm(script, TIMEOUT="4")[:1])
     assert code != 0

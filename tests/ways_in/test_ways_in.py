@@ -140,6 +140,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.launch
+@pytest.mark.matrix
 def test_a_users_own_lightning_cli_with_a_nested_config_and_a_file(tmp_path):
     (tmp_path / "own.py").write_text(OWN_CLI)
     (tmp_path / "strategy.yaml").write_text(
@@ -260,7 +261,7 @@ def test_the_hugging_face_example_learns_and_goes_on_from_its_folder(tmp_path):
     """A tokenizer trained here, a Llama without memory, two processes; then the folder that it left is the start."""
     script = str(ROOT / "examples" / "finetune_hf.py")
     found = []
-    for more in (["--trainer.max_steps=24"], ["--trainer.max_steps=6", "--model.folder=runs/finetune/model"]):
+    for more in (["--trainer.max_steps=24"], ["--trainer.max_steps=4", "--model.folder=runs/finetune/model"]):
         code, output = run(PYTHON, script, *more, cwd=tmp_path)
         assert code == 0, output[-4000:]
         told = re.search(r"loss, mean of \d+ steps: ([\d.]+) at first, ([\d.]+) at the end", output)
