@@ -3569,7 +3569,7 @@ MUTANTS = [
         "_Enter.backward",
         " / ctx.chunks.size, None, None",
         ", None, None",
-        "tests/test_context.py -k cp2-True",
+        "tests/test_context.py -k cp2-False",
     ),
     Mutant(
         "cp: labels of the first positions on every rank",
