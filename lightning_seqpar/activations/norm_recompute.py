@@ -283,6 +283,8 @@ def _is_trusted(module: nn.Module, x: Tensor) -> bool:
 def _is_of_positions(module: nn.Module, x: SeqPart) -> bool:
     """Whether a norm of a part of a sequence is that part of the norm, which is tried once, on its first input."""
     state: _NormState = module.__dict__[_STATE]
+    if state.of_positions is None and isinstance(x.local, FakeTensor):
+        return True  # there are no values to compare
     if state.of_positions is None and min(x.place.chunks.counts) == 0:
         return False  # a rank without positions can't tell
     if state.of_positions is None:

@@ -123,6 +123,8 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     Where it is made of exchanges, all ranks add the same tensors in the same order, so their results are equal to the last
     bit.
     """
+    if group.size() == 1:
+        return _own(x)
     return PendingAllReduce(x, group, async_op=False).wait()
 
 
@@ -131,6 +133,8 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup, length: int | None = No
 
     ``[b, ceil(s/tp), h]`` → ``[b, s, h]`` for ``dim=1`` and ``length=s``.
     """
+    if group.size() == 1:
+        return _own(x if length is None else x.narrow(dim, 0, length))
     return PendingGather(x, dim, group, length, async_op=False).wait()
 
 
@@ -139,7 +143,14 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
     ``[b, s, h]`` → ``[b, ceil(s/tp), h]`` for ``dim=1``.
     """
+    if group.size() == 1:
+        return _own(x)
     return PendingReduceScatter(x, dim, group, async_op=False).wait()
+
+
+def _own(x: Tensor) -> Tensor:
+    """What a rank that is alone in its group gets of its own tensor: a new one, for which nothing is sent."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:

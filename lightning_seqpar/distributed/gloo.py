@@ -27,7 +27,7 @@ _AT_ONCE = 2**18
 
 def uses_exchanges(x: Tensor, group: ProcessGroup) -> bool:
     """Whether collectives of this tensor over this group are made of exchanges."""
-    return x.is_cpu and not x.is_complex() and group.size() > 1 and group._get_backend(x.device).name() == "gloo"
+    return x.is_cpu and not x.is_complex() and group._get_backend(x.device).name() == "gloo"
 
 
 class _Exchange:

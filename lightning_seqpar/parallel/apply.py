@@ -23,7 +23,7 @@ from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
 from lightning_seqpar.parallel.embedded_parts import hook_embeddings
 from lightning_seqpar.parallel.graph_draws import GraphDraws
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
-from lightning_seqpar.parallel.recompute import MLPTiles, Recompute, make_recomputed, recomputed
+from lightning_seqpar.parallel.recompute import Recompute, make_recomputed, recomputed
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import (
     NEVER_SHARDS,
@@ -34,6 +34,7 @@ from lightning_seqpar.parallel.sharded_model import (
     record_of,
     refuse_copies,
 )
+from lightning_seqpar.parallel.tiled_mlps import MLPTiles
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.hooks import draw_alike, note_shards, require_shard, return_whole
 from lightning_seqpar.region.lowered import LoweredRegion, begin_lowered_block

@@ -9,10 +9,16 @@ from torch import nn
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.vocab import VocabParallelHead, VocabPart
 from lightning_seqpar.parallel.module_changes import ModuleChange, ModuleSnapshot, changes_since
+from lightning_seqpar.parallel.sharded_model import guard_pickling
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import find_vocabulary
 from lightning_seqpar.styles.vocab import unfit_for_vocab
 from lightning_seqpar.topology.process_groups import ParallelGroups
+
+_WHY = (
+    "pickling (torch.save) of a model whose head computes in chunks (loss_chunk), or of that head, would write a process group; "
+    "write its state_dict(), which is the whole model's, or pickle it when training has ended"
+)
 
 
 def chunk_heads(
@@ -43,4 +49,5 @@ def chunk_heads(
     for head in heads.values():
         shard = Shard.by_vocabulary(head.out_features, 1)
         VocabParallelHead.adopt(head, VocabPart(shard, groups["tp"], 0, tokens), cut=False)
+        guard_pickling(head, _WHY)
     return list(heads), changes_since(before)

@@ -36,21 +36,31 @@ NEVER_SHARDS = (
 
 
 class PickleGuard:
-    """The first attribute of a module that holds shards: pickling it, and so the module, raises. Copies have it too."""
+    """The first attribute of a module that must not be pickled: pickling it, and so the module, raises. Copies have it too.
+
+    Args:
+        why: the sentence.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PickleGuard:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(f"pickling (torch.save) of a parallelised model, or of a part, would write {NEVER_SHARDS}")
+        raise RuntimeError(self._why)
 
 
-def guard_pickling(module: nn.Module) -> None:
-    """Refuse to pickle a module, in place: hooks and shards come behind the first of its attributes, which raises."""
+_WRITES_SHARDS = f"pickling (torch.save) of a parallelised model, or of a part, would write {NEVER_SHARDS}"
+
+
+def guard_pickling(module: nn.Module, why: str = _WRITES_SHARDS) -> None:
+    """Refuse to pickle a module, in place: what it holds comes behind the first of its attributes, which raises ``why``."""
     own = vars(module)
     others = dict(own)
     own.clear()
-    own[PICKLE_KEY] = PickleGuard()
+    own[PICKLE_KEY] = PickleGuard(why)
     own.update(others)
 
 

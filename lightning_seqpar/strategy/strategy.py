@@ -40,9 +40,10 @@ from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.module_changes import ModuleChange
-from lightning_seqpar.parallel.recompute import MLPTiles, recompute_unsharded, tile_unsharded
+from lightning_seqpar.parallel.recompute import recompute_unsharded
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.parallel.synced_norms import sync_batch_norms
+from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.averages import (

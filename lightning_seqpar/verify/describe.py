@@ -31,9 +31,10 @@ from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse
 from lightning_seqpar.parallel.chunked_heads import chunk_heads
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.grad_sync import step_traffic
-from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError, recompute_unsharded, tile_unsharded
+from lightning_seqpar.parallel.recompute import NoAttentionError, recompute_unsharded
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
+from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import VOCAB_OFF, find_vocabulary, with_vocabulary

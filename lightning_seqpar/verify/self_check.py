@@ -19,8 +19,9 @@ from lightning_seqpar.parallel.apply import has_context, parallelize, whole_mode
 from lightning_seqpar.parallel.chunked_heads import chunk_heads
 from lightning_seqpar.parallel.context import split_context
 from lightning_seqpar.parallel.grad_checks import check_replicated
-from lightning_seqpar.parallel.recompute import MLPTiles, NoAttentionError, Recompute, tile_unsharded
+from lightning_seqpar.parallel.recompute import NoAttentionError, Recompute
 from lightning_seqpar.parallel.sharded_model import ShardedModel
+from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.observed_run import ObservedRun, observe_run
