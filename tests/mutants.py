@@ -2713,7 +2713,7 @@ MUTANTS = [
             (
                 "shards are pickled",
                 "guard_pickling",
-                "PickleGuard()",
+                "PickleGuard(why)",
                 "None",
                 "trainer_manners.py::test_the_rest_of_a_run",
             ),

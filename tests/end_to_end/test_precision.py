@@ -15,14 +15,8 @@ from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import Trace, norm_of
 from tests.helpers import models
 from tests.helpers.fit import fit, quiet_trainer
+from tests.helpers.habit_runs import TOPOLOGIES
 
-TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2": (2, {"tp": 2}),
-    "dp2xtp2": (4, {"tp": 2}),
-    "fsdp2xtp2": (4, {"tp": 2, "data_parallel": "fsdp"}),
-    "cp2": (2, {"cp": 2}),
-    "tp2xcp2": (4, {"tp": 2, "cp": 2}),
-}
 PRECISIONS = ("64-true", "32-true", "bf16-mixed", "bf16-true", "16-true")
 
 

@@ -87,11 +87,21 @@ def fit_dropping(strategy: dict[str, Any], world: int, recomputes: bool) -> Trac
 
 
 @pytest.mark.parametrize(
-    "strategy", [{"tp": 2}, pytest.param({"tp": 2, "sp": False}, marks=pytest.mark.matrix), {"cp": 2}], ids=str
+    "strategy",
+    [
+        {"tp": 2},
+        {"cp": 2},
+        *(
+            pytest.param(more, marks=pytest.mark.matrix)
+            for more in ({"tp": 2, "sp": False}, {"tp": 2, "cp": 2}, {"tp": 2, "cp": 2, "sp": False})
+        ),
+    ],
+    ids=str,
 )
 def test_a_tile_drops_out_in_the_backward_what_it_dropped_in_the_forward(strategy):
     strategy = {**strategy, "tile_mlp": 8}
-    kept, again = (run_distributed(fit_dropping, 2, strategy, 2, recomputes)[0] for recomputes in (False, True))
+    world = strategy.get("tp", 1) * strategy.get("cp", 1)
+    kept, again = (run_distributed(fit_dropping, world, strategy, world, recomputes)[0] for recomputes in (False, True))
     assert kept.losses == again.losses
     for name, weight in kept.weights.items():
         assert torch.equal(weight, again.weights[name]), name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import os
 import warnings
 from typing import Any
@@ -534,6 +535,28 @@ def test_logits_in_chunks_are_not_kept_with_cp(world, strategy):
         3 * 4 + 1
     )  # of each token: its largest logit, the sum of exponentials, how much it counts, and if
     assert at_once - in_chunks >= logits - numbers
+
+
+def save_while_training() -> str:
+    class Save(models.L.Callback):
+        told = ""
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            with pytest.raises(RuntimeError) as error:
+                torch.save(pl_module, io.BytesIO())
+            self.told = str(error.value)
+
+    module, save = models.GPT(), Save()
+    strategy = SeqParallelStrategy(loss_chunk=5)
+    quiet_trainer(devices=1, strategy=strategy, max_steps=1, callbacks=[save]).fit(
+        module, models.loader(2, length=10, count=2)
+    )
+    torch.save(module, io.BytesIO())  # it is the user's own again
+    return save.told
+
+
+def test_a_head_in_chunks_is_not_pickled():
+    assert "whose head computes in chunks (loss_chunk)" in run_distributed(save_while_training, 1)[0]
 
 
 def fit_headless() -> None:

@@ -237,6 +237,23 @@ def test_what_is_recomputed_is_said_and_not_counted(tp):
         assert all(at_least <= traced for at_least, traced in zip(formulas, kept, strict=True))
 
 
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "cp": 2, "sp": False}], ids=str)
+def test_sequences_over_ranks_are_counted_in_parts(sizes):
+    options = ({}, {"tile_mlp": 16}, {"loss_chunk": 8}, {"recompute": "full"})
+    for more in options:
+        whole, said = (
+            describe(build("llama"), ParallelConfig(**{**sizes, **more, "cp": cp}), length=64) for cp in (1, 2)
+        )
+        assert said.activation_bytes is not None, said.notes
+        assert whole.activation_bytes is not None
+        assert said.activation_bytes < 0.75 * whole.activation_bytes, more
+        assert said.sent_calls["alltoall"] >= 4
+
+
+def test_a_rank_that_is_alone_sends_nothing():
+    assert not describe(build("llama"), ParallelConfig(tile_mlp=16, loss_chunk=8), length=64).sent_calls
+
+
 def test_an_attention_whose_row_stands_beside_it_is_found():
     example = torch.zeros(2, 8, dtype=torch.long)
     said = describe(Zoo("bert").net, ParallelConfig(tp=2, recompute="selective"), example=example)
