@@ -18,6 +18,7 @@ from tests.helpers.adapted import Adapted
 from tests.helpers.families import HuggingFace, build
 from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.models import loader
+from tests.helpers.slices import rest
 
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -46,7 +47,7 @@ def fit_adapted(strategy: dict[str, Any], cases: dict[str, dict[str, Any]]) -> d
 @pytest.mark.parametrize(
     ("world", "strategy"),
     [
-        (2, {"tp": 2}),
+        rest(2, {"tp": 2}),
         (2, {"tp": 2, "sp": False}),
         pytest.param(4, {"tp": 4}, marks=pytest.mark.matrix),
         (4, {"tp": 2}),

@@ -20,6 +20,7 @@ from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, compare
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
+from tests.helpers.slices import rest
 
 
 class Stream(IterableDataset):
@@ -76,7 +77,7 @@ def worker_stream(broadcast: bool, workers: int = 0, world: int = 2, twins: bool
     return model.batches, model.draws, recorder.trace, model.validated
 
 
-@pytest.mark.parametrize(("workers", "twins"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("workers", "twins"), [rest(0, False), (1, True)])
 def test_a_replica_reads_one_stream_and_trains_as_one_process(workers, twins):
     told = run_distributed(worker_stream, 2, True, workers, 2, twins)
     (batches, draws, trace, validated), (others, other_draws, _, other_validated) = told

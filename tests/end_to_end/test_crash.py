@@ -6,10 +6,11 @@ import pytest
 
 from lightning_seqpar.checkpoint.atomic_files import MARKER
 from tests import crash
+from tests.helpers.slices import rest
 
 
 # Written in the background it is the same folder in the same order; make crash tries all of it.
-@pytest.mark.parametrize("form", ["single", "sharded", pytest.param("async", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("form", [rest("single"), "sharded", pytest.param("async", marks=pytest.mark.matrix)])
 def test_whatever_is_killed_leaves_the_one_before(form):
     events, expected = crash.uninterrupted(form)
     started = next(at for at, event in enumerate(events[0]) if event.startswith("open step=2"))  # the first is whole

@@ -13,6 +13,7 @@ from lightning_seqpar.verify.parity import Trace, compare
 from tests import write_families
 from tests.helpers.families import FAMILIES, build
 from tests.helpers.fit import fit
+from tests.helpers.slices import rest
 
 TOPOLOGIES = {
     "tp2": (2, 2, True), "tp2-no-sp": (2, 2, False), "tp4": (4, 4, True), "tp4-no-sp": (4, 4, False),
@@ -104,7 +105,7 @@ def fit_fewer(plan: str) -> list[Trace]:
     return [fit("HuggingFace", a, world=4, strategy={"tp": 4, "plan": plan}, steps=2, length=LENGTH) for a in args]
 
 
-@pytest.mark.parametrize("plan", ["auto", "infer"])
+@pytest.mark.parametrize("plan", ["auto", rest("infer")])
 def test_fewer_kv_heads_than_ranks(plan):
     for (family, heads), got in zip(FEWER, run_distributed(fit_fewer, 4, plan)[0], strict=True):
         args = {"family": family, "loss": "user", "num_key_value_heads": heads}

@@ -21,6 +21,7 @@ from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.helpers.checkpoints import whole
 from tests.helpers.fit import quiet_trainer
+from tests.helpers.slices import rest
 
 FORMS = ["single", "sharded"]
 
@@ -198,7 +199,7 @@ def keep_a_shadow(form: str, path: str) -> tuple[str, bool]:
     return type(second.kept).__name__, bool((second.kept == 2).all())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form if form == "sharded" else rest(form) for form in FORMS])
 def test_what_callbacks_keep_comes_back_as_it_was(tmp_path, form):
     assert run_distributed(keep_a_shadow, 2, form, str(tmp_path / "a.ckpt")) == [("Parameter", True)] * 2
 
@@ -234,7 +235,7 @@ def restore_other_keys(form: str, folder: str) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form if form == "sharded" else rest(form) for form in FORMS])
 def test_missing_keys_are_told_or_left_as_they_are(tmp_path, form):
     for told in run_distributed(restore_other_keys, 2, form, str(tmp_path)):
         assert all('Missing key(s) in state_dict: "extra"' in one for one in told[:2])
@@ -252,7 +253,7 @@ def keep_some(form: str, folder: str, link: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("link", [True, "link"])
+@pytest.mark.parametrize("link", [rest(True), "link"])
 def test_the_best_are_kept_and_the_last_is_found(tmp_path, form, link):
     found = run_distributed(keep_some, 2, form, str(tmp_path), link)[0]
     assert found == ["last.ckpt", "step=3.ckpt", "step=4.ckpt", "weights"]
@@ -276,7 +277,7 @@ def save_over_remains(form: str, folder: str) -> None:
             trainer.save_checkpoint(place / name)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form if form == "sharded" else rest(form) for form in FORMS])
 def test_what_another_form_left_is_cleared_away(tmp_path, form):
     run_distributed(save_over_remains, 2, form, str(tmp_path))
     for name in ("file.ckpt", "parts.ckpt"):
@@ -297,7 +298,7 @@ def save_over_a_link(form: str, folder: str) -> None:
         trainer.strategy.remove_checkpoint(place / "old.ckpt")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form if form == "sharded" else rest(form) for form in FORMS])
 def test_what_a_link_leads_to_stays(tmp_path, form):
     run_distributed(save_over_a_link, 2, form, str(tmp_path))
     for name in ("step.ckpt", "last.ckpt", "gone.ckpt"):

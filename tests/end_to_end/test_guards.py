@@ -25,6 +25,7 @@ from lightning_seqpar.verify.guards.optimizer import ELEMENTWISE_OPTIMIZERS
 from lightning_seqpar.verify.parity import ParityRecorder
 from tests.helpers import models, zoo
 from tests.helpers.fit import quiet_trainer
+from tests.helpers.slices import rest
 
 
 class L2(models.GPT):
@@ -681,7 +682,7 @@ def peek() -> int:
     return trainer.global_step
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [rest(2), 4])
 def test_one_rank_may_peek_at_a_shuffled_loader(world):
     assert run_distributed(peek, world, timeout=60) == [48 // world] * world
 
@@ -911,7 +912,7 @@ def train_late(folder: str, sp: bool, since: int, **kwargs: Any) -> tuple[str, i
     return told, trainer.global_step, sorted(path.name for path in Path(folder).glob("*.ckpt"))
 
 
-@pytest.mark.parametrize("since", [16, 19])
+@pytest.mark.parametrize("since", [rest(16), 19])
 @pytest.mark.parametrize("kind", [{}, {"frozen": True}, {"manual": True}], ids=["rides", "alone", "manual"])
 def test_a_loss_that_begins_to_read_a_part_is_seen_behind_one_step(kind, since, tmp_path):
     for told, step, saved in run_distributed(train_late, 2, str(tmp_path), True, since, **kind):

@@ -127,6 +127,7 @@ def fit_recomputed() -> list[Trace]:
     ]
 
 
+@pytest.mark.matrix
 def test_recomputed_in_the_backward():
     for (kind, _), got in zip(RECOMPUTED, run_distributed(fit_recomputed, 2)[0], strict=True):
         compare(fit("Zoo", {"kind": kind}, steps=2, length=8), got).raise_if_failed()

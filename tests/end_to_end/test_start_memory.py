@@ -17,6 +17,7 @@ from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.processes import Peak
+from tests.helpers.slices import rest
 
 ROWS, LENGTH = 50_257, 64
 
@@ -47,7 +48,7 @@ def grown(checked: bool, plan: str) -> float:
     return peak.grown
 
 
-@pytest.mark.parametrize("plan", ["auto", "infer"])
+@pytest.mark.parametrize("plan", ["auto", rest("infer")])
 def test_the_self_check_takes_no_more_memory_than_training(plan, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     checked, trusted = (max(run_distributed(grown, 2, flag, plan)) for flag in (True, False))

@@ -21,10 +21,8 @@ from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import third_party, zoo
 from tests.helpers.fit import fit, fit_kinds, quiet_trainer
 from tests.helpers.models import loader
-from tests.helpers.third_party import KINDS, LowRankFeedForward, LowRankProjections
+from tests.helpers.third_party import BATCH_NORMS, KINDS, LowRankFeedForward, LowRankProjections
 
-# A batch norm's statistics are those of one replica's batch, as they are with any data parallelism.
-NOT_OVER_REPLICAS = ("conformer", "batch_normed")
 TOPOLOGIES = {"tp2": (2, 2, True), "tp4": (4, 4, True), "dp2-tp2": (4, 2, True), "tp2-no-sp": (2, 2, False)}
 # On four ranks one of each sort; `make parity` runs them all.
 ALWAYS = {
@@ -75,7 +73,7 @@ CASES = [
     pytest.param(name, kind, marks=() if kind in ALWAYS[name] else pytest.mark.matrix, id=f"{name}-{kind}")
     for name in TOPOLOGIES
     for kind in KINDS
-    if not (name.startswith("dp") and kind in NOT_OVER_REPLICAS)
+    if not (name.startswith("dp") and kind in BATCH_NORMS)
 ]
 
 
@@ -89,7 +87,7 @@ def trained(topology: str, always: bool) -> dict[str, tuple[Trace, int] | str]:
     """One start of the ranks for all kinds that always run, or for all others."""
     world, tp, sp = TOPOLOGIES[topology]
     kinds = [kind for kind in KINDS if (kind in ALWAYS[topology]) == always]
-    kinds = [kind for kind in kinds if not (topology.startswith("dp") and kind in NOT_OVER_REPLICAS)]
+    kinds = [kind for kind in kinds if not (topology.startswith("dp") and kind in BATCH_NORMS)]
     return run_distributed(fit_kinds, world, "ThirdParty", kinds, world, tp, sp, timeout=400.0)[0]
 
 

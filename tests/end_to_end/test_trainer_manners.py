@@ -26,6 +26,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare, gather_weights
 from tests.helpers import models, zoo
 from tests.helpers.fit import quiet_trainer
+from tests.helpers.slices import rest
 
 
 def trainer_of(tp: int, **kwargs: Any) -> L.Trainer:
@@ -221,7 +222,7 @@ def outcomes(table: str, names: list[str], tp: int, folder: str) -> dict[str, An
     return found
 
 
-@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), rest(4, 2)])
 def test_what_users_write_trains_as_in_one_process(world, tp, tmp_path):
     names = (
         list(TRAINED) if world == 2 else ["an iterator", "manual", "thawing raw parameters", "thawing by a callback"]

@@ -15,6 +15,7 @@ from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.parity import ParityRecorder, Trace, compare
 from tests.helpers import models
 from tests.helpers.fit import fit, quiet_trainer
+from tests.helpers.slices import rest
 
 PLANS = {
     "Direct": lambda: models.plan("", None),
@@ -32,13 +33,13 @@ def check(model: str, args: dict, world: int = 2, tp: int = 2, *, sp: bool = Tru
         compare(expected, trace).raise_if_failed()
 
 
-@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no-sp"])
-@pytest.mark.parametrize("style", ["toggle", "leak", "keep"])
+@pytest.mark.parametrize("sp", [True, rest(False)], ids=["sp", "no-sp"])
+@pytest.mark.parametrize("style", ["toggle", "leak", rest("keep")])
 def test_manual_optimization_with_two_optimizers(style, sp):
     check("ManualTwo", {"style": style}, sp=sp, steps=12)
 
 
-@pytest.mark.parametrize("style", ["toggle", "keep"])
+@pytest.mark.parametrize("style", ["toggle", rest("keep")])
 def test_manual_optimization_with_replicas(style):
     # "toggle" leaves parameters out by turns; DDP must be told, as in stock Lightning.
     strategy = {"ddp": {"find_unused_parameters": style == "toggle"}}
@@ -46,24 +47,24 @@ def test_manual_optimization_with_replicas(style):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("sp", [True, rest(False)])
 @pytest.mark.parametrize("model", ["LayerDrop", "LayerDropBehind"])
 def test_blocks_that_are_left_out(model, sp, world):
     """The last block too, at which the region ends, and all of them."""
     check(model, {}, world, sp=sp, strategy={"ddp": {"find_unused_parameters": world == 4}})
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [rest(2), 4])
 def test_a_scheduler(world):
     check("Scheduled", {}, world)
 
 
-@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), rest(4, 4), (4, 2)])
 def test_rates_that_follow_from_shapes_and_classes(world, tp):
     check("FollowsShapes", {}, world, tp)
 
 
-@pytest.mark.parametrize("thaw", [False, True])
+@pytest.mark.parametrize("thaw", [rest(False), True])
 @pytest.mark.parametrize("sp", [True, False])
 def test_frozen_parameters_and_a_thaw(sp, thaw):
     check("Frozen", {"thaw": thaw, "tied": False}, sp=sp)
@@ -79,25 +80,25 @@ def test_a_thaw_between_accumulated_batches(tp):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("sp", [True, rest(False)])
 def test_gradients_that_the_user_puts_in_place_of_ours(sp, world):
     check("Edits", {}, world, sp=sp, steps=4, accumulate=2)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("length", [10, 8])
+@pytest.mark.parametrize("length", [10, rest(8)])
 def test_activation_checkpointing_of_blocks(reentrant, length):
     check("Recomputed", {"reentrant": reentrant}, length=length, steps=4)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("sp", [True, rest(False)])
 def test_activation_checkpointing_inside_blocks(reentrant, sp):
     check("InnerRecompute", {"reentrant": reentrant}, sp=sp, steps=4)
 
 
 @pytest.mark.parametrize("where", ["step", "block", "checkpoint"])
-@pytest.mark.parametrize("who", ["offloads", "counts"])
+@pytest.mark.parametrize("who", ["offloads", rest("counts")])
 def test_saved_tensor_hooks_of_somebody_else(who, where):
     check("UnderHooks", {"who": who, "where": where}, steps=4)
 
@@ -107,7 +108,7 @@ def fit_offloaded(*args, **kwargs):
         return fit(*args, **kwargs)
 
 
-@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("sp", [True, rest(False)])
 def test_a_fit_that_is_offloaded_as_a_whole(sp):
     args = "Recomputed", {"reentrant": False}
     expected = fit(*args, steps=4)
@@ -115,13 +116,13 @@ def test_a_fit_that_is_offloaded_as_a_whole(sp):
         compare(expected, trace).raise_if_failed()
 
 
-@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("sp", [True, rest(False)])
 def test_repeated_and_aborted_forwards_without_an_owner(sp):
     check("Direct", {}, sp=sp, steps=4)
     check("Direct", {}, 4, sp=sp, steps=4)
 
 
-@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("sp", [True, rest(False)])
 def test_a_block_that_runs_three_times(sp):
     check("SharedBlock", {}, sp=sp, steps=4, strategy={"plan": "byte_gpt"})
 
@@ -147,7 +148,7 @@ def evaluate(args: dict, strategy: dict | None, kind: str) -> list:
     return torch.cat(trainer.predict(module, models.loader(8, count=32, length=9)))
 
 
-@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("sp", [True, rest(False)])
 @pytest.mark.parametrize("args", [{}, {"norm_first": True}, {"batch_first": False}, {"norm": False}], ids=str)
 def test_evaluation_of_a_padded_encoder_where_stock_torch_packs_the_batch(args, sp):
     expected = evaluate(args, None, "PaddedEncoder")

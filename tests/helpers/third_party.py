@@ -768,3 +768,4 @@ KINDS = [
     "batch_normed", "shared_scale", "listed", "spatial_gate", "parametrized", "grouped_adapters",
     "first_differs",
 ]  # fmt: skip
+BATCH_NORMS = ("conformer", "batch_normed")

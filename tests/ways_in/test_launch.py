@@ -167,6 +167,7 @@ def test_torchrun_with_a_killed_rank(script):
     assert "Signal 9" in done.stderr
 
 
+@pytest.mark.matrix
 def test_torchrun_with_a_rank_that_raises(script):
     done = script(*TORCHRUN, BAD="raise:1")
     assert done.returncode != 0
@@ -190,6 +191,7 @@ def test_a_refusal_is_told_once_and_without_our_frames(script):
     assert len(told.splitlines()) < 30
 
 
+@pytest.mark.matrix
 def test_a_refusal_under_torchrun_is_told_by_rank_0(script):
     done = script(*TORCHRUN, REFUSED="1")
     assert done.returncode == 1

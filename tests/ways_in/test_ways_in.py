@@ -156,6 +156,7 @@ def test_a_users_own_lightning_cli_with_a_nested_config_and_a_file(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.matrix
 def test_hydra_leaves_one_folder(tmp_path):
     arguments = ("strategy.tp=2", "trainer.max_steps=2", "strategy.plan={base: auto, rules: []}")
     script = str(ROOT / "examples" / "train_hydra.py")
