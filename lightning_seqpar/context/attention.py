@@ -93,7 +93,7 @@ def scaled_dot_product_attention(func: Any, args: tuple[Any, ...], kwargs: dict[
             f"cp_method='ulysses' with cp={place.chunks.size}: an attention has {heads} heads (on a rank), which must divide by "
             "cp; use cp_method='auto' or 'ring', or a cp that divides them"
         )
-    if not what.dropout_p and _rings(q, k, v, mask, what):
+    if not what.dropout_p and _rings(q, k, v, mask, what, k._place.chunks):
         return _ring(q, k, v, mask, what)
     return _all_gather(q, k, v, mask, what)
 
@@ -149,6 +149,12 @@ def _all_gather(q: SeqPart, k: Any, v: Any, mask: Any, what: Attention) -> SeqPa
         reach = max((stop for _, stop in chunks.ranges[chunks.rank]), default=0)
         reach = min(max(reach, 1), keys.shape[-2])
         keys, values = keys[..., :reach, :], values[..., :reach, :]
+        seen = chunks.sliced(0, reach)
+        if not what.dropout_p and _rings(q, keys, values, None, what, seen):  # pieces need no mask of s/cp × s
+            out = ring_attention(
+                q._local, keys, values, None, chunks, seen, is_causal=True, scale=what.scale, gathered=True
+            )
+            return q.like(out)
         at = chunks.positions(q.device)
         rows = at[:, None] >= torch.arange(reach, device=q.device)
     out = what.run(q._local, keys, values, rows, chunks, is_causal=False)
@@ -163,12 +169,12 @@ def _served(q: SeqPart, k: SeqPart, v: SeqPart, what: Attention) -> bool:
     return v.shape[-3] == groups and (groups in (1, heads) or (what.enable_gqa and heads % groups == 0))
 
 
-def _rings(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, what: Attention) -> bool:
-    """Whether ring attention can be used."""
+def _rings(q: SeqPart, k: Tensor, v: Tensor, mask: Any, what: Attention, keys: Chunks) -> bool:
+    """Whether ring attention can be used with keys that are dealt out like this."""
     grouped = q.ndim > 2 and k.shape[-3] != q.shape[-3]
     if (grouped and not what.enable_gqa) or not (mask is None or isinstance(mask, Tensor)):
         return False
-    return can_ring(q, k, v, mask, q._place.chunks, k._place.chunks)
+    return can_ring(q, k, v, mask, q._place.chunks, keys)
 
 
 def _ring(q: SeqPart, k: SeqPart, v: SeqPart, mask: Any, what: Attention) -> SeqPart:

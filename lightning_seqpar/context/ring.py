@@ -90,21 +90,37 @@ class Ring:
         keys: how that of keys and values is.
         is_causal: whether a query reads keys at its own position and before it alone.
         scale: of the scores.
+        gathered: whether keys and values are whole on this rank: a ring of one.
     """
 
     queries: Chunks
     keys: Chunks
     is_causal: bool
     scale: float
+    gathered: bool = False
+
+    @property
+    def size(self) -> int:
+        """Ranks in the ring."""
+        return 1 if self.gathered else self.keys.size
+
+    @property
+    def rank(self) -> int:
+        """This rank in the ring."""
+        return 0 if self.gathered else self.keys.rank
+
+    def count(self, source: int) -> int:
+        """How many keys the rank ``source`` has."""
+        return self.keys.length if self.gathered else self.keys.counts[source]
 
     def pieces(self, source: int, masked: bool) -> list[Piece]:
         """What this rank computes with the chunk of the rank ``source``."""
-        runs = self.keys.ranges[source]
+        runs = ((0, self.keys.length),) if self.gathered else self.keys.ranges[source]
         queries = self.queries.ranges[self.queries.rank]
         if self.is_causal or masked:
             return list(pieces(queries, runs, self.is_causal))
         # Positions do not matter: all runs in one go.
-        return list(pieces(queries, ((0, self.keys.counts[source]),), False))
+        return list(pieces(queries, ((0, self.count(source)),), False))
 
 
 class _Block(NamedTuple):
@@ -351,7 +367,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
         ctx.set_materialize_grads(False)
-        keys, rank, size = ring.keys, ring.keys.rank, ring.keys.size
+        keys, rank, size = ring.keys, ring.rank, ring.size
         heads = _Heads(k, v, q.shape[1] // k.shape[1])
         dtype = _sum_dtype(q.dtype)
         batch, number, rows, _ = q.shape
@@ -370,10 +386,10 @@ class _RingAttention(torch.autograd.Function):
             source, behind = (rank - step) % size, (rank - step - 1) % size
             coming = None
             if step < size - 1:
-                coming = PassedOn(here, heads.numbers(keys.counts[behind]), keys)
+                coming = PassedOn(here, heads.numbers(ring.count(behind)), keys)
             plan = ring.pieces(source, mask is not None)
             if plan:
-                some_k, some_v = (heads.repeated(x) for x in heads.split(here, keys.counts[source]))
+                some_k, some_v = (heads.repeated(x) for x in heads.split(here, ring.count(source)))
             for piece in plan:
                 part = _forward(_block(ring, piece, q, some_k, some_v, mask))
                 stretch = slice(*piece.rows)
@@ -396,7 +412,7 @@ class _RingAttention(torch.autograd.Function):
     def _grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, top, log_total = ctx.saved_tensors
         ring, heads = ctx.ring, ctx.heads
-        keys, rank, size = ring.keys, ring.keys.rank, ring.keys.size
+        keys, rank, size = ring.keys, ring.rank, ring.size
         dtype = _sum_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=dtype)
         dmask = torch.zeros_like(mask, dtype=dtype) if ctx.needs_input_grad[3] else None
@@ -406,8 +422,8 @@ class _RingAttention(torch.autograd.Function):
             source, behind = (rank - step) % size, (rank - step - 1) % size
             coming = None
             if step < size - 1:
-                coming = PassedOn(here, heads.numbers(keys.counts[behind]), keys)
-            length = keys.counts[source]
+                coming = PassedOn(here, heads.numbers(ring.count(behind)), keys)
+            length = ring.count(source)
             grads = here.new_zeros(heads.numbers(length), dtype=dtype)
             plan = ring.pieces(source, mask is not None)
             if plan:
@@ -425,11 +441,12 @@ class _RingAttention(torch.autograd.Function):
                     into += found[3]
             if returning is not None:
                 grads += returning.wait()
-            returning = PassedOn(grads, heads.numbers(keys.counts[behind]), keys)
+            if size > 1:
+                returning = PassedOn(grads, heads.numbers(ring.count(behind)), keys)
             if coming is not None:
                 here = coming.wait()
         home = grads if returning is None else returning.wait()
-        dk, dv = heads.split(home, keys.local_length)
+        dk, dv = heads.split(home, ring.count(rank))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if dmask is None else dmask.to(mask.dtype), None
 
 
@@ -473,6 +490,7 @@ def ring_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    gathered: bool = False,
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` of this rank's queries with the keys and values of all ranks.
 
@@ -489,8 +507,9 @@ def ring_attention(
         keys: how keys and values are.
         is_causal: whether a query reads keys at its own position and before it alone.
         scale: of the scores; None for one over the root of ``d``.
+        gathered: whether k and v are those of all ranks, ``[..., groups, t, d]``; nothing is sent then.
     """
-    ring = Ring(queries, keys, is_causal, 1 / sqrt(q.shape[-1]) if scale is None else scale)
+    ring = Ring(queries, keys, is_causal, 1 / sqrt(q.shape[-1]) if scale is None else scale, gathered)
     lead, number = q.shape[:-3], q.shape[-3] if q.ndim > 2 else 1
 
     def flat(x: Tensor) -> Tensor:

@@ -497,6 +497,26 @@ def test_ring_never_has_all_keys(fused):
     run_distributed(check_memory, 4, fused)
 
 
+def check_gathered() -> None:
+    """Keys and values are whole, and no mask of this rank's queries by all keys is made or kept."""
+    length = 64 * dist.get_world_size()
+    parts = [part(numbers(i, *shape), "all_gather", zigzag) for i, shape in enumerate(sizes(length, length))]
+    q, k, v = (x.like(x.local.detach().requires_grad_()) for x in parts)
+    kept: list[tuple[int, ...]] = []
+    with (
+        Watch() as made,
+        torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(tuple(x.shape)), x)[1], lambda x: x),
+    ):
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).local.sum().backward()
+    assert max(shape[-2] for shape in kept if len(shape) > 1) >= length * 3 // 4  # as far as the last query sees
+    every = [*kept, *(tuple(x.shape) for _, x in made.made)]
+    assert not [shape for shape in every if len(shape) > 1 and min(shape[-2:]) >= 64]
+
+
+def test_gathered_keys_need_no_mask():
+    run_distributed(check_gathered, 2)
+
+
 # ---- the plan --------------------------------------------------------------------------------------------------
 
 
