@@ -88,6 +88,8 @@ OTHERS = {
         if name in WHOLE
     },
     "cp2-all_gather": (2, {"cp": 2, "cp_method": "all_gather"}, EVERY),
+    "cp2-selective": (2, {"cp": 2, "recompute": "selective"}, FEW),
+    "tp2-cp2-selective": (4, {"tp": 2, "cp": 2, "recompute": "selective"}, [*FEW, *EXPERTS]),
 }
 
 

@@ -106,10 +106,12 @@ class Overflows(models.GPT):
             self.planted_at = -1  # global_step did not move
 
 
-def overflow(tp: int, how: str, name: str, rank: int, scaler: Any = torch.amp.GradScaler) -> list[tuple[bool, float]]:
+def overflow(
+    axis: str, size: int, how: str, name: str, rank: int, scaler: Any = torch.amp.GradScaler
+) -> list[tuple[bool, float]]:
     module = Overflows(name, rank)
     plugin = MixedPrecision("16-mixed", "cpu", scaler("cpu", init_scale=8.0, growth_interval=3))
-    strategy = SeqParallelStrategy(tp=tp, data_parallel=how, regather=True)
+    strategy = SeqParallelStrategy(data_parallel=how, regather=True, **{axis: size})
     world = torch.distributed.get_world_size()
     trainer = quiet_trainer(
         devices=world, strategy=strategy, max_epochs=1, plugins=[plugin], precision=None, limit_train_batches=5
@@ -120,15 +122,16 @@ def overflow(tp: int, how: str, name: str, rank: int, scaler: Any = torch.amp.Gr
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "how", "name", "rank"),
+    ("world", "axis", "size", "how", "name", "rank"),
     [
-        (2, 2, "ddp", "model.blocks.0.mlp.up.weight", 1),
-        (4, 2, "fsdp", "model.blocks.1.attn.proj.weight", 2),
-        (4, 1, "fsdp", "model.tokens.weight", 3),
+        (2, "tp", 2, "ddp", "model.blocks.0.mlp.up.weight", 1),
+        (2, "cp", 2, "ddp", "model.blocks.0.mlp.up.weight", 1),
+        (4, "tp", 2, "fsdp", "model.blocks.1.attn.proj.weight", 2),
+        (4, "tp", 1, "fsdp", "model.tokens.weight", 3),
     ],
 )
-def test_all_ranks_skip_the_same_step(world, tp, how, name, rank):
-    for seen in run_distributed(overflow, world, tp, how, name, rank):
+def test_all_ranks_skip_the_same_step(world, axis, size, how, name, rank):
+    for seen in run_distributed(overflow, world, axis, size, how, name, rank):
         assert seen == [(True, 8.0), (False, 4.0), (True, 4.0), (True, 4.0), (True, 8.0)]
 
 
@@ -138,4 +141,4 @@ class Foreign(torch.amp.GradScaler):
 
 def test_a_scaler_of_another_class_is_refused():
     with pytest.raises(RankFailedError, match=r"ValueError: a scaler of class Foreign: its ranks would disagree"):
-        run_distributed(overflow, 2, 2, "ddp", "model.head.weight", 0, Foreign)
+        run_distributed(overflow, 2, "tp", 2, "ddp", "model.head.weight", 0, Foreign)
