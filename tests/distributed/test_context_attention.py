@@ -150,6 +150,9 @@ def check_equal(method: str) -> tuple[int, list[str]]:
         for kind, given in masks(13, 13).items():
             more = {**given, "enable_gqa": True}
             check(f"{groups} groups, {kind}, {dealt}", sizes(13, 13, groups), more, method, (deal, deal))
+    for dealt, deal in DEALS.items():  # which the ring can't, so that the mask is made
+        for kind in ("causal", "scale"):
+            check(f"one head for all, {kind}, {dealt}", sizes(13, 13, 1), masks(13, 13)[kind], method, (deal, deal))
     for dealt, (s, t) in product(
         ((contiguous, zigzag), (zigzag, contiguous), (zigzag, zigzag)), ((13, 7), (3, 16), (16, 1))
     ):
