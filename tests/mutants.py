@@ -3867,10 +3867,13 @@ def arguments_of(mutant: Mutant, root: Path) -> list[str]:
 
 
 def stale(package: Path) -> list[str]:
-    """The faults that fit the source or the tests beside it no more, and why."""
+    """The faults that fit the source or the tests beside it no more, or have no row in the table of them, and why."""
     known, found = definitions(package), []
+    table = (package.parent / "docs" / "mutants.md").read_text()
     for mutant in MUTANTS:
         try:
+            if f"| {mutant.name} |" not in table:
+                raise ValueError(f"{mutant.name}: docs/mutants.md has no row for it")
             place_of(mutant, known)
             arguments_of(mutant, package.parent)
         except ValueError as error:
