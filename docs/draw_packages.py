@@ -21,8 +21,8 @@ PACKAGE = HERE.parent / "lightning_seqpar"
 
 GROUPS = {
     "what is asked for, and where ranks are": ("#dbe7f5", ["config", "topology"]),
-    "layers, and what they stand on": ("#d9efdc", ["distributed", "layout", "activations", "context", "region", "nn"]),
-    "a plan, and carrying it out": ("#fbeccb", ["styles", "plan", "parallel"]),
+    "layers, and what they stand on": ("#d9efdc", ["distributed", "layout", "context", "activations", "region", "nn"]),
+    "a plan, and carrying it out": ("#fbeccb", ["styles", "plan", "pipeline", "parallel"]),
     "before and around training": ("#f6dcd6", ["data", "inference", "init", "checkpoint", "verify"]),
     "what users touch": ("#e6def2", ["strategy", "testing", "cli"]),
 }
@@ -83,8 +83,8 @@ def main() -> None:
                            facecolor=color, edgecolor="#8a8f98", linewidth=0.7)
         )  # fmt: skip
         files = len([path for path in sources(name) if path.name != "__init__.py"])
-        ax.text(left + 0.12, y + 0.5, name, fontsize=11.5, weight="bold", va="center", family="monospace")
-        ax.text(left + 1.55, y + 0.5, textwrap.fill(purpose(name), 68), fontsize=9.2, va="center", linespacing=1.05)
+        ax.text(left + 0.12, y + 0.5, name, fontsize=11, weight="bold", va="center", family="monospace")
+        ax.text(left + 1.62, y + 0.5, textwrap.fill(purpose(name), 66), fontsize=9.2, va="center", linespacing=1.05)
         ax.text(grid - 0.62, y + 0.5, f"{files}", fontsize=8, va="center", ha="right", color="#666b73")
         x = grid + 0.42 * at
         ax.plot([grid - 0.2, x], [y + 0.5] * 2, color="#e4e6ea", linewidth=0.8, zorder=0)

@@ -84,7 +84,7 @@ def infer_plan(
     Raises:
         CantInferError: naming the module and why, with the rules that were tried and work, or the sentence that none was found.
     """
-    with _copy_for(model, example, dtype, prepare) as (copied, on_cpu):
+    with example_copy(model, example, dtype, prepare) as (copied, on_cpu):
 
         def attempt(more: Sequence[dict[str, Any]]) -> Inference:
             rules = ShardingPlan.from_rules(more).rules
@@ -103,7 +103,7 @@ def infer_plan(
 
 
 @contextmanager
-def _copy_for(
+def example_copy(
     model: nn.Module, example: Any, dtype: torch.dtype | None, prepare: Callable[[nn.Module], None]
 ) -> Iterator[tuple[nn.Module, Example]]:
     """A context with a copy of a model on the CPU and an example for it; the arguments are :func:`infer_plan`'s."""
@@ -135,7 +135,7 @@ def infer_blocks(
     Raises:
         CantInferError: if there are none, or the copy does not run.
     """
-    with _copy_for(model, example, dtype, prepare) as (copied, on_cpu):
+    with example_copy(model, example, dtype, prepare) as (copied, on_cpu):
         trace = ForwardTrace(copied)
         try:
             with on_cpu.repeats(copied), trace.watch(), Quiet(draws=on_cpu.draws):

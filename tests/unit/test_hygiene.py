@@ -13,8 +13,8 @@ from tests.mutants import Mutant, definitions, place_of, stale
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 ORDER = [
-    "config", "topology", "distributed", "layout", "context", "activations", "region", "nn", "styles", "plan", "parallel", "data",
-    "inference", "init", "checkpoint", "verify", "strategy", "testing", "cli", "__main__",
+    "config", "topology", "distributed", "layout", "context", "activations", "region", "nn", "styles", "plan", "pipeline",
+    "parallel", "data", "inference", "init", "checkpoint", "verify", "strategy", "testing", "cli", "__main__",
 ]  # fmt: skip
 """Packages (and modules that stand beside them): one imports from itself and from its left."""
 PUBLIC = {"collectives": "distributed", "measure": "distributed", "parity": "verify"}
@@ -96,6 +96,9 @@ def test_a_package_says_what_it_is_for_and_what_it_may_import(package):
     lines = [line for line in text.splitlines() if line]
     assert len(lines) == 3, "three lines"
     assert lines[-1].startswith("May import: ")
+    if " to " in lines[-1]:
+        left = ORDER[ORDER.index(package) - 1]
+        assert lines[-1] == f"May import: ``config`` to ``{left}``."
 
 
 def test_config_is_pure():
@@ -161,6 +164,16 @@ def test_everything_public_is_documented(path):
                     ):
                         continue
                     assert ast.get_docstring(part), f"{node.name}.{part.name}"
+
+
+def test_the_tree_for_contributors_has_every_module():
+    tree = (PACKAGE.parent / "CONTRIBUTING.md").read_text().split("lightning_seqpar/\n", 1)[1].split("```")[0]
+    told = {found[1]: found[0] for found in re.finditer(r"^  (\w+).*\n(?:    .*\n)*", tree, re.M)}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        package, name = parts[0], parts[-1]
+        if not name.startswith("__"):
+            assert re.search(rf"\b{name}\b", told.get(package, "")), f"CONTRIBUTING.md has no line on {package}/{name}"
 
 
 def test_links_in_the_documentation_lead_somewhere():
