@@ -1,0 +1,108 @@
+"""Where a model is cut into the stages of a pipeline, and which parameters each of them reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_seqpar.distributed.autograd import leaf_of, reach
+from lightning_seqpar.inference.dataflow import CantInferError
+from lightning_seqpar.inference.examples import Example
+from lightning_seqpar.inference.infer import example_copy
+from lightning_seqpar.inference.model_copy import Quiet
+from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.pipeline.stage import Cut
+from lightning_seqpar.region.hooks import find_argument, put_argument
+from lightning_seqpar.styles.style import Stack
+
+
+def find_cut(
+    model: nn.Module,
+    example: Example,
+    stacks: Sequence[Stack],
+    stages: int,
+    *,
+    dtype: torch.dtype | None = torch.float64,
+    prepare: Callable[[nn.Module], None] = lambda copied: None,
+) -> Cut:
+    """Run a copy on an example, and follow the graph from each stage's end to the parameters behind it, not across a cut.
+
+    Args:
+        model: the whole model.
+        example: an input.
+        stacks: its blocks, which are dealt out evenly.
+        stages: over how many stages.
+        dtype: of the copy.
+        prepare: is called with the copy before it runs.
+
+    Raises:
+        ValueError: if there are several stacks of blocks, they do not divide, or a stage reads what the blocks of another one made.
+        CantInferError: if a block returns more than its activation.
+    """
+    if len(stacks) != 1:
+        shown = " and ".join(stack.shown for stack in stacks)
+        raise ValueError(
+            f"pp={stages}: the model has several stacks of blocks ({shown}), which can't be cut yet; use pp=1"
+        )
+    (stack,) = stacks
+    if len(stack.blocks) % stages:
+        raise ValueError(f"pp={stages}: {stack.shown} has {len(stack.blocks)} blocks, which must divide by pp")
+    size = len(stack.blocks) // stages
+    blocks = tuple(tuple(stack.blocks[at * size : (at + 1) * size]) for at in range(stages))
+    ends: list[Tensor] = []
+    returned: set[int] = set()
+
+    def cut(name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            where, x = find_argument(name, stack.arg, args, kwargs)
+            ends.append(x)
+            return put_argument(where, x.detach().requires_grad_(), args, kwargs)
+
+        return hook
+
+    def look(name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            if isinstance(out, Tensor):
+                returned.add(0)
+            elif isinstance(out, tuple) and isinstance(out[0], Tensor) and all(one is None for one in out[1:]):
+                returned.add(len(out))
+            else:
+                raise CantInferError(f"{name} returns more than its activation, which stages behind would not have")
+
+        return hook
+
+    with example_copy(model, example, dtype, prepare) as (copied, on_cpu):
+        for name in stack.blocks:
+            copied.get_submodule(name).register_forward_hook(look(name))
+        for names in blocks[1:]:
+            copied.get_submodule(names[0]).register_forward_pre_hook(cut(names[0]), with_kwargs=True)
+        with Quiet(draws=on_cpu.draws):
+            loss = on_cpu.run(copied)
+        known = {id(parameter): name for name, parameter in copied.named_parameters()}
+        held = [_read_by(root, known) for root in (*ends, loss)]
+    if len(held) != stages or len(returned) != 1:
+        raise CantInferError(f"{stack.shown}: its blocks were not called one after the other, each once")
+    everything = set(known.values())
+    for at, names in enumerate(blocks):
+        own = {name for name in everything if any(inside(name, block) for block in names)}
+        for other, theirs in enumerate(blocks):
+            crossing = [name for name in sorted(held[at]) if other != at and any(inside(name, b) for b in theirs)]
+            if crossing:
+                raise ValueError(
+                    f"pp={stages}: stage {at} reads what {crossing[0]} made on stage {other}, past the activation between "
+                    "blocks; such a model can't be cut there. Use pp=1"
+                )
+        held[at] |= own
+    held[0] |= everything - set().union(*held)  # what nothing reads
+    return Cut(blocks, tuple(frozenset(names) for names in held), returned.pop(), stack.arg)
+
+
+def _read_by(root: Tensor, known: dict[int, str]) -> set[str]:
+    """The names of the parameters that a tensor's graph leads to."""
+    if root.grad_fn is None:
+        return set()
+    leaves = (leaf_of(node) for node in reach(root.grad_fn))
+    return {known[id(leaf)] for leaf in leaves if leaf is not None and id(leaf) in known}

@@ -1,0 +1,261 @@
+"""Where a model is cut, and what one stage of a pipeline runs of it.
+
+Every stage runs the user's own step. Blocks of the stages before do nothing there; at its first block the activation is
+replaced by that of the stage before; where the first block of the stage behind is called, the activation is sent on and the
+step ends. What lies in front of the blocks runs on every stage. Parameters that a stage does not read are NaN there, without
+memory: what is made of them is thrown away, and would be seen where it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_seqpar.distributed.autograd import leaf_of, once_differentiable, reach
+from lightning_seqpar.layout.module_names import Argument
+from lightning_seqpar.pipeline.link import Link
+from lightning_seqpar.region.hooks import find_argument, put_argument
+
+
+class StageEndError(BaseException):
+    """The user's step came to a block of a stage behind: what follows runs there. No error, and not for ``except Exception``.
+
+    Attributes:
+        loss: stands for the loss, which the last stage has; its backward is that of what was sent.
+    """
+
+    def __init__(self, loss: Tensor) -> None:
+        super().__init__()
+        self.loss = loss
+
+
+class Cut(NamedTuple):
+    """Where a model is cut.
+
+    Attributes:
+        blocks: of each stage the names of its blocks, in order.
+        held: of each stage the names of the parameters that it reads.
+        returned: of a block's outputs, how many stand in a tuple, of which the first is the activation; 0 where it returns the
+            activation itself.
+        arg: the argument of a block that carries the activation.
+    """
+
+    blocks: tuple[tuple[str, ...], ...]
+    held: tuple[frozenset[str], ...]
+    returned: int
+    arg: Argument
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.blocks)
+
+    def shared(self, name: str) -> tuple[int, ...]:
+        """The stages that read a parameter."""
+        return tuple(stage for stage, names in enumerate(self.held) if name in names)
+
+
+class _HandOn(torch.autograd.Function):
+    """Forward: send an activation to the next stage; what is left stands for the loss. Backward: its gradient comes from there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, link: Link) -> Tensor:
+        ctx.link, ctx.wants = link, x.requires_grad
+        link.send(x, wants_gradient=x.requires_grad)
+        return x.new_full((), float("nan"), dtype=torch.promote_types(x.dtype, torch.float32))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        return (ctx.link.receive()[0] if ctx.wants else None), None, None
+
+
+class _Take(torch.autograd.Function):
+    """Forward: the activation that the stage before has sent. Backward: send its gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, link: Link) -> Tensor:
+        ctx.link = link
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.link.send(grad)
+        return None, None, None
+
+
+class Stage:
+    """One stage of a pipeline: hooks on the blocks of a model, and parameters without memory where other stages hold them.
+
+    Args:
+        model: the whole model.
+        cut: where it is cut.
+        group: the process group of the pipeline.
+        device: of this rank.
+    """
+
+    def __init__(self, model: nn.Module, cut: Cut, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.number, self.count, self._cut = group.rank(), cut.stages, cut
+        self._model, self._group = model, group
+        depth = 2 * cut.stages
+        self._before = Link(group, self.number - 1, device, depth) if self.number > 0 else None
+        self._behind = Link(group, self.number + 1, device, depth) if self.number + 1 < cut.stages else None
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._has_taken = False
+        self.handles: list[RemovableHandle] = []
+        self._elsewhere: list[nn.Module] = []
+        self._install()
+        self._empty_parameters()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self._behind is None
+
+    @property
+    def stages_behind(self) -> int:
+        """How many stages come behind this one."""
+        return self.count - 1 - self.number
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run the user's step as far as this stage goes.
+
+        Returns:
+            What it returned on the last stage; on the others what stands for the loss.
+
+        Raises:
+            RuntimeError: if it came to its end without having come to this stage's first or last block.
+        """
+        self._has_taken = False
+        try:
+            out = step()
+        except StageEndError as end:
+            return end.loss
+        if not self.is_last or (self._before is not None and not self._has_taken):
+            what = "the blocks of the stage behind" if not self.is_last else "a block of its own"
+            raise RuntimeError(
+                f"stage {self.number} of {self.count}: the step ended without calling {what} "
+                f"({self._shown(self.number + (not self.is_last))}), so that nothing went through the pipeline"
+            )
+        return out
+
+    def check_graph(self, loss: Tensor) -> None:
+        """What this stage computes must read no parameter that is not here.
+
+        Args:
+            loss: what :meth:`run` returned.
+
+        Raises:
+            RuntimeError: naming the parameter.
+        """
+        absent = {id(p): name for name, p in self._model.named_parameters() if not self.holds(name)}
+        for node in reach(loss.grad_fn):
+            if (leaf := leaf_of(node)) is not None and id(leaf) in absent:
+                raise RuntimeError(
+                    f"stage {self.number} of {self.count} reads {absent[id(leaf)]}, which is on stage "
+                    f"{self._cut.shared(absent[id(leaf)])[0]}: in the example this stage did not read it. A model whose stages "
+                    "change what they read can't be cut; use pp=1"
+                )
+
+    def settle(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for link in (self._before, self._behind):
+            if link is not None:
+                link.settle()
+
+    def holds(self, name: str) -> bool:
+        """Whether the parameter of that name is here."""
+        return name in self._cut.held[self.number]
+
+    def counts(self, name: str) -> bool:
+        """Whether this stage is the first that holds the parameter: then it counts here in norms."""
+        return self._cut.shared(name)[:1] == (self.number,)
+
+    def sum_shared(self) -> None:
+        """Sum the gradients of parameters that several stages read (tied embeddings). Collective over the pipeline."""
+        for name, parameter in self._model.named_parameters():
+            if len(self._cut.shared(name)) < 2 or not parameter.requires_grad:
+                continue
+            grad = parameter.grad if self.holds(name) else None
+            total = parameter.new_zeros(parameter.shape) if grad is None else grad
+            dist.all_reduce(total, group=self._group)
+            if self.holds(name):
+                parameter.grad = total
+
+    # ---- the cut -----------------------------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        for stage, names in enumerate(self._cut.blocks):
+            for name in names:
+                if stage == self.number and self._before is not None:
+                    self.handles.append(modules[name].register_forward_pre_hook(self._take_at(name), with_kwargs=True))
+                elif stage != self.number:
+                    forward = self._pass_by(name) if stage < self.number else self._hand_on_at(name)
+                    modules[name].forward = forward
+                    self._elsewhere.append(modules[name])
+
+    def _take_at(self, name: str) -> Callable[..., Any]:
+        """A pre-hook of this stage's blocks: in front of the first that runs, the activation of the stage before comes in."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._has_taken:
+                return None
+            self._has_taken = True
+            assert self._before is not None
+            where, _ = find_argument(name, self._cut.arg, args, kwargs)
+            x, wants = self._before.receive()
+            if wants and torch.is_grad_enabled():
+                x = _Take.apply(self._anchor, x, self._before)  # type: ignore[no-untyped-call]
+            return put_argument(where, x, args, kwargs)
+
+        return hook
+
+    def _pass_by(self, name: str) -> Callable[..., Any]:
+        """The forward of a block that a stage before has run: it hands its activation on, as the block would return it."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            x = find_argument(name, self._cut.arg, args, kwargs)[1]
+            return (x, *[None] * (self._cut.returned - 1)) if self._cut.returned else x
+
+        return forward
+
+    def _hand_on_at(self, name: str) -> Callable[..., Any]:
+        """The forward of a block that a stage behind runs: the activation goes there, and this stage's step ends."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            x = find_argument(name, self._cut.arg, args, kwargs)[1]
+            if self._before is not None and not self._has_taken:
+                raise RuntimeError(
+                    f"stage {self.number} of {self.count}: {name} was called before any block of its own "
+                    f"({self._shown(self.number)})"
+                )
+            assert self._behind is not None
+            raise StageEndError(_HandOn.apply(x, self._anchor, self._behind))  # type: ignore[no-untyped-call]
+
+        return forward
+
+    def _shown(self, stage: int) -> str:
+        names: Sequence[str] = self._cut.blocks[stage]
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+    def _empty_parameters(self) -> None:
+        """Parameters that only other stages hold become NaN without memory; they stay in the model, and get no gradient."""
+        for name, parameter in self._model.named_parameters():
+            if not self.holds(name):
+                nothing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+                parameter.data = parameter.new_full((), nothing).expand(parameter.shape)
+
+    def undo_hooks(self) -> None:
+        """Let the blocks be the user's again."""
+        for handle in self.handles:
+            handle.remove()
+        for module in self._elsewhere:
+            del module.forward
+        self.handles, self._elsewhere = [], []

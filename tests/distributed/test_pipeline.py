@@ -1,0 +1,254 @@
+"""Stages of a pipeline run the user's own step, micro-batches one forward and one backward at a time, as one process does."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from byte_gpt import ByteGPT
+from torch import Tensor, nn
+
+from lightning_seqpar.inference.examples import Example
+from lightning_seqpar.inference.infer import infer_blocks
+from lightning_seqpar.inference.pipeline_cut import find_cut
+from lightning_seqpar.pipeline.schedule import OneForwardOneBackward
+from lightning_seqpar.pipeline.stage import Stage
+from lightning_seqpar.styles.registry import STYLES
+from lightning_seqpar.styles.style import PlannedModel
+from lightning_seqpar.testing import RankFailedError, run_distributed
+from tests.helpers import models
+from tests.helpers.fit import class_named
+
+STEPS, MICRO = 3, 3
+"""Updates, and micro-batches of each."""
+
+
+class Deep(models.GPT):
+    """Four blocks."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__(tied)
+        self.model = ByteGPT(dim=16, n_head=4, n_layer=4, context=16, tied=tied, vocab=31)
+        models.perturb(self)
+
+
+class Biased(models.GPT):
+    """A table outside the blocks that all of them read, and a block that returns a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 16 * 16).view(16, 16))
+        self.embed, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+        self.blocks = nn.ModuleList(PairBlock() for _ in range(4))
+        models.perturb(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (ids,) = batch
+        x, shift = self.embed(ids), self.table.tanh()[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x, shift)[0]
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class PairBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor, shift: Tensor) -> tuple[Tensor, None]:
+        return x + self.down(F.gelu(self.up(self.norm(x) + shift))), None
+
+
+class Skipping(Biased):
+    """The last block reads what the first one made, past the activation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (ids,) = batch
+        x, first = self.embed(ids), torch.zeros(())
+        for at, block in enumerate(self.blocks):
+            x = block(x + first * (at == 3), self.table[: ids.shape[1]])[0]
+            first = x if at == 0 else first
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class BeginsToRead(Biased):
+    """From some step on, the head adds the embedding's mean, which the last stage did not read before."""
+
+    begins = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.embed.weight.mean() if self.begins else loss
+
+
+OWN = {one.__name__: one for one in (Deep, Biased, Skipping, BeginsToRead)}
+
+
+def made(name: str, args: dict[str, Any]) -> L.LightningModule:
+    module: L.LightningModule = (OWN.get(name) or class_named(name))(**args).double()
+    module.log = lambda *given, **more: None  # type: ignore[method-assign]
+    return module
+
+
+def batches(length: int) -> list[Any]:
+    data = models.tokens(count=4 * STEPS * MICRO, length=length).tensors[0]
+    # Micro-batches of different sizes and lengths.
+    return [[data[4 * at : 4 * at + 3 + at % 2, : length - at % 3]] for at in range(STEPS * MICRO)]
+
+
+def stage_of(module: L.LightningModule, example: Any) -> Stage:
+    given = Example("the first batch", "training_step", (example, 0), {})
+    plan = infer_blocks(module, given)
+    planned = PlannedModel(module, plan.match(module), list(STYLES), 1, False)
+    cut = find_cut(module, replace(given), planned.stacks, dist.get_world_size())
+    return Stage(module, cut, dist.group.WORLD, torch.device("cpu"))
+
+
+Found = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
+
+
+def train(name: str, args: dict[str, Any], length: int, *, pipelined: bool) -> Found:
+    """The losses, the last gradients and the weights; of a stage, of what it holds, and losses on the last stage alone."""
+    module, data = made(name, args), batches(length)
+    stage = stage_of(module, data[0]) if pipelined else None
+    schedule = OneForwardOneBackward(0 if stage is None else stage.stages_behind)
+    optimizer = module.configure_optimizers()
+    losses, most = [], 0
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        alive = deque([0])
+        for at in range(MICRO):
+            number = step * MICRO + at
+
+            def run(number: int = number) -> Tensor:
+                return module.training_step(data[number], number)
+
+            loss = run() if stage is None else stage.run(run)
+            if stage is not None:
+                stage.check_graph(loss)
+            losses.append(float(loss.detach()))
+            alive.append(alive[-1] + 1)
+
+            def backward(loss: Tensor = loss, alive: deque[int] = alive) -> None:
+                (loss / MICRO).backward()
+                alive.append(alive[-1] - 1)
+
+            schedule.add(backward, is_last=at == MICRO - 1)
+        most = max(most, *alive)
+        if stage is not None:
+            stage.settle()
+            stage.sum_shared()
+        optimizer.step()
+    if stage is not None:
+        assert most == min(MICRO, stage.stages_behind + 1)
+        losses = losses if stage.is_last else []
+    held = {n: p for n, p in module.named_parameters() if stage is None or stage.holds(n)}
+    absent = [p for n, p in module.named_parameters() if n not in held]
+    assert all(p.grad is None and p.untyped_storage().nbytes() == 8 for p in absent)
+    grads = {n: p.grad for n, p in held.items() if p.grad is not None}
+    return losses, grads, {n: p.detach().clone() for n, p in held.items()}
+
+
+CASES = [
+    ("GPT", {"tied": True}), ("GPT", {"tied": False}), ("Encoder", {"batch_first": False}), ("Biased", {}),
+    ("Zoo", {"kind": "gqa"}), ("Zoo", {"kind": "alibi"}), ("Zoo", {"kind": "parallel_residual"}),
+    *(("HuggingFace", {"family": family}) for family in ("llama", "qwen3", "gpt2", "gpt_neox", "mistral", "phi3")),
+]  # fmt: skip
+DEEP = [("Deep", {"tied": True}), ("Deep", {"tied": False}), ("Biased", {})]
+
+
+def train_all(cases: list[tuple[str, dict[str, Any]]], length: int) -> list[Found | str]:
+    out: list[Found | str] = []
+    for case in cases:
+        try:
+            out.append(train(*case, length, pipelined=True))
+        except ValueError as error:
+            out.append(str(error))
+    return out
+
+
+@pytest.mark.parametrize(("stages", "cases"), [(2, CASES), (4, DEEP)], ids=["2", "4"])
+def test_stages_are_one_process(stages, cases):
+    everywhere = run_distributed(train_all, stages, cases, 9)
+    for at, (name, args) in enumerate(cases):
+        losses, grads, weights = train(name, args, 9, pipelined=False)
+        norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+        found = [rank[at] for rank in everywhere]
+        assert not isinstance(found[0], str), (name, args, found[0])
+        assert torch.allclose(torch.tensor(found[-1][0]), torch.tensor(losses), rtol=1e-12, atol=0), (name, args)
+        for what, expected, limit in ((1, grads, 1e-9 * norm), (2, weights, 1e-9)):
+            assert {n for one in found for n in one[what]} == set(expected), (name, args)
+            for one in found:
+                for n, x in one[what].items():
+                    assert (x - expected[n]).abs().max() <= limit, (name, args, n)
+
+
+def refused(name: str, args: dict[str, Any]) -> str:
+    module = made(name, args)
+    try:
+        stage_of(module, batches(9)[0])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "stages", "says"),
+    [
+        ("Skipping", {}, 2, r"pp=2: stage 1 reads what blocks\.0\.\S+ made on stage 0, past the activation"),
+        ("GPT", {}, 3, r"pp=3: .* has 2 blocks, which must divide by pp"),
+        ("HuggingFace", {"family": "t5"}, 2, r"several stacks of blocks \(model\.encoder and model\.decoder\)"),
+    ],
+)
+def test_what_can_not_be_cut_is_refused(name, args, stages, says):
+    for told in run_distributed(refused, stages, name, args):
+        assert re.search(says, told), told
+
+
+def begin_to_read() -> None:
+    module, data = made("BeginsToRead", {}), batches(9)
+    stage = stage_of(module, data[0])
+    module.begins = True
+    loss = stage.run(lambda: module.training_step(data[0], 0))
+    stage.check_graph(loss)
+    stage.settle()
+
+
+def test_a_stage_that_begins_to_read_what_it_does_not_hold_is_told():
+    with pytest.raises(RankFailedError, match=r"stage 1 of 2 reads embed\.weight, which is on stage 0"):
+        run_distributed(begin_to_read, 2)
+
+
+class Leaving(models.GPT):
+    """A step that comes to no block."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model.tokens.weight.sum() if batch_idx else super().training_step(batch, batch_idx)
+
+
+def leave_out() -> None:
+    module, data = Leaving().double(), batches(9)
+    stage = stage_of(module, data[0])
+    stage.run(lambda: module.training_step(data[0], 1))
+
+
+def test_a_step_without_blocks_is_told():
+    with pytest.raises(RankFailedError, match=r"stage \d of 2: the step ended without calling"):
+        run_distributed(leave_out, 2)
+
+
+@pytest.mark.parametrize(("behind", "micro"), [(0, 4), (1, 4), (3, 4), (3, 8), (3, 1)])
+def test_the_order_of_backwards(behind, micro):
+    schedule, done, alive = OneForwardOneBackward(behind), [], []
+    for at in range(micro):
+        schedule.add(lambda at=at: done.append(at), is_last=at == micro - 1)
+        alive.append(at + 1 - len(done))
+    assert done == list(range(micro))
+    assert max([*alive, 0]) <= behind
