@@ -450,6 +450,43 @@ def draws_apart() -> bool:
     return torch.default_generator.initial_seed() & _MARK == _APART_MARK
 
 
+class StageStreams:
+    """The random streams of one forward through a pipeline, of which each stage runs a part.
+
+    In front of the blocks all stages draw alike. The blocks of a stage, and what comes behind them, draw from a stream that is
+    seeded from the state at the forward's beginning and the stage; behind the forward all stages go on from one that is seeded
+    from that state.
+
+    Args:
+        stage: the number of this stage.
+    """
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self._before: list[_State] = []
+
+    def begin(self) -> None:
+        """The forward begins."""
+        self._before = _states()
+
+    def begin_stage(self) -> None:
+        """The stage's blocks begin."""
+        _reseed(self._before, _STAGE + self._stage)
+
+    def end(self) -> None:
+        """The forward's part on this stage is done."""
+        _reseed(self._before, _BEHIND_STAGES)
+
+    def has_drawn(self) -> bool:
+        """Whether anything was drawn since :meth:`begin`."""
+        return _differ(self._before, _states())
+
+
+_STAGE = 1 << 17
+"""Above any context-parallel rank behind :data:`_APART`."""
+
+_BEHIND_STAGES = 1 << 18
+
 _APART = 1 << 16
 """Above any tensor-parallel rank, whose own streams are seeded from the same state."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_seqpar.distributed.autograd import leaf_of, reach
+from lightning_seqpar.distributed.rng import Drawn, DrawWatch
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import example_copy
@@ -53,6 +54,7 @@ def find_cut(
     size = len(stack.blocks) // stages
     blocks = tuple(tuple(stack.blocks[at * size : (at + 1) * size]) for at in range(stages))
     ends: list[Tensor] = []
+    drawn: list[Drawn] = []
     returned: set[int] = set()
 
     def cut(name: str) -> Callable[..., Any]:
@@ -79,7 +81,7 @@ def find_cut(
             copied.get_submodule(name).register_forward_hook(look(name))
         for names in blocks[1:]:
             copied.get_submodule(names[0]).register_forward_pre_hook(cut(names[0]), with_kwargs=True)
-        with Quiet(draws=on_cpu.draws):
+        with Quiet(draws=on_cpu.draws), DrawWatch(drawn.append):
             loss = on_cpu.run(copied)
         known = {id(parameter): name for name, parameter in copied.named_parameters()}
         held = [_read_by(root, known) for root in (*ends, loss)]
@@ -97,7 +99,7 @@ def find_cut(
                 )
         held[at] |= own
     held[0] |= everything - set().union(*held)  # what nothing reads
-    return Cut(blocks, tuple(frozenset(names) for names in held), returned.pop(), stack.arg)
+    return Cut(blocks, tuple(frozenset(names) for names in held), returned.pop(), stack.arg, bool(drawn))
 
 
 def _read_by(root: Tensor, known: dict[int, str]) -> set[str]:

@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.distributed.autograd import leaf_of, once_differentiable, reach
+from lightning_seqpar.distributed.rng import StageStreams
 from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.pipeline.link import Link
 from lightning_seqpar.region.hooks import find_argument, put_argument
 
 
-class StageEndError(BaseException):
-    """The user's step came to a block of a stage behind: what follows runs there. No error, and not for ``except Exception``.
+class StageEndError(Exception):
+    """The user's step came to a block of a stage behind: what follows runs there. No error, but a way out of the step.
+
+    An ``Exception``, since torch calls hooks that must end what others began for those alone.
 
     Attributes:
         loss: stands for the loss, which the last stage has; its backward is that of what was sent.
@@ -43,12 +46,14 @@ class Cut(NamedTuple):
         returned: of a block's outputs, how many stand in a tuple, of which the first is the activation; 0 where it returns the
             activation itself.
         arg: the argument of a block that carries the activation.
+        draws: whether the step draws random numbers while it trains.
     """
 
     blocks: tuple[tuple[str, ...], ...]
     held: tuple[frozenset[str], ...]
     returned: int
     arg: Argument
+    draws: bool = False
 
     @property
     def stages(self) -> int:
@@ -107,7 +112,10 @@ class Stage:
         self._before = Link(group, self.number - 1, device, depth) if self.number > 0 else None
         self._behind = Link(group, self.number + 1, device, depth) if self.number + 1 < cut.stages else None
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._has_taken = False
+        self._has_begun = self._is_awaited = (
+            False  # whether a block of its own was called; whether its activation is to come
+        )
+        self._streams = StageStreams(self.number)
         self.handles: list[RemovableHandle] = []
         self._elsewhere: list[nn.Module] = []
         self._install()
@@ -130,14 +138,27 @@ class Stage:
             What it returned on the last stage; on the others what stands for the loss.
 
         Raises:
-            RuntimeError: if it came to its end without having come to this stage's first or last block.
+            RuntimeError: if it came to its end without having come to this stage's first or last block, or drew random numbers
+                that no example drew.
         """
-        self._has_taken = False
+        self._has_begun = self._is_awaited = False
+        self._streams.begin()
         try:
-            out = step()
+            out, ended = step(), False
         except StageEndError as end:
-            return end.loss
-        if not self.is_last or (self._before is not None and not self._has_taken):
+            out, ended = end.loss, True
+        finally:
+            drew = self._streams.has_drawn()
+            if self._switches_streams:
+                self._streams.end()
+        if drew and not self._switches_streams:
+            raise RuntimeError(
+                f"stage {self.number} of {self.count}: the step drew random numbers, as it did not in the example, and the stages "
+                "would draw other ones from here on. Let it draw from its first step on, or not at all (dropout=0.0); or use pp=1"
+            )
+        if ended:
+            return out
+        if not self.is_last or (self._before is not None and not self._has_begun):
             what = "the blocks of the stage behind" if not self.is_last else "a block of its own"
             raise RuntimeError(
                 f"stage {self.number} of {self.count}: the step ended without calling {what} "
@@ -194,20 +215,37 @@ class Stage:
         modules = dict(self._model.named_modules(remove_duplicate=False))
         for stage, names in enumerate(self._cut.blocks):
             for name in names:
-                if stage == self.number and self._before is not None:
-                    self.handles.append(modules[name].register_forward_pre_hook(self._take_at(name), with_kwargs=True))
+                if stage == self.number:
+                    # Streams in front of all other hooks, of which some may draw; the activation behind them, in its final form.
+                    self.handles.append(modules[name].register_forward_pre_hook(self._begin, prepend=True))
+                    if self._before is not None:
+                        self.handles.append(
+                            modules[name].register_forward_pre_hook(self._take_at(name), with_kwargs=True)
+                        )
                 elif stage != self.number:
                     forward = self._pass_by(name) if stage < self.number else self._hand_on_at(name)
                     modules[name].forward = forward
                     self._elsewhere.append(modules[name])
 
+    @property
+    def _switches_streams(self) -> bool:
+        """Whether the stages draw from streams of their own."""
+        return self._cut.draws and self._model.training
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        """A pre-hook of this stage's blocks: the first that runs begins the stage."""
+        if not self._has_begun:
+            self._has_begun, self._is_awaited = True, True
+            if self._switches_streams:
+                self._streams.begin_stage()
+
     def _take_at(self, name: str) -> Callable[..., Any]:
         """A pre-hook of this stage's blocks: in front of the first that runs, the activation of the stage before comes in."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._has_taken:
+            if not self._is_awaited:
                 return None
-            self._has_taken = True
+            self._is_awaited = False
             assert self._before is not None
             where, _ = find_argument(name, self._cut.arg, args, kwargs)
             x, wants = self._before.receive()
@@ -231,7 +269,7 @@ class Stage:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             x = find_argument(name, self._cut.arg, args, kwargs)[1]
-            if self._before is not None and not self._has_taken:
+            if not self._has_begun:
                 raise RuntimeError(
                     f"stage {self.number} of {self.count}: {name} was called before any block of its own "
                     f"({self._shown(self.number)})"

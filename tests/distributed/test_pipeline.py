@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -16,15 +15,20 @@ from byte_gpt import ByteGPT
 from torch import Tensor, nn
 
 from lightning_seqpar.inference.examples import Example
-from lightning_seqpar.inference.infer import infer_blocks
+from lightning_seqpar.inference.infer import infer_blocks, infer_plan
 from lightning_seqpar.inference.pipeline_cut import find_cut
+from lightning_seqpar.parallel.apply import parallelize, whole_tensor
+from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.pipeline.schedule import OneForwardOneBackward
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.styles.registry import STYLES
 from lightning_seqpar.styles.style import PlannedModel
 from lightning_seqpar.testing import RankFailedError, run_distributed
+from lightning_seqpar.topology.grid import ProcessTopology
+from lightning_seqpar.topology.process_groups import ParallelGroups
 from tests.helpers import models
 from tests.helpers.fit import class_named
+from tests.helpers.slices import rest
 
 STEPS, MICRO = 3, 3
 """Updates, and micro-batches of each."""
@@ -103,21 +107,31 @@ def batches(length: int) -> list[Any]:
     return [[data[4 * at : 4 * at + 3 + at % 2, : length - at % 3]] for at in range(STEPS * MICRO)]
 
 
-def stage_of(module: L.LightningModule, example: Any) -> Stage:
+def stage_of(
+    module: L.LightningModule, example: Any, groups: ParallelGroups | None = None, *, sp: bool = True
+) -> Stage:
+    """This rank's stage, of a model that is sharded over tp too if there are groups."""
     given = Example("the first batch", "training_step", (example, 0), {})
     plan = infer_blocks(module, given)
     planned = PlannedModel(module, plan.match(module), list(STYLES), 1, False)
-    cut = find_cut(module, replace(given), planned.stacks, dist.get_world_size())
-    return Stage(module, cut, dist.group.WORLD, torch.device("cpu"))
+    pipeline = dist.group.WORLD if groups is None else groups["pp"]
+    cut = find_cut(module, given, planned.stacks, pipeline.size())
+    if groups is not None:
+        parallelize(module, [infer_plan(module, given, groups.size("tp")).plan], groups, sp=sp)
+    return Stage(module, cut, pipeline, torch.device("cpu"))
 
 
 Found = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
 
 
-def train(name: str, args: dict[str, Any], length: int, *, pipelined: bool) -> Found:
+def train(name: str, args: dict[str, Any], length: int, *, pipelined: bool, tp: int = 1, sp: bool = True) -> Found:
     """The losses, the last gradients and the weights; of a stage, of what it holds, and losses on the last stage alone."""
     module, data = made(name, args), batches(length)
-    stage = stage_of(module, data[0]) if pipelined else None
+    groups = None
+    if tp > 1:
+        groups = ParallelGroups(ProcessTopology(["pp", "dp", "cp", "tp"], [2, 1, 1, tp]), dist.get_rank())
+    stage = stage_of(module, data[0], groups, sp=sp) if pipelined else None
+    record = record_of(module)
     schedule = OneForwardOneBackward(0 if stage is None else stage.stages_behind)
     optimizer = module.configure_optimizers()
     losses, most = [], 0
@@ -126,6 +140,8 @@ def train(name: str, args: dict[str, Any], length: int, *, pipelined: bool) -> F
         alive = deque([0])
         for at in range(MICRO):
             number = step * MICRO + at
+            if record is not None:
+                record.reset_calls()
 
             def run(number: int = number) -> Tensor:
                 return module.training_step(data[number], number)
@@ -145,15 +161,24 @@ def train(name: str, args: dict[str, Any], length: int, *, pipelined: bool) -> F
         if stage is not None:
             stage.settle()
             stage.sum_shared()
+        for n, layout in record.layout.items() if record is not None else ():
+            if layout.is_partial and (grad := module.get_parameter(n).grad) is not None:
+                dist.all_reduce(grad, group=groups["tp"])
         optimizer.step()
     if stage is not None:
         assert most == min(MICRO, stage.stages_behind + 1)
         losses = losses if stage.is_last else []
     held = {n: p for n, p in module.named_parameters() if stage is None or stage.holds(n)}
     absent = [p for n, p in module.named_parameters() if n not in held]
-    assert all(p.grad is None and p.untyped_storage().nbytes() == 8 for p in absent)
+    assert all(p.grad is None and p.untyped_storage().nbytes() == p.element_size() for p in absent)
     grads = {n: p.grad for n, p in held.items() if p.grad is not None}
-    return losses, grads, {n: p.detach().clone() for n, p in held.items()}
+    weights = {n: p.detach().clone() for n, p in held.items()}
+    if record is not None:
+        assert sum(layout.is_sharded for layout in record.layout.values()) >= 12
+        grads, weights = (
+            {n: whole_tensor(x, record.layout[n], groups) for n, x in found.items()} for found in (grads, weights)
+        )
+    return losses, grads, weights
 
 
 CASES = [
@@ -164,19 +189,26 @@ CASES = [
 DEEP = [("Deep", {"tied": True}), ("Deep", {"tied": False}), ("Biased", {})]
 
 
-def train_all(cases: list[tuple[str, dict[str, Any]]], length: int) -> list[Found | str]:
+SHARDED = [("GPT", {"tied": True}), *CASES[1:3], CASES[4], *CASES[7:10]]
+
+
+def train_all(cases: list[tuple[str, dict[str, Any]]], length: int, tp: int, sp: bool) -> list[Found | str]:
     out: list[Found | str] = []
     for case in cases:
         try:
-            out.append(train(*case, length, pipelined=True))
+            out.append(train(*case, length, pipelined=True, tp=tp, sp=sp))
         except ValueError as error:
             out.append(str(error))
     return out
 
 
-@pytest.mark.parametrize(("stages", "cases"), [(2, CASES), (4, DEEP)], ids=["2", "4"])
-def test_stages_are_one_process(stages, cases):
-    everywhere = run_distributed(train_all, stages, cases, 9)
+@pytest.mark.parametrize(
+    ("world", "tp", "sp", "cases"),
+    [(2, 1, True, CASES), (4, 1, True, DEEP), (4, 2, True, SHARDED), rest(4, 2, False, SHARDED)],
+    ids=["pp2", "pp4", "pp2-tp2", "pp2-tp2-no-sp"],
+)
+def test_stages_are_one_process(world, tp, sp, cases):
+    everywhere = run_distributed(train_all, world, cases, 9, tp, sp)
     for at, (name, args) in enumerate(cases):
         losses, grads, weights = train(name, args, 9, pipelined=False)
         norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
@@ -224,6 +256,66 @@ def begin_to_read() -> None:
 def test_a_stage_that_begins_to_read_what_it_does_not_hold_is_told():
     with pytest.raises(RankFailedError, match=r"stage 1 of 2 reads embed\.weight, which is on stage 0"):
         run_distributed(begin_to_read, 2)
+
+
+class Dropping(Biased):
+    """Each block drops out its input, and keeps the masks; so does the embedding's output, which every stage makes."""
+
+    def __init__(self, rate: float = 0.5) -> None:
+        super().__init__()
+        self.rate, self.masks = rate, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (ids,) = batch
+        x = F.dropout(self.embed(ids), self.rate)
+        for at, block in enumerate(self.blocks):
+            x = block(x, self.table[: ids.shape[1]])[0]
+            kept = F.dropout(torch.ones_like(x), self.rate)
+            x = x * kept
+            self.masks.append((at, kept != 0))
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def drop(rate: float) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
+    torch.manual_seed(5)
+    module, data = Dropping(rate).double(), batches(9)
+    stage = stage_of(module, data[0])
+    module.masks, after = [], []
+    for _ in range(2):
+        stage.run(lambda: module.training_step(data[0], 0)).backward()
+        after.append(torch.rand(2))
+    stage.settle()
+    first = 0 if stage.number == 0 else 2
+    return [(at, mask) for at, mask in module.masks if first <= at < first + 2], after
+
+
+def test_stages_draw_apart_and_go_on_alike():
+    one, two = run_distributed(drop, 2, 0.5)
+    again = run_distributed(drop, 2, 0.5)
+    masks = [mask for stage in (one, two) for _, mask in stage[0]]
+    assert [at for at, _ in (*one[0], *two[0])] == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert not [(i, j) for i in range(8) for j in range(i) if torch.equal(masks[i], masks[j])]
+    assert torch.equal(torch.stack(one[1]), torch.stack(two[1]))
+    assert not torch.equal(one[1][0], one[1][1])
+    for (first, _), (second, _) in zip((one, two), again, strict=True):
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first, second, strict=True))
+
+
+def begin_to_draw() -> None:
+    module, data = Dropping(0.0).double(), batches(9)
+    stage = stage_of(module, data[0])
+    before = torch.get_rng_state()
+    stage.run(lambda: module.training_step(data[0], 0)).backward()
+    assert torch.equal(before, torch.get_rng_state())  # as on one process, where nothing draws
+    module.rate = 0.5
+    stage.run(lambda: module.training_step(data[0], 0))
+
+
+def test_draws_that_no_example_made_are_told():
+    with pytest.raises(
+        RankFailedError, match=r"stage \d of 2: the step drew random numbers, as it did not in the example"
+    ):
+        run_distributed(begin_to_draw, 2)
 
 
 class Leaving(models.GPT):
