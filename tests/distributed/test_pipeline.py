@@ -238,6 +238,7 @@ def refused(name: str, args: dict[str, Any]) -> str:
         ("GPT", {}, 3, r"pp=3: .* has 2 blocks, which must divide by pp"),
         ("HuggingFace", {"family": "t5"}, 2, r"several stacks of blocks \(model\.encoder and model\.decoder\)"),
     ],
+    ids=["past the activation", "uneven", "two stacks"],
 )
 def test_what_can_not_be_cut_is_refused(name, args, stages, says):
     for told in run_distributed(refused, stages, name, args):
