@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from typing import Any
@@ -26,7 +27,7 @@ from lightning_seqpar.styles.style import PlannedModel
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from tests.helpers import models
+from tests.helpers import dropping, models
 from tests.helpers.fit import class_named
 from tests.helpers.slices import rest
 
@@ -302,6 +303,39 @@ def test_stages_draw_apart_and_go_on_alike():
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first, second, strict=True))
 
 
+def drop_over_tp(sp: bool) -> tuple[int, dict[str, list[Tensor]], Tensor]:
+    torch.manual_seed(5)
+    groups = ParallelGroups(ProcessTopology(["pp", "dp", "cp", "tp"], [2, 1, 1, 2]), dist.get_rank())
+    module = dropping.Dropping(depth=2)
+    data = [torch.randint(31, (4, 12), generator=torch.Generator().manual_seed(1))]
+    stage, record = stage_of(module, data, groups, sp=sp), record_of(module)
+    assert record is not None
+    for part in module.modules():
+        part.__dict__.pop("masks", None)
+    for _ in range(2):
+        record.reset_calls()
+        stage.run(lambda: module.training_step(data, 0)).backward()
+    stage.settle()
+    return stage.number, {n: part.masks for n, part in module.named_modules() if hasattr(part, "masks")}, torch.rand(2)
+
+
+@pytest.mark.parametrize("sp", [True, rest(False)])
+def test_over_tp_masks_are_alike_where_activations_are_and_of_each_stage_its_own(sp):
+    told = run_distributed(drop_over_tp, 4, sp)
+    assert [number for number, _, _ in told] == [0, 0, 1, 1]
+    assert all(torch.equal(told[0][2], after) for _, _, after in told)
+    for first, second in (told[:2], told[2:]):
+        assert len(first[1]) == 6
+        for name, masks in first[1].items():
+            alike = name.endswith(("drop", "path", "before")) or (not sp and name.endswith("behind"))
+            for one, two in zip(masks, second[1][name], strict=True):
+                assert (one.shape == two.shape and torch.equal(one, two)) == alike, name
+    for name, masks in told[0][1].items():
+        if name != "drop":  # that of the second stage, of NaN, tells nothing
+            other = told[2][1][name.replace("blocks.0", "blocks.1")]
+            assert not any(torch.equal(one, two) for one, two in zip(masks, other, strict=True)), name
+
+
 def begin_to_draw() -> None:
     module, data = Dropping(0.0).double(), batches(9)
     stage = stage_of(module, data[0])
@@ -317,6 +351,25 @@ def test_draws_that_no_example_made_are_told():
         RankFailedError, match=r"stage \d of 2: the step drew random numbers, as it did not in the example"
     ):
         run_distributed(begin_to_draw, 2)
+
+
+def evaluate() -> list[float]:
+    module, data = made("GPT", {}), batches(9)
+    stage = stage_of(module, data[0])
+    module.eval()
+    with torch.no_grad():
+        found = [stage.run(lambda at=at: module.training_step(data[at], at)) for at in range(3)]
+    stage.settle()
+    return [float(loss) for loss in found]
+
+
+def test_without_gradients_only_activations_are_sent():
+    first, last = run_distributed(evaluate, 2)
+    module = made("GPT", {}).eval()
+    assert all(math.isnan(loss) for loss in first)
+    with torch.no_grad():
+        expected = [float(module.training_step(batch, 0)) for batch in batches(9)[:3]]
+    assert last == pytest.approx(expected, rel=1e-12)
 
 
 class Leaving(models.GPT):
