@@ -20,13 +20,14 @@ def global_grad_norm(
     """The norm of the whole model's gradient: shards from every rank of tp (and of dp, where replicas split them), the rest once.
 
     Args:
-        parameters: those whose gradients count, the same on every rank; one without a gradient counts nothing.
+        parameters: those whose gradients count, the same on every rank of a stage; one without a gradient counts nothing. What
+            several stages hold must be among those of one of them alone.
         layout: where each of them lies.
         groups: the process groups.
         norm_type: 2, another positive number, or infinity.
 
     Returns:
-        The norm as a 0-dim tensor, equal on all ranks. The gradients must be synced before. Collective over tp,
+        The norm as a 0-dim tensor, equal on all ranks. The gradients must be synced before. Collective over tp, over pp,
         and over dp if the replicas split them.
     """
     parameters = list(parameters)
@@ -69,4 +70,7 @@ def global_grad_norm(
     part = part.max() if highest else part.sum()
     dist.all_reduce(part, op=op, group=groups["tp"])
     rest = torch.stack([powers[()], powers["dp",], part])
-    return rest.max() if highest else rest.sum() ** (1.0 / norm_type)
+    whole = rest.max() if highest else rest.sum()
+    if "pp" in groups.topology.axes and groups.size("pp") > 1:
+        dist.all_reduce(whole, op=op, group=groups["pp"])
+    return whole if highest else whole ** (1.0 / norm_type)

@@ -40,7 +40,7 @@ def check_loss(loss: Tensor, groups: ParallelGroups) -> None:
         RuntimeError: on every rank of the replica, with the values.
     """
     own = _number(loss)
-    axes = groups.replica_axes
+    axes = groups.loss_axes
     values = [torch.zeros_like(own) for _ in range(groups.size(axes))]
     dist.all_gather(values, own, group=groups[axes])
     numbers = [float(value) for value in values]
@@ -68,7 +68,7 @@ class LossWatch:
     @property
     def rides_over_tp(self) -> bool:
         """Whether a sum over tp reaches all ranks of the replica."""
-        return self._groups.size("tp") == self._groups.size(self._groups.replica_axes)
+        return self._groups.size("tp") == self._groups.size(self._groups.loss_axes)
 
     def begin_step(self) -> None:
         """A step begins: losses that were taken until now can be read without a wait."""
@@ -84,8 +84,8 @@ class LossWatch:
         """What is to be summed over tp, ``[tp]``; none without a loss since the last time."""
         if self._own is None:
             return None
-        row = torch.zeros(self._groups.size(self._groups.replica_axes), dtype=dtype, device=self._own.device)
-        row[self._groups.rank(self._groups.replica_axes)] = self._own
+        row = torch.zeros(self._groups.size(self._groups.loss_axes), dtype=dtype, device=self._own.device)
+        row[self._groups.rank(self._groups.loss_axes)] = self._own
         self._limit = max(self._limit, _limit(dtype))
         return row
 
@@ -98,7 +98,7 @@ class LossWatch:
         """Sum the row by itself, unless it has ridden along with a sum of gradients already; collective over tp."""
         row = self.row(torch.float64)
         if row is not None:
-            dist.all_reduce(row, group=self._groups[self._groups.replica_axes])
+            dist.all_reduce(row, group=self._groups[self._groups.loss_axes])
             self.take(row)
 
     def settle(self, *, everything: bool = False) -> None:

@@ -17,6 +17,7 @@ from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs
 from lightning_seqpar.parallel.module_changes import ModuleChange
 from lightning_seqpar.parallel.unsharded_view import as_written
+from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.styles.style import Match
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -95,6 +96,7 @@ class ShardedModel:
         on_shards: parameters whose gradient is partial because they are read inside a sequence region.
         is_copy: the model is a copy that no trainer trains.
         replicas: what splits the parts over the data-parallel replicas too; None if every replica holds all of them.
+        stage: what this rank runs of a pipeline; None where there is none.
         context_blocks: names of the blocks that see a part of the sequence each, where ``cp`` is more than 1.
         graphs: what compiled the blocks; None if they run eagerly.
     """
@@ -123,6 +125,7 @@ class ShardedModel:
     replicas: SplitReplicas | None = None
     graphs: BlockGraphs | None = None
     context_blocks: tuple[str, ...] = ()
+    stage: Stage | None = None
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:

@@ -40,6 +40,8 @@ from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.loss_consistency import check_loss
 from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.pipeline.schedule import OneForwardOneBackward
+from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.region.schedule import WatchSchedule
 from lightning_seqpar.strategy.environment import TopologyStrategy
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
@@ -92,6 +94,7 @@ class SteppingStrategy(TopologyStrategy):
         self._reduced: list[Tensor] = []  # parameters whose gradients DDP reduces over the replicas
         self._split: FullySharded | None = None
         self._outputs = OutputWatch()
+        self._micro_batches = OneForwardOneBackward(0)
         self._gradients_may_change = True
         self._validated_at = 0.0  # by time.monotonic()
 
@@ -169,7 +172,16 @@ class SteppingStrategy(TopologyStrategy):
             record.versions.clear()  # updates change shards from now on; a learning-rate finder begins another training then
         if isinstance(self.model, DistributedDataParallel):
             self._follow_training_parameters(self.model)
-        return self._step("training", super().training_step, args, kwargs)
+        step = super().training_step
+        if (stage := self._stage) is None:
+            return self._step("training", step, args, kwargs)
+        return self._step("training", lambda *args, **kwargs: stage.run(lambda: step(*args, **kwargs)), args, kwargs)
+
+    @property
+    def _stage(self) -> Stage | None:
+        """What this rank runs of a pipeline."""
+        record = record_of(self._module)
+        return None if record is None else record.stage
 
     def _thawed(self) -> bool:
         """Whether a parameter of an optimizer trains whose gradient DDP does not reduce, as it was frozen when DDP was made."""
@@ -243,13 +255,18 @@ class SteppingStrategy(TopologyStrategy):
             self._sync.begin_backward()
             if self._split is not None:
                 self._split.expect_backward(closure_loss)
-            self._sync.losses.note(closure_loss)
+            has_loss = record.stage is None or record.stage.is_last
+            if has_loss:
+                self._sync.losses.note(closure_loss)
             if self._schedule.is_due("training"):
-                check_loss(closure_loss, self.groups)
-                check_readers(closure_loss, record)
+                if has_loss:
+                    check_loss(closure_loss, self.groups)
+                    check_readers(closure_loss, record)
+                if record.stage is not None:
+                    record.stage.check_graph(closure_loss)
                 check_parameters(record)
                 check_buffers(record, self.groups, self.root_device)
-            elif record.regions:
+            elif record.regions and has_loss:
                 check_readers(closure_loss, record, inside=False)  # a loss may begin to read a parameter at any step
         if isinstance(self.model, DistributedDataParallel):
             thawed = self._thawed()
@@ -269,10 +286,21 @@ class SteppingStrategy(TopologyStrategy):
             RuntimeError: in place of torch's, if it differentiates a gradient through a sharded layer.
         """
         try:
-            return super().backward(closure_loss, *args, **kwargs)
+            if self._stage is None:
+                return super().backward(closure_loss, *args, **kwargs)
+            self._run_when_due(functools.partial(super().backward, closure_loss, *args, **kwargs), self._stage)
         except RuntimeError as error:
             refuse_second_derivative(error)
             raise
+        return closure_loss
+
+    def _run_when_due(self, backward: Callable[[], Any], stage: Stage) -> None:
+        """Run the backwards that are due on a stage behind a micro-batch's forward; at the window's end all of them."""
+        is_last = not self._trainer.fit_loop._should_accumulate()
+        self._micro_batches.add(backward, is_last=is_last)
+        if is_last:
+            stage.settle()
+            stage.sum_shared()  # once for each window, in which gradients were added up
 
     def before_on_after_backward(self) -> None:
         """Sum partial gradients at once where the user's code may read them: ``on_after_backward``, ``manual_backward``."""
@@ -514,6 +542,8 @@ class SteppingStrategy(TopologyStrategy):
         """The norm of the whole model's gradients of these parameters, equal on all ranks. Collective over tp."""
         record = record_of(self._module)
         if record is not None:
+            if (stage := record.stage) is not None:
+                parameters = [p for p in parameters if (one := record.layout.of(p)) is None or stage.counts(one.name)]
             return global_grad_norm(parameters, record.layout, self.groups, norm_type)
         grads = [p.grad for p in parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(grads, norm_type)

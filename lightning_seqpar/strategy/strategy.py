@@ -44,6 +44,8 @@ from lightning_seqpar.parallel.recompute import recompute_unsharded
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.parallel.synced_norms import sync_batch_norms
 from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
+from lightning_seqpar.pipeline.schedule import OneForwardOneBackward
+from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.averages import (
@@ -316,6 +318,8 @@ class SeqParallelStrategy(TuningStrategy):
         if fitting:
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)
+                if record.stage is not None:
+                    self._micro_batches = OneForwardOneBackward(record.stage.stages_behind)
             self._apply_layer_sync(module)
             with self._phases.phase("making optimizers"):
                 if self._mean_size > 1 and self._split is None:
@@ -389,6 +393,8 @@ class SeqParallelStrategy(TuningStrategy):
         self._make_replicas_equal(module)
         if tp == 1 and config.cp > 1:
             return self._split_context(module, made_by)
+        if tp == 1 and config.pp > 1:
+            return self._cut_unsharded(module, made_by)
         if tp == 1:
             changes = self._recompute_unsharded(module)
             if config.compile:
@@ -411,11 +417,13 @@ class SeqParallelStrategy(TuningStrategy):
             record.made_by, record.changes = made_by, changes
             return record
         phases = self._phases
-        proved = Prover(module, self._trainer, self.config, self.groups, self.root_device, phases).prove()
+        prover = Prover(module, self._trainer, self.config, self.groups, self.root_device, phases)
+        proved = prover.prove()
         plans = proved.plans
         plan_text = "; ".join(f"{plan.source}: {plan.to_yaml()}" for plan in plans)
         check_agreement({"the plan": plan_text}, self._world, self.root_device)
         hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
+        cut = prover.find_cut(plans) if config.pp > 1 else None
         with phases.phase("cutting the model"):
             record = parallelize(
                 *(module, plans, self.groups),
@@ -428,6 +436,8 @@ class SeqParallelStrategy(TuningStrategy):
                 compiler=BlockGraphs(config.compile_options) if config.compile else None,
             )
         record.made_by = made_by
+        if cut is not None:
+            record.stage = Stage(module, cut, self.groups["pp"], self.root_device)
         try:
             record.changes += sync_batch_norms(module, self.groups, every=self._syncs_batch_norms)
         except ValueError:
@@ -449,6 +459,15 @@ class SeqParallelStrategy(TuningStrategy):
                 f"lightning_seqpar: forward hooks of yours sit on {', '.join(seen[:3])}{' ...' if len(seen) > 3 else ''}; "
                 "they will see this rank's part of the activations"
             )
+        return record
+
+    def _cut_unsharded(self, module: LightningModule, made_by: object) -> ShardedModel:
+        """Cut a model that tp does not shard into the stages of a pipeline."""
+        prover = Prover(module, self._trainer, self.config, self.groups, self.root_device, self._phases)
+        cut = prover.find_cut(prover.find_unsharded())
+        record = whole_model(module, self.groups)
+        record.made_by = made_by
+        record.stage = Stage(module, cut, self.groups["pp"], self.root_device)
         return record
 
     def _split_context(self, module: LightningModule, made_by: object) -> ShardedModel:

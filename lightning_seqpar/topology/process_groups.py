@@ -308,6 +308,11 @@ class ParallelGroups:
         return tuple(axis for axis in self.topology.axes if axis != "dp")
 
     @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks compute the same loss: ``tp`` and ``cp``. Empty where there are none."""
+        return tuple(axis for axis in self.topology.axes if axis in ("tp", "cp"))
+
+    @property
     def next_stage(self) -> int:
         """World rank that this rank sends activations to, the last stage's being the first; -1 outside the grid."""
         return self._mapping[self.topology.next_stage(self._grid_rank)] if self._grid_rank >= 0 else -1

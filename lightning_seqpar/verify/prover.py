@@ -18,8 +18,11 @@ from lightning_seqpar.distributed.phases import Phases
 from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import Inference, infer_blocks, infer_plan
+from lightning_seqpar.inference.pipeline_cut import find_cut
+from lightning_seqpar.inference.reduction import WHOLE
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 from lightning_seqpar.layout.adapters import known_limits
+from lightning_seqpar.pipeline.stage import Cut
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import (
@@ -31,6 +34,8 @@ from lightning_seqpar.plan.vocabulary import (
     without_vocabulary,
 )
 from lightning_seqpar.styles.blocks import BlocksRule
+from lightning_seqpar.styles.registry import STYLES
+from lightning_seqpar.styles.style import PlannedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Explanations
 from lightning_seqpar.verify.example_search import ExampleSearch, FoundExample
@@ -166,6 +171,29 @@ class Prover:
                     "them by a rule, plan={'rules': [{pattern: 'model.layers.*', style: blocks}]}, or "
                     f"{instead}"
                 ) from None
+
+    def find_cut(self, plans: Sequence[ShardingPlan]) -> Cut:
+        """Where the model is cut into the stages of the pipeline. Collective over the world.
+
+        Raises:
+            ValueError: if it can't be cut; the message says why.
+        """
+        example, dtype, failures = self._example()
+        if example is None:
+            raise ValueError(
+                f"pp={self._config.pp}: to cut the model an example input is needed: {'; '.join(failures)}"
+            )
+        whole = replace(example, reduction=WHOLE)
+        matches = [match for plan in plans for match in plan.match(self._module)]
+        places = [match for match in matches if match.rule.style in ("blocks", "scatter", "exit")]
+        stacks = PlannedModel(self._module, places, list(STYLES), 1, False).stacks
+
+        def work() -> Cut:
+            prepare = functools.partial(attach_view, trainer=self._trainer)
+            return find_cut(self._module, whole, stacks, self._config.pp, dtype=dtype, prepare=prepare)
+
+        found: Cut = self._from_first_rank(work)
+        return found
 
     def prove_unsharded(self) -> Proved:
         """Find the blocks of a model of which tp shards nothing, and prove that they are right on parts of the sequence.
