@@ -3858,6 +3858,41 @@ MUTANTS = [
         "if not drew and False:",
         "tests/test_pipeline.py",
     ),
+    Mutant(
+        "pp: tied weights count twice in the norm",
+        "SteppingStrategy.global_norm",
+        "is None or stage.counts(one.name)]",
+        "is None or stage.holds(one.name)]",
+        "tests/test_pipeline_fit.py",
+    ),
+    Mutant(
+        "pp: a stage's norm is that of its own gradients",
+        "global_grad_norm",
+        'if "pp" in groups.topology.axes and groups.size("pp") > 1:',
+        "if norm_type < 0:",
+        "tests/test_pipeline_fit.py",
+    ),
+    Mutant(
+        "pp: a checkpoint has the first stage's moments alone",
+        "_of_all_stages",
+        "if not any(one.stages for one in layout.values()):",
+        "if layout:",
+        "tests/test_pipeline_fit.py",
+    ),
+    Mutant(
+        "pp: parameters as the last stage has them",
+        "from_holder",
+        'groups.ranks("pp")[layout.stages[0]]',
+        'groups.ranks("pp")[-1]',
+        "tests/test_pipeline_fit.py",
+    ),
+    Mutant(
+        "pp: a window's last backwards do not run",
+        "SteppingStrategy._run_when_due",
+        "self._micro_batches.add(backward, is_last=is_last)",
+        "self._micro_batches.add(backward, is_last=False)",
+        "tests/test_pipeline_fit.py",
+    ),
 ]
 
 

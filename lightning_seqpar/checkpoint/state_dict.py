@@ -6,7 +6,7 @@ They have the names, shapes and order of the model as it was written, whatever t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from lightning_seqpar.checkpoint.folder import Opened, Part, own_memory, walk
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split, take_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel, refuse_copies
+from lightning_seqpar.pipeline.stage import from_holder
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
@@ -36,11 +37,12 @@ def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device
     Returns:
         The whole tensor on the rank that writes, on the device of ``local``; elsewhere a meta tensor of its shape.
     """
+    local = from_holder(local, layout, groups)
     local = gather_rows(local, groups[groups.mean_axes]).detach() if is_split(local) else local.detach()
     if layout.shard is None:
         return local if _is_writer(groups) else local.to("meta")
     whole = torch.empty(layout.global_shape, dtype=local.dtype, device="meta")
-    if groups.rank(groups.mean_axes) != 0:
+    if groups.rank(groups.mean_axes) != 0 or not _is_on_first_stage(groups):
         return whole
     sent = local.to(device).contiguous()
     parts = [torch.empty_like(sent) for _ in range(groups.size("tp"))] if groups.rank("tp") == 0 else None
@@ -50,7 +52,11 @@ def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device
 
 def _is_writer(groups: ParallelGroups) -> bool:
     """Whether this rank writes a checkpoint that is one file."""
-    return groups.rank(groups.mean_axes) == 0 and groups.rank("tp") == 0
+    return groups.rank(groups.mean_axes) == 0 and groups.rank("tp") == 0 and _is_on_first_stage(groups)
+
+
+def _is_on_first_stage(groups: ParallelGroups) -> bool:
+    return "pp" not in groups.topology.axes or groups.rank("pp") == 0
 
 
 def full_state_dict(
@@ -201,10 +207,27 @@ def load_full_state_dict(
     layouts = {name: _layout_of(record, name, value) for name, value in local.items()}
     likes = {name: value for name, value in local.items() if isinstance(value, Tensor)}
     sliced = dict(state) if opened is None else opened.take(state, layouts, rank, likes)
+    elsewhere = [name for name, layout in layouts.items() if _is_elsewhere(layout, record.groups)]
     for name, layout in layouts.items():
+        if name in elsewhere:
+            continue
         if layout is not None and name in sliced and (opened is None or opened.key_of(state[name]) is None):
             sliced[name] = take_rows(layout.take(sliced[name], rank), local[name])
-    return record.model.load_state_dict(sliced, strict=strict)
+    if not elsewhere:
+        return record.model.load_state_dict(sliced, strict=strict)
+    unknown = [name for name in elsewhere if name not in sliced]
+    found = record.model.load_state_dict({n: x for n, x in sliced.items() if n not in elsewhere}, strict=False)
+    missing = [name for name in found.missing_keys if name not in elsewhere or name in unknown]
+    if strict and (missing or found.unexpected_keys):
+        raise RuntimeError(
+            f"the checkpoint does not fit {type(record.model).__name__}: it lacks {missing}, and has {found.unexpected_keys} too"
+        )
+    return found
+
+
+def _is_elsewhere(layout: ParamLayout | None, groups: ParallelGroups) -> bool:
+    """Whether only other stages of a pipeline hold a parameter."""
+    return layout is not None and bool(layout.stages) and groups.rank("pp") not in layout.stages
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -254,7 +277,7 @@ def full_optimizer_state(
         return state
     parameters = _parameters(optimizer)
     whole: dict[Any, Any] = {}
-    for index, entry in state["state"].items():
+    for index, entry in _of_all_stages(state["state"], parameters, layout, groups).items():
         parameter = parameters[index]
         layout_of_parameter = layout.of(parameter)
         whole[index] = {
@@ -267,6 +290,27 @@ def full_optimizer_state(
             for key, value in entry.items()
         }
     return {**state, "state": whole}
+
+
+def _of_all_stages(
+    entries: Mapping[Any, Any], parameters: Sequence[Tensor], layout: ModelLayout, groups: ParallelGroups
+) -> dict[Any, Any]:
+    """The states of an optimizer's parameters, with empty tensors for those that another stage holds. Collective over pp."""
+    if not any(one.stages for one in layout.values()):
+        return dict(entries)
+    own = {
+        index: {key: value.shape if isinstance(value, Tensor) and value.ndim else value for key, value in entry.items()}
+        for index, entry in entries.items()
+    }
+    told: list[Any] = [None] * groups.size("pp")
+    dist.all_gather_object(told, own, group=groups["pp"])
+    found: dict[Any, Any] = {}
+    for index, entry in sorted((item for one in told for item in one.items()), key=lambda item: int(item[0])):
+        found[index] = entries.get(index) or {
+            key: parameters[index].new_empty(value) if isinstance(value, torch.Size) else value
+            for key, value in entry.items()
+        }
+    return found
 
 
 def load_full_optimizer_state(
@@ -304,8 +348,15 @@ def load_full_optimizer_state(
         layouts[index, key] = None if layout is None else layout.of(parameters[int(index)])
     likes = {(index, key): parameters[int(index)] for index, key in flat}
     taken = flat if opened is None else opened.take(flat, layouts, rank, likes)
-    local: dict[Any, Any] = {index: {} for index in state["state"]}
+    elsewhere = {
+        index
+        for index in state["state"]
+        if layout is not None and _is_elsewhere(layout.of(parameters[int(index)]), groups)
+    }
+    local: dict[Any, Any] = {index: {} for index in state["state"] if index not in elsewhere}
     for (index, key), value in taken.items():
+        if index in elsewhere:
+            continue
         moment_layout = layouts[index, key]
         if moment_layout is not None and isinstance(value, Tensor) and value.ndim > 0 and value is flat[index, key]:
             # It was not read from a folder, so it is whole.

@@ -5,8 +5,8 @@ Gradient sync, the gradient norm, checkpoints, descriptions and the parity engin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -52,6 +52,7 @@ class ParamLayout:
         sum_over: the *set* of axes over whose ranks its gradient is a sum: each rank has one term.
         reason: why it is so.
         free: whether the model's own code reads this rank's part, rather than a parallel layer.
+        stages: the stages of a pipeline that hold it; empty where every rank of the axis ``pp`` does.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ParamLayout:
     sum_over: frozenset[str] = frozenset()
     reason: Reason = Reason.IDENTICAL
     free: bool = False
+    stages: tuple[int, ...] = ()
 
     @property
     def is_sharded(self) -> bool:
@@ -119,6 +121,10 @@ class ModelLayout(Mapping[str, ParamLayout]):
         self._parameters = {name: model.get_parameter(name) for name in self._layouts}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._computing = {}
+
+    def note_stages(self, stages_of: Callable[[str], tuple[int, ...]]) -> None:
+        """Note of each parameter, by its name, which stages of a pipeline hold it."""
+        self._layouts = {name: replace(layout, stages=stages_of(name)) for name, layout in self._layouts.items()}
 
     def note_computing(self, model: nn.Module, prefix: str) -> dict[str, nn.Parameter]:
         """Note the objects that stand in for parameters while a forward computes with all rows of them.

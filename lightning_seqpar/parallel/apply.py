@@ -35,6 +35,7 @@ from lightning_seqpar.parallel.sharded_model import (
     refuse_copies,
 )
 from lightning_seqpar.parallel.tiled_mlps import MLPTiles
+from lightning_seqpar.pipeline.stage import from_holder
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.hooks import draw_alike, note_shards, require_shard, return_whole
 from lightning_seqpar.region.lowered import LoweredRegion, begin_lowered_block
@@ -352,7 +353,11 @@ def refuse_unlowered(plan: ResolvedPlan) -> None:
 
 
 def whole_tensor(local: Tensor, layout: ParamLayout, groups: ParallelGroups) -> Tensor:
-    """The whole of a tensor laid out as the parameter is; collective over tp, and over dp if the replicas split it."""
+    """The whole of a tensor laid out as the parameter is.
+
+    Collective over tp, over dp if the replicas split it, and over pp if other stages hold it.
+    """
+    local = from_holder(local, layout, groups)
     local = gather_rows(local, groups[groups.mean_axes]) if is_split(local) else local
     if layout.shard is None:
         return local.detach().clone()
@@ -376,7 +381,7 @@ def unshard(model: nn.Module) -> nn.Module:
         record.replicas.undo()
     with torch.no_grad():
         for name, layout in record.layout.items():
-            if layout.is_sharded:
+            if layout.is_sharded or record.stage is not None:
                 parameter = record.layout.parameter(name)
                 set_data(parameter, whole_tensor(parameter.data, layout, record.groups))
         for name, layout in record.buffers.items():
@@ -385,6 +390,8 @@ def unshard(model: nn.Module) -> nn.Module:
             setattr(module, leaf, whole_tensor(getattr(module, leaf), layout, record.groups))
     for hook in record.hooks:
         hook.remove()
+    if record.stage is not None:
+        record.stage.undo_hooks()
     for change in reversed(record.changes):  # a module's last change leads to its class before that
         change.undo()
     for restore in reversed(record.restore):  # what was changed last is taken back first

@@ -30,7 +30,3 @@ class OneForwardOneBackward:
         self._waiting.append(backward)
         while self._waiting and (is_last or len(self._waiting) > self._behind):
             self._waiting.popleft()()
-
-    def clear(self) -> None:
-        """Forget what waits, after a step that failed."""
-        self._waiting.clear()

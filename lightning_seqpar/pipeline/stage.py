@@ -19,8 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.distributed.autograd import leaf_of, once_differentiable, reach
 from lightning_seqpar.distributed.rng import StageStreams
 from lightning_seqpar.layout.module_names import Argument
+from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.pipeline.link import Link
 from lightning_seqpar.region.hooks import find_argument, put_argument
+from lightning_seqpar.topology.process_groups import ParallelGroups
 
 
 class StageEndError(Exception):
@@ -63,6 +65,19 @@ class Cut(NamedTuple):
     def shared(self, name: str) -> tuple[int, ...]:
         """The stages that read a parameter."""
         return tuple(stage for stage, names in enumerate(self.held) if name in names)
+
+
+def from_holder(local: Tensor, layout: ParamLayout, groups: ParallelGroups) -> Tensor:
+    """A parameter, or what has its shape, as a stage that holds it has it. Collective over the pipeline, where stages differ."""
+    if not layout.stages or len(layout.stages) == groups.size("pp"):
+        return local
+    local = local.detach()
+    held = local.contiguous() if groups.rank("pp") in layout.stages else torch.empty_like(local, memory_format=_PLAIN)
+    dist.broadcast(held, src=groups.ranks("pp")[layout.stages[0]], group=groups["pp"])
+    return held
+
+
+_PLAIN = torch.contiguous_format
 
 
 class _HandOn(torch.autograd.Function):

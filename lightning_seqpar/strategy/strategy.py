@@ -45,7 +45,7 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.parallel.synced_norms import sync_batch_norms
 from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
 from lightning_seqpar.pipeline.schedule import OneForwardOneBackward
-from lightning_seqpar.pipeline.stage import Stage
+from lightning_seqpar.pipeline.stage import Cut, Stage
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.averages import (
@@ -437,7 +437,7 @@ class SeqParallelStrategy(TuningStrategy):
             )
         record.made_by = made_by
         if cut is not None:
-            record.stage = Stage(module, cut, self.groups["pp"], self.root_device)
+            self._cut(record, cut)
         try:
             record.changes += sync_batch_norms(module, self.groups, every=self._syncs_batch_norms)
         except ValueError:
@@ -467,8 +467,13 @@ class SeqParallelStrategy(TuningStrategy):
         cut = prover.find_cut(prover.find_unsharded())
         record = whole_model(module, self.groups)
         record.made_by = made_by
-        record.stage = Stage(module, cut, self.groups["pp"], self.root_device)
+        self._cut(record, cut)
         return record
+
+    def _cut(self, record: ShardedModel, cut: Cut) -> None:
+        """Keep one stage of a model."""
+        record.layout.note_stages(cut.shared)
+        record.stage = Stage(record.model, cut, self.groups["pp"], self.root_device)
 
     def _split_context(self, module: LightningModule, made_by: object) -> ShardedModel:
         """Let the blocks of a model that tp does not shard see a part of the sequence each, once that is proved."""

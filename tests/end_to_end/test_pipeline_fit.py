@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
-from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.testing import run_distributed
@@ -34,37 +35,42 @@ class Kept(Callback):
 
 
 def whole(module: Any, take: Any) -> dict[str, torch.Tensor]:
-    record = record_of(module)
-    found = {}
+    """Of the parameters that this stage holds, what ``take`` gives, whole over tp."""
+    record, found = record_of(module), {}
     for name, parameter in module.named_parameters():
         if record is None or record.stage is None or record.stage.holds(name):
             x = take(parameter)
+            if x is not None and record is not None:
+                x = whole_tensor(x, replace(record.layout[name], stages=()), record.groups)
             if x is not None:
-                found[name] = (
-                    x.detach().clone() if record is None else whole_tensor(x, record.layout[name], record.groups)
-                )
+                found[name] = x.detach().clone()
     return found
+
+
+def strategy_of(sizes: dict[str, Any] | None) -> Any:
+    """The strategy, though the configuration does not offer stages yet."""
+    if sizes is None:
+        return "auto"
+    later = config.LATER.copy()
+    config.LATER.pop("pp")
+    try:
+        return SeqParallelStrategy(**sizes)
+    finally:
+        config.LATER |= later
+
+
+def trainer_of(sizes: dict[str, Any] | None, **more: Any) -> Any:
+    devices = 1 if sizes is None else dist.get_world_size()
+    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05, "max_steps": 3, **more}
+    return quiet_trainer(devices=devices, strategy=strategy_of(sizes), **options)
 
 
 def fit(model: str, args: dict[str, Any], sizes: dict[str, Any] | None) -> Found:
     torch.manual_seed(0)
-    module, kept, strategy = class_named(model)(**args), Kept(), "auto"
-    if sizes is not None:
-        later = config.LATER.copy()
-        config.LATER.pop("pp")
-        try:
-            strategy = SeqParallelStrategy(**sizes)
-        finally:
-            config.LATER |= later
-    trainer = quiet_trainer(
-        devices=1 if sizes is None else dist.get_world_size(),
-        strategy=strategy,
-        max_steps=3,
-        accumulate_grad_batches=3,
-        gradient_clip_val=0.05,
-        callbacks=[kept],
-    )
-    trainer.fit(module, models.loader(4, length=9, count=40))  # the last window has one batch
+    module, kept = class_named(model)(**args), Kept()
+    trainer_of(sizes, callbacks=[kept]).fit(
+        module, models.loader(4, length=9, count=40)
+    )  # the last window has one batch
     return kept.norm, kept.grads, whole(module, lambda p: p.data)
 
 
@@ -90,3 +96,33 @@ def test_a_trainer_runs_stages_as_one_process(world, sizes):
                 assert rank[at][0] == pytest.approx(norm, rel=1e-9)
                 for n, x in rank[at][what].items():
                     assert (x - expected[n]).abs().max() <= limit, (case, n)
+
+
+def go_on(sizes: dict[str, Any] | None, folder: str, start: str | None) -> dict[str, torch.Tensor]:
+    """Train for two updates, or from a checkpoint to the fourth; save, and give the plain model back."""
+    module = class_named("GPT")(tied=True)
+    trainer = trainer_of(sizes, max_steps=2 if start is None else 4)
+    trainer.fit(module, models.loader(4, length=9, count=80), ckpt_path=start, weights_only=False)
+    trainer.save_checkpoint(f"{folder}/{0 if start is None else 1}.ckpt")
+    unshard(module)
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(2, {"pp": 2}), (4, {"pp": 2, "tp": 2})], ids=["pp2", "pp2-tp2"])
+def test_checkpoints_are_those_of_one_process(world, sizes, tmp_path):
+    for name in ("alone", "stages"):
+        (tmp_path / name).mkdir()
+    expected = [go_on(None, str(tmp_path / "alone"), start) for start in (None, str(tmp_path / "alone" / "0.ckpt"))]
+    # Each goes on from the other's.
+    first = run_distributed(go_on, world, sizes, str(tmp_path / "stages"), None)
+    second = run_distributed(go_on, world, sizes, str(tmp_path / "stages"), str(tmp_path / "alone" / "0.ckpt"))
+    own = go_on(None, str(tmp_path / "alone"), str(tmp_path / "stages" / "0.ckpt"))
+    for found, weights in ((first, expected[0]), (second, expected[1]), ([own], expected[1])):
+        for one in found:
+            assert one.keys() == weights.keys()
+            assert max((one[n] - x).abs().max() for n, x in weights.items()) <= 1e-9
+    files = [torch.load(tmp_path / name / "0.ckpt", weights_only=False) for name in ("alone", "stages")]
+    alone, stages = (file["optimizer_states"][0]["state"] for file in files)
+    assert alone.keys() == stages.keys()
+    assert all((stages[at][key] - x).abs().max() <= 1e-9 for at, entry in alone.items() for key, x in entry.items())
+    assert files[0]["state_dict"].keys() == files[1]["state_dict"].keys()
