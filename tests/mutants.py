@@ -3833,8 +3833,8 @@ MUTANTS = [
     Mutant(
         "pp: what goes past the activation is not refused",
         "find_cut",
-        "if other != at and any(",
-        "if other > at and any(",
+        "if other != at and crossing:",
+        "if other > at and crossing:",
         "tests/test_pipeline.py",
     ),
     Mutant(

@@ -348,11 +348,7 @@ def load_full_optimizer_state(
         layouts[index, key] = None if layout is None else layout.of(parameters[int(index)])
     likes = {(index, key): parameters[int(index)] for index, key in flat}
     taken = flat if opened is None else opened.take(flat, layouts, rank, likes)
-    elsewhere = {
-        index
-        for index in state["state"]
-        if layout is not None and _is_elsewhere(layout.of(parameters[int(index)]), groups)
-    }
+    elsewhere = {index for (index, _), one in layouts.items() if _is_elsewhere(one, groups)}
     local: dict[Any, Any] = {index: {} for index in state["state"] if index not in elsewhere}
     for (index, key), value in taken.items():
         if index in elsewhere:

@@ -89,17 +89,21 @@ def find_cut(
         raise CantInferError(f"{stack.shown}: its blocks were not called one after the other, each once")
     everything = set(known.values())
     for at, names in enumerate(blocks):
-        own = {name for name in everything if any(inside(name, block) for block in names)}
         for other, theirs in enumerate(blocks):
-            crossing = [name for name in sorted(held[at]) if other != at and any(inside(name, b) for b in theirs)]
-            if crossing:
+            crossing = _inside(theirs, held[at])
+            if other != at and crossing:
                 raise ValueError(
-                    f"pp={stages}: stage {at} reads what {crossing[0]} made on stage {other}, past the activation between "
+                    f"pp={stages}: stage {at} reads what {min(crossing)} made on stage {other}, past the activation between "
                     "blocks; such a model can't be cut there. Use pp=1"
                 )
-        held[at] |= own
+        held[at] |= _inside(names, everything)
     held[0] |= everything - set().union(*held)  # what nothing reads
     return Cut(blocks, tuple(frozenset(names) for names in held), returned.pop(), stack.arg, bool(drawn))
+
+
+def _inside(blocks: Sequence[str], names: set[str]) -> set[str]:
+    """The parameters that lie in the blocks."""
+    return {name for name in names if any(inside(name, block) for block in blocks)}
 
 
 def _read_by(root: Tensor, known: dict[int, str]) -> set[str]:

@@ -72,12 +72,9 @@ def from_holder(local: Tensor, layout: ParamLayout, groups: ParallelGroups) -> T
     if not layout.stages or len(layout.stages) == groups.size("pp"):
         return local
     local = local.detach()
-    held = local.contiguous() if groups.rank("pp") in layout.stages else torch.empty_like(local, memory_format=_PLAIN)
+    held = local.contiguous() if groups.rank("pp") in layout.stages else local.new_empty(local.shape)
     dist.broadcast(held, src=groups.ranks("pp")[layout.stages[0]], group=groups["pp"])
     return held
-
-
-_PLAIN = torch.contiguous_format
 
 
 class _HandOn(torch.autograd.Function):
@@ -126,12 +123,12 @@ class Stage:
         depth = 2 * cut.stages
         self._before = Link(group, self.number - 1, device, depth) if self.number > 0 else None
         self._behind = Link(group, self.number + 1, device, depth) if self.number + 1 < cut.stages else None
+        # What needs a gradient, so that the backward of what is sent and taken runs whatever the model's own tensors need.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._has_begun = self._is_awaited = (
-            False  # whether a block of its own was called; whether its activation is to come
-        )
+        self._has_begun = False  # a block of its own was called
+        self._is_awaited = False  # and the activation for it is still to come
         self._streams = StageStreams(self.number)
-        self.handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle] = []
         self._elsewhere: list[nn.Module] = []
         self._install()
         self._empty_parameters()
@@ -232,12 +229,12 @@ class Stage:
             for name in names:
                 if stage == self.number:
                     # Streams in front of all other hooks, of which some may draw; the activation behind them, in its final form.
-                    self.handles.append(modules[name].register_forward_pre_hook(self._begin, prepend=True))
+                    self._handles.append(modules[name].register_forward_pre_hook(self._begin, prepend=True))
                     if self._before is not None:
-                        self.handles.append(
+                        self._handles.append(
                             modules[name].register_forward_pre_hook(self._take_at(name), with_kwargs=True)
                         )
-                elif stage != self.number:
+                else:
                     forward = self._pass_by(name) if stage < self.number else self._hand_on_at(name)
                     modules[name].forward = forward
                     self._elsewhere.append(modules[name])
@@ -307,8 +304,8 @@ class Stage:
 
     def undo_hooks(self) -> None:
         """Let the blocks be the user's again."""
-        for handle in self.handles:
+        for handle in self._handles:
             handle.remove()
         for module in self._elsewhere:
             del module.forward
-        self.handles, self._elsewhere = [], []
+        self._handles, self._elsewhere = [], []
