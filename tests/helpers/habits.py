@@ -1074,6 +1074,9 @@ def penalised(place: Place) -> Yield:
     return place.train(Penalised())
 
 
+OF_A_PART = r"would find a copy, that is not in the graph; take the gradient by x\.whole\(\)"
+
+
 class PenalisesGradients(Learner):
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -1094,7 +1097,10 @@ class PenalisesGradients(Learner):
     "a gradient penalty",
     "`torch.autograd.grad(loss, x, create_graph=True)`",
     suite=("tp2", "fsdp2xtp2"),
-    refused=r"gradient penalty|create_graph",
+    refused={
+        **dict.fromkeys(("tp2", "dp2xtp2", "fsdp2xtp2", "tp2xcp2"), r"gradient penalty|create_graph"),
+        "cp2": OF_A_PART,
+    },
     remark="sharded layers have no second derivative; take a difference of two losses",
 )
 def penalises_gradients(place: Place) -> Yield:
@@ -1106,7 +1112,7 @@ def penalises_gradients(place: Place) -> Yield:
     "the same, with `x` behind the blocks",
     refused={
         **dict.fromkeys(("tp2", "dp2xtp2", "fsdp2xtp2", "tp2xcp2"), r"gradient penalty|create_graph"),
-        "cp2": r"would find a copy, that is not in the graph; take the gradient by x\.whole\(\)",
+        "cp2": OF_A_PART,
     },
     remark="the vocabulary's head and loss have none either; at tp 2 it runs with `vocab=False`",
 )
