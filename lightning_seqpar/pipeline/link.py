@@ -12,6 +12,45 @@ from torch import Tensor
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MOST_DIMS = 6
 """More dims no activation has: what is told of a tensor before it is sent has a fixed length."""
+_FACTS = 3 + _MOST_DIMS
+
+
+def _facts(x: Tensor, wants_gradient: bool) -> Tensor:
+    """What is told of a tensor before it is sent.
+
+    Raises:
+        ValueError: for a tensor of another dtype than floats have, or of too many dims.
+    """
+    if x.dtype not in _DTYPES or x.ndim > _MOST_DIMS:
+        raise ValueError(
+            f"an activation of dtype {x.dtype} and shape {list(x.shape)} can't be sent to another stage: it must be of "
+            f"floats and have {_MOST_DIMS} dims at most"
+        )
+    facts = [_DTYPES.index(x.dtype), int(wants_gradient), x.ndim, *x.shape]
+    return torch.tensor(facts + [0] * (_FACTS - len(facts)), dtype=torch.int64, device=x.device)
+
+
+def _empty(facts: Tensor) -> tuple[Tensor, bool]:
+    """Memory for the tensor of which something was told, and whether it waits for its gradient."""
+    dtype, wants_gradient, ndim, *shape = facts.tolist()
+    return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=facts.device), bool(wants_gradient)
+
+
+def from_last(x: Tensor | None, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """A tensor of the last stage, on every stage. Collective over the pipeline.
+
+    Args:
+        x: the tensor on the last stage, None on the others.
+        group: the process group of the pipeline.
+        device: of this rank.
+    """
+    last = group.size() - 1
+    facts = torch.empty(_FACTS, dtype=torch.int64, device=device) if x is None else _facts(x, False)
+    dist.broadcast(facts, group=group, group_src=last)
+    x = _empty(facts)[0] if x is None else x.detach().contiguous()
+    if x.numel():
+        dist.broadcast(x, group=group, group_src=last)
+    return x
 
 
 class Link:
@@ -35,14 +74,7 @@ class Link:
         Raises:
             ValueError: for a tensor of another dtype than floats have, or of too many dims.
         """
-        if x.dtype not in _DTYPES or x.ndim > _MOST_DIMS:
-            raise ValueError(
-                f"an activation of dtype {x.dtype} and shape {list(x.shape)} can't be sent to the next stage: it must be of "
-                f"floats and have {_MOST_DIMS} dims at most"
-            )
-        facts = [_DTYPES.index(x.dtype), int(wants_gradient), x.ndim, *x.shape]
-        facts += [0] * (3 + _MOST_DIMS - len(facts))
-        tensors = [torch.tensor(facts, dtype=torch.int64, device=x.device), x.detach().contiguous()]
+        tensors = [_facts(x, wants_gradient), x.detach().contiguous()]
         works = [dist.isend(one, group=self._group, group_dst=self._peer) for one in tensors if one.numel()]
         self._sent.append((works, tensors))
         while len(self._sent) > self._depth:
@@ -50,13 +82,12 @@ class Link:
 
     def receive(self) -> tuple[Tensor, bool]:
         """The next tensor from the neighbour, and whether it waits for its gradient."""
-        facts = torch.empty(3 + _MOST_DIMS, dtype=torch.int64, device=self._device)
+        facts = torch.empty(_FACTS, dtype=torch.int64, device=self._device)
         dist.recv(facts, group=self._group, group_src=self._peer)
-        dtype, wants_gradient, ndim, *shape = facts.tolist()
-        x = torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=self._device)
+        x, wants_gradient = _empty(facts)
         if x.numel():
             dist.recv(x, group=self._group, group_src=self._peer)
-        return x, bool(wants_gradient)
+        return x, wants_gradient
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived."""

@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.distributed.autograd import leaf_of, once_differentiable, reach
 from lightning_seqpar.distributed.rng import StageStreams
-from lightning_seqpar.layout.module_names import Argument
+from lightning_seqpar.layout.module_names import Argument, inside
 from lightning_seqpar.layout.param_layout import ParamLayout
-from lightning_seqpar.pipeline.link import Link
+from lightning_seqpar.pipeline.link import Link, from_last
 from lightning_seqpar.region.hooks import find_argument, put_argument
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
@@ -127,6 +127,7 @@ class Stage:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._has_begun = False  # a block of its own was called
         self._is_awaited = False  # and the activation for it is still to come
+        self._goes_on = False  # behind the last block, on every stage: it evaluates
         self._streams = StageStreams(self.number)
         self._handles: list[RemovableHandle] = []
         self._elsewhere: list[nn.Module] = []
@@ -177,6 +178,41 @@ class Stage:
                 f"({self._shown(self.number + (not self.is_last))}), so that nothing went through the pipeline"
             )
         return out
+
+    def evaluate(self, step: Callable[[], Any]) -> Any:
+        """Run a step of the user's to its end on every stage, without gradients.
+
+        Behind the last block all stages go on with what it returned on the last one, and do the same from there: they return
+        the same, log the same and count the same. Call it between :meth:`begin_evaluation` and :meth:`end_evaluation`.
+
+        Raises:
+            RuntimeError: if it came to its end in the middle of the blocks.
+        """
+        self._has_begun = self._is_awaited = False
+        self._goes_on = True
+        try:
+            out = step()
+        finally:
+            self._goes_on = False
+        if self._has_begun:
+            raise RuntimeError(
+                f"stage {self.number} of {self.count}: the step ended without calling the last block ({self._last_block}), so "
+                "that the stages would go on with different activations"
+            )
+        self.settle()
+        return out
+
+    def begin_evaluation(self) -> None:
+        """Get the parameters that the last stage reads behind the blocks. Collective over the pipeline."""
+        for name, parameter in self._model.named_parameters():
+            if name in self._behind_blocks:
+                if not self.holds(name):
+                    parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                dist.broadcast(parameter.detach(), group=self._group, group_src=self.count - 1)
+
+    def end_evaluation(self) -> None:
+        """Forget the parameters that :meth:`begin_evaluation` got."""
+        self._empty_parameters()
 
     def check_graph(self, loss: Tensor) -> None:
         """What this stage computes must read no parameter that is not here.
@@ -238,6 +274,8 @@ class Stage:
                     forward = self._pass_by(name) if stage < self.number else self._hand_on_at(name)
                     modules[name].forward = forward
                     self._elsewhere.append(modules[name])
+        if self.is_last:  # in front of all other hooks, as the others have it from the block's forward
+            self._handles.append(modules[self._last_block].register_forward_hook(self._give_to_all, prepend=True))
 
     @property
     def _switches_streams(self) -> bool:
@@ -248,7 +286,9 @@ class Stage:
         """A pre-hook of this stage's blocks: the first that runs begins the stage."""
         if not self._has_begun:
             self._has_begun, self._is_awaited = True, True
-            if self._switches_streams:
+            if self._goes_on:
+                self._streams.begin()
+            if self._goes_on or self._switches_streams:
                 self._streams.begin_stage()
 
     def _take_at(self, name: str) -> Callable[..., Any]:
@@ -271,10 +311,13 @@ class Stage:
         """The forward of a block that a stage before has run: it hands its activation on, as the block would return it."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            x = find_argument(name, self._cut.arg, args, kwargs)[1]
-            return (x, *[None] * (self._cut.returned - 1)) if self._cut.returned else x
+            return self._returned(find_argument(name, self._cut.arg, args, kwargs)[1])
 
         return forward
+
+    def _returned(self, x: Tensor) -> Any:
+        """An activation as a block returns it."""
+        return (x, *[None] * (self._cut.returned - 1)) if self._cut.returned else x
 
     def _hand_on_at(self, name: str) -> Callable[..., Any]:
         """The forward of a block that a stage behind runs: the activation goes there, and this stage's step ends."""
@@ -287,9 +330,36 @@ class Stage:
                     f"({self._shown(self.number)})"
                 )
             assert self._behind is not None
-            raise StageEndError(_HandOn.apply(x, self._anchor, self._behind))  # type: ignore[no-untyped-call]
+            if not self._goes_on:
+                raise StageEndError(_HandOn.apply(x, self._anchor, self._behind))  # type: ignore[no-untyped-call]
+            if name == self._cut.blocks[self.number + 1][0]:
+                self._behind.send(x)
+            if name == self._last_block:
+                x = self._rejoin(None)
+            return self._returned(x)
 
         return forward
+
+    def _give_to_all(self, module: nn.Module, args: Any, out: Any) -> None:
+        """A hook behind the last block of all."""
+        if self._goes_on:
+            self._rejoin(out[0] if self._cut.returned else out)
+
+    def _rejoin(self, x: Tensor | None) -> Tensor:
+        """What the last stage's last block returned, on every stage; random streams go on from where the blocks began."""
+        x = from_last(x, self._group, self._anchor.device)
+        self._streams.go_back()
+        self._has_begun = False
+        return x
+
+    @property
+    def _last_block(self) -> str:
+        return self._cut.blocks[-1][-1]
+
+    @property
+    def _behind_blocks(self) -> set[str]:
+        """The parameters that the last stage reads outside its blocks."""
+        return {name for name in self._cut.held[-1] if not any(inside(name, block) for block in self._cut.blocks[-1])}
 
     def _shown(self, stage: int) -> str:
         names: Sequence[str] = self._cut.blocks[stage]

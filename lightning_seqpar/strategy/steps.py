@@ -47,6 +47,7 @@ from lightning_seqpar.strategy.environment import TopologyStrategy
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.metrics import share_losses_of_finders, share_metrics
 from lightning_seqpar.strategy.precision import with_global_clipping
+from lightning_seqpar.strategy.stage_logs import StageLogs
 from lightning_seqpar.verify.guards.batch import OutputWatch, check_batch, warn_of_equal_replicas
 from lightning_seqpar.verify.guards.graph import check_readers, refuse_second_derivative
 from lightning_seqpar.verify.guards.model import check_buffers, check_parameters, refuse_added
@@ -95,6 +96,7 @@ class SteppingStrategy(TopologyStrategy):
         self._split: FullySharded | None = None
         self._outputs = OutputWatch()
         self._micro_batches = OneForwardOneBackward(0)
+        self._logs: StageLogs | None = None
         self._gradients_may_change = True
         self._validated_at = 0.0  # by time.monotonic()
 
@@ -172,10 +174,35 @@ class SteppingStrategy(TopologyStrategy):
             record.versions.clear()  # updates change shards from now on; a learning-rate finder begins another training then
         if isinstance(self.model, DistributedDataParallel):
             self._follow_training_parameters(self.model)
-        step = super().training_step
-        if (stage := self._stage) is None:
-            return self._step("training", step, args, kwargs)
-        return self._step("training", lambda *args, **kwargs: stage.run(lambda: step(*args, **kwargs)), args, kwargs)
+        with self._in_stages("training_step"):
+            return self._step("training", super().training_step, args, kwargs)
+
+    @contextmanager
+    def _in_stages(self, name: str) -> Generator[None, None, None]:
+        """A context manager in which a step of the user's, called by its name, runs as far as this stage goes.
+
+        Inside of DDP, which would take the end of a stage for an error.
+        """
+        stage = self._stage
+        if stage is None:
+            yield
+            return
+        own, step = vars(self._module).get(name), getattr(self._module, name)
+        trains = name == "training_step"
+        run: Callable[[Callable[[], Any]], Any] = stage.run if trains else stage.evaluate
+
+        @functools.wraps(step)
+        def in_stages(*args: Any, **kwargs: Any) -> Any:
+            return run(lambda: step(*args, **kwargs))
+
+        vars(self._module)[name] = in_stages
+        try:
+            with self._logs.step(self._trainer) if trains and self._logs is not None else nullcontext():
+                yield
+        finally:
+            del vars(self._module)[name]
+            if own is not None:
+                vars(self._module)[name] = own
 
     @property
     def _stage(self) -> Stage | None:
@@ -232,15 +259,18 @@ class SteppingStrategy(TopologyStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's validation step."""
-        return self._step("validation", super().validation_step, args, kwargs)
+        with self._in_stages("validation_step"):
+            return self._step("validation", super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's test step."""
-        return self._step("test", super().test_step, args, kwargs)
+        with self._in_stages("test_step"):
+            return self._step("test", super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's prediction step."""
-        return self._step("predict", super().predict_step, args, kwargs)
+        with self._in_stages("predict_step"):
+            return self._step("predict", super().predict_step, args, kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Check, before the backward, that all ranks of a replica have one loss and that it reads no partial values.
@@ -301,6 +331,8 @@ class SteppingStrategy(TopologyStrategy):
         if is_last:
             stage.settle()
             stage.sum_shared()  # once for each window, in which gradients were added up
+            if self._logs is not None:
+                self._logs.share(self._trainer, self._module)
 
     def before_on_after_backward(self) -> None:
         """Sum partial gradients at once where the user's code may read them: ``on_after_backward``, ``manual_backward``."""
@@ -635,8 +667,16 @@ class SteppingStrategy(TopologyStrategy):
         """The ranks of a replica would wait for each other in different loops if one had fewer batches."""
         self._schedule.begin_loop(loop)
         self._outputs = OutputWatch()  # an earlier loop may have ended in the middle
+        if (stage := self._stage) is not None:
+            stage.begin_evaluation()
         group = self.groups[self.groups.replica_axes]
         check_agreement({f"{loop} batches": counts}, group, self.root_device)
+
+    def _end_evaluation(self, loop: str) -> None:
+        """Compare what the last steps returned over the ranks of a replica. Collective."""
+        self._outputs.check(self.groups, loop)
+        if (stage := self._stage) is not None:
+            stage.end_evaluation()
 
     def on_train_end(self) -> None:
         """Read what was compared in the last step."""
@@ -651,7 +691,7 @@ class SteppingStrategy(TopologyStrategy):
 
     def on_validation_end(self) -> None:
         """Compare what the last steps returned over the ranks of a replica. Collective."""
-        self._outputs.check(self.groups, "validation")
+        self._end_evaluation("validation")
 
     def on_test_start(self) -> None:
         """Compare the number of batches over the ranks of a replica. Collective."""
@@ -660,7 +700,7 @@ class SteppingStrategy(TopologyStrategy):
 
     def on_test_end(self) -> None:
         """Compare what the last steps returned over the ranks of a replica. Collective."""
-        self._outputs.check(self.groups, "test")
+        self._end_evaluation("test")
 
     def on_predict_start(self) -> None:
         """Compare the number of batches; leave prediction writers on the first rank of each replica alone. Collective."""
@@ -675,7 +715,7 @@ class SteppingStrategy(TopologyStrategy):
     def on_predict_end(self) -> None:
         """Put prediction writers back, and compare what the last steps returned. Collective."""
         self._unmute_writers()
-        self._outputs.check(self.groups, "predict")
+        self._end_evaluation("predict")
 
     def _unmute_writers(self) -> None:
         """Put prediction writers back among the callbacks, where they were."""

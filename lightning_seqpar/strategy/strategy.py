@@ -59,6 +59,7 @@ from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
+from lightning_seqpar.strategy.stage_logs import StageLogs
 from lightning_seqpar.strategy.summary import describe_compiled, summarize
 from lightning_seqpar.strategy.tuning import TuningStrategy
 from lightning_seqpar.verify.coverage import Coverage, cover
@@ -320,6 +321,7 @@ class SeqParallelStrategy(TuningStrategy):
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)
                 if record.stage is not None:
                     self._micro_batches = OneForwardOneBackward(record.stage.stages_behind)
+                    self._logs = StageLogs(self.groups["pp"], self.root_device, self.groups["dp"])
             self._apply_layer_sync(module)
             with self._phases.phase("making optimizers"):
                 if self._mean_size > 1 and self._split is None:

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.testing import run_distributed
-from lightning_seqpar.verify.guards import config
 from tests.helpers import models
-from tests.helpers.fit import class_named, quiet_trainer
+from tests.helpers.fit import class_named
+from tests.helpers.pipelines import trainer_of
 
 Found = tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
@@ -45,24 +44,6 @@ def whole(module: Any, take: Any) -> dict[str, torch.Tensor]:
             if x is not None:
                 found[name] = x.detach().clone()
     return found
-
-
-def strategy_of(sizes: dict[str, Any] | None) -> Any:
-    """The strategy, though the configuration does not offer stages yet."""
-    if sizes is None:
-        return "auto"
-    later = config.LATER.copy()
-    config.LATER.pop("pp")
-    try:
-        return SeqParallelStrategy(**sizes)
-    finally:
-        config.LATER |= later
-
-
-def trainer_of(sizes: dict[str, Any] | None, **more: Any) -> Any:
-    devices = 1 if sizes is None else dist.get_world_size()
-    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05, "max_steps": 3, **more}
-    return quiet_trainer(devices=devices, strategy=strategy_of(sizes), **options)
 
 
 def fit(model: str, args: dict[str, Any], sizes: dict[str, Any] | None) -> Found:

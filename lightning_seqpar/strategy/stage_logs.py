@@ -1,0 +1,155 @@
+"""What a training step logs and measures behind the blocks: the last stage of a pipeline alone comes there, all have it.
+
+Evaluation steps need nothing of this, since every stage runs them to their end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class _Call(NamedTuple):
+    """One call of ``self.log``, without its value where that is a tensor.
+
+    Attributes:
+        fx: the hook that logged.
+        name: of what was logged.
+        dtype: of the tensor; None where a metric was logged.
+        options: the other arguments.
+    """
+
+    fx: str
+    name: str
+    dtype: torch.dtype | None
+    options: dict[str, Any]
+
+
+class StageLogs:
+    """Keeps what the training steps of an accumulation window log on the last stage, and logs it on the others behind it.
+
+    Lightning reads what a step logged where the window ends. What the other stages log in front of the blocks they log
+    with the rest, as the last stage did.
+
+    Args:
+        group: the process group of the pipeline.
+        device: of this rank.
+        replicas: the process group over which ``sync_dist`` means.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, replicas: dist.ProcessGroup) -> None:
+        self._group, self._device, self._replicas = group, device, replicas
+        self._is_last = group.rank() == group.size() - 1
+        self._calls: list[_Call] = []
+        self._values: list[Tensor] = []
+        # Of each metric's lists how many entries all stages have, and the last of those.
+        self._sent: dict[str, dict[str, tuple[int, Any]]] = {}
+
+    @contextmanager
+    def step(self, trainer: Trainer) -> Generator[None, None, None]:
+        """A context manager around a training step."""
+        results: Any = trainer._results
+        if results is None:
+            yield
+            return
+        results.log = self._noted(results.log, results) if self._is_last else _log_nothing
+        try:
+            yield
+        finally:
+            del results.log  # the class's own again
+
+    def share(self, trainer: Trainer, module: LightningModule) -> None:
+        """Log on all stages what the last one logged since the last call. Collective over the pipeline."""
+        metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
+        box: list[Any] = [None]
+        if self._is_last:
+            numbers = torch.stack(self._values).tolist() if self._values else []  # one wait for all of them
+            box = [(self._calls, numbers, {name: self._news(name, metric) for name, metric in metrics.items()})]
+            self._calls, self._values = [], []
+        dist.broadcast_object_list(box, group=self._group, group_src=self._group.size() - 1, device=self._device)
+        if self._is_last:
+            return
+        calls, numbers, news = box[0]
+        for name, one in news.items():
+            if one is not None:
+                self._take(metrics[name], one)
+        left = iter(numbers)
+        for call in calls:
+            if call.dtype is None:
+                value = attrgetter(call.options["metric_attribute"])(module)
+            else:
+                value = torch.tensor(next(left), dtype=call.dtype, device=self._device)
+            assert trainer._results is not None
+            trainer._results.log(call.fx, call.name, value, sync_dist_fn=trainer.strategy.reduce, **call.options)
+            trainer._logger_connector._current_fx = call.fx
+
+    def _noted(self, log: Callable[..., None], results: Any) -> Callable[..., None]:
+        """What logs, and keeps the call."""
+
+        def noted(fx: str, name: str, value: Any, **options: Any) -> None:
+            group = options.pop("sync_dist_group", None)
+            if options.get("sync_dist") and group is not None and group is not self._replicas:
+                raise ValueError(
+                    f"self.log({name!r}, sync_dist_group=...) with pp={self._group.size()}: the stages log what the last one "
+                    "logged, and are in other groups; leave it out to mean over the replicas"
+                )
+            log(fx, name, value, **options)
+            del options["sync_dist_fn"]
+            options["reduce_fx"] = getattr(options["reduce_fx"], "__name__", options["reduce_fx"])
+            options["batch_size"] = options["batch_size"] or results.batch_size
+            dtype = value.dtype if isinstance(value, Tensor) else None
+            if dtype is not None:
+                self._values.append(value.detach().to(torch.float64))
+            self._calls.append(_Call(fx, name, dtype, options))
+
+        return noted
+
+    def _news(self, name: str, metric: Metric) -> dict[str, Any] | None:
+        """What the other stages don't have of a metric's state yet; of lists, which grow, what was added."""
+        if not metric._update_count and name not in self._sent:
+            return None
+        sent, states = self._sent.get(name, {}), {}
+        for state in metric._defaults:
+            value = getattr(metric, state)
+            if isinstance(value, list):
+                at, last = sent.get(state, (0, None))
+                if at > len(value) or (at and value[at - 1] is not last):
+                    at = 0  # it was reset since
+                states[state] = (at, _to_cpu(value[at:]))
+            else:
+                states[state] = _to_cpu(value)
+        lists = {state: value for state in states if isinstance(value := getattr(metric, state), list) and value}
+        self._sent[name] = {state: (len(value), value[-1]) for state, value in lists.items()}
+        return {"states": states, "count": metric._update_count, "cache": _to_cpu(metric._forward_cache)}
+
+    def _take(self, metric: Metric, news: dict[str, Any]) -> None:
+        """Bring a metric's state to what the last stage has."""
+        for name, value in news["states"].items():
+            if isinstance(value, tuple):
+                value = [*getattr(metric, name)[: value[0]], *_to(value[1], self._device)]
+            setattr(metric, name, _to(value, self._device))
+        metric._update_count, metric._computed = news["count"], None
+        metric._forward_cache = _to(news["cache"], self._device)
+
+
+def _log_nothing(*args: Any, **options: Any) -> None:
+    """On all stages but the last."""
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    """Tensors, and lists of them, on a device."""
+    if isinstance(value, list):
+        return [_to(one, device) for one in value]
+    return value.detach().to(device) if isinstance(value, Tensor) else value
+
+
+def _to_cpu(value: Any) -> Any:
+    return _to(value, torch.device("cpu"))
