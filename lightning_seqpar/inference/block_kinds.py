@@ -200,6 +200,29 @@ def share_equal_blocks(model: nn.Module, rules: Mapping[str, str], memo: dict[in
             memo[id(block)] = first[kind]
 
 
+def spread_equal_blocks(copied: nn.Module) -> None:
+    """Give a copy whose equal blocks are one module a module for each again, in place; those of a kind share the numbers.
+
+    So each has parameters of its own, by which it is told from the others, and all of a kind need the memory of one.
+    """
+    for blocks in stacks(copied):
+        seen: set[int] = set()
+        for name, block in blocks.items():
+            if id(block) in seen:
+                parent, _, key = name.rpartition(".")
+                copied.get_submodule(parent)._modules[key] = _alike(block, copied)
+            seen.add(id(block))
+
+
+def _alike(block: nn.Module, model: nn.Module) -> nn.Module:
+    """Another module with the numbers of a block of ``model``."""
+    inner = {id(part) for part in block.modules()}
+    memo: dict[int, Any] = {id(part): part for part in model.modules() if id(part) not in inner}
+    memo |= {id(part): part for part in (*model.parameters(), *model.buffers())}
+    memo |= {id(one): nn.Parameter(one.detach(), one.requires_grad) for one in block.parameters()}
+    return copy.deepcopy(block, memo)
+
+
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The blocks that a copy under a plan has no module of its own for, since an earlier one is alike."""
     decisive: dict[type, frozenset[str]] = {}

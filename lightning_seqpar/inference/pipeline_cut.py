@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_seqpar.distributed.autograd import leaf_of, reach
 from lightning_seqpar.distributed.rng import Drawn, DrawWatch
+from lightning_seqpar.inference.block_kinds import spread_equal_blocks
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import example_copy
@@ -77,6 +78,7 @@ def find_cut(
         return hook
 
     with example_copy(model, example, dtype, prepare) as (copied, on_cpu):
+        spread_equal_blocks(copied)
         for name in stack.blocks:
             copied.get_submodule(name).register_forward_hook(look(name))
         for names in blocks[1:]:

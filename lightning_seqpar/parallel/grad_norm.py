@@ -20,8 +20,8 @@ def global_grad_norm(
     """The norm of the whole model's gradient: shards from every rank of tp (and of dp, where replicas split them), the rest once.
 
     Args:
-        parameters: those whose gradients count, the same on every rank of a stage; one without a gradient counts nothing. What
-            several stages hold must be among those of one of them alone.
+        parameters: those whose gradients count, the same on every rank; one without a gradient counts nothing. What several
+            stages hold counts on the first of them.
         layout: where each of them lies.
         groups: the process groups.
         norm_type: 2, another positive number, or infinity.
@@ -39,6 +39,8 @@ def global_grad_norm(
         if parameter.grad is None:
             continue
         found, grad = layout.of(parameter), local_rows(parameter.grad)
+        if found is not None and found.stages and found.stages[0] != groups.rank("pp"):
+            continue
         shard = None if found is None else found.shard
         if found is not None and shard is not None and shard.has_shared:  # what several ranks hold counts once
             grad = grad.index_select(shard.dim, layout.first_held(found.name, groups.rank("tp"), parameter.grad))

@@ -8,7 +8,8 @@ memory: what is made of them is thrown away, and would be seen where it is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.pipeline.link import Link, from_last
 from lightning_seqpar.region.hooks import find_argument, put_argument
 from lightning_seqpar.topology.process_groups import ParallelGroups
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""The attribute of a model in which DDP looks for what it is to leave alone."""
 
 
 class StageEndError(Exception):
@@ -61,6 +65,18 @@ class Cut(NamedTuple):
     def stages(self) -> int:
         """How many stages there are."""
         return len(self.blocks)
+
+    def passing_by(self, name: str) -> Callable[..., Any]:
+        """A forward for a block that hands its activation on, as the block would return it."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.as_returned(find_argument(name, self.arg, args, kwargs)[1])
+
+        return forward
+
+    def as_returned(self, x: Tensor) -> Any:
+        """An activation as a block returns it."""
+        return (x, *[None] * (self.returned - 1)) if self.returned else x
 
     def shared(self, name: str) -> tuple[int, ...]:
         """The stages that read a parameter."""
@@ -115,9 +131,12 @@ class Stage:
         cut: where it is cut.
         group: the process group of the pipeline.
         device: of this rank.
+        own_streams: whether the stages draw apart; not in copies that are compared with a whole one.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, cut: Cut, group: dist.ProcessGroup, device: torch.device, *, own_streams: bool = True
+    ) -> None:
         self.number, self.count, self._cut = group.rank(), cut.stages, cut
         self._model, self._group = model, group
         depth = 2 * cut.stages
@@ -128,7 +147,7 @@ class Stage:
         self._has_begun = False  # a block of its own was called
         self._is_awaited = False  # and the activation for it is still to come
         self._goes_on = False  # behind the last block, on every stage: it evaluates
-        self._streams = StageStreams(self.number)
+        self._streams, self._own_streams = StageStreams(self.number), own_streams
         self._handles: list[RemovableHandle] = []
         self._elsewhere: list[nn.Module] = []
         self._install()
@@ -164,7 +183,7 @@ class Stage:
             drew = self._streams.has_drawn()
             if self._switches_streams:
                 self._streams.end()
-        if drew and not self._switches_streams:
+        if drew and not self._switches_streams and self._own_streams:
             raise RuntimeError(
                 f"stage {self.number} of {self.count}: the step drew random numbers, as it did not in the example, and the stages "
                 "would draw other ones from here on. Let it draw from its first step on, or not at all (dropout=0.0); or use pp=1"
@@ -242,9 +261,27 @@ class Stage:
         """Whether the parameter of that name is here."""
         return name in self._cut.held[self.number]
 
-    def counts(self, name: str) -> bool:
-        """Whether this stage is the first that holds the parameter: then it counts here in norms."""
-        return self._cut.shared(name)[:1] == (self.number,)
+    @contextmanager
+    def hiding_from_ddp(self) -> Iterator[None]:
+        """A context in which DDP, when it is made, takes no notice of parameters that are not here."""
+        absent = [name for name, _ in self._model.named_parameters() if not self.holds(name)]
+        own = self._model.__dict__.get(_IGNORED)
+        setattr(self._model, _IGNORED, [*(getattr(self._model, _IGNORED, None) or ()), *absent])
+        try:
+            yield
+        finally:
+            delattr(self._model, _IGNORED)
+            if own is not None:
+                setattr(self._model, _IGNORED, own)
+
+    def shared(self, name: str) -> tuple[int, ...]:
+        """The stages that hold a parameter."""
+        return self._cut.shared(name)
+
+    @property
+    def ends(self) -> dict[int, tuple[str, str]]:
+        """Of each stage its first and its last block."""
+        return {stage: (names[0], names[-1]) for stage, names in enumerate(self._cut.blocks)}
 
     def sum_shared(self) -> None:
         """Sum the gradients of parameters that several stages read (tied embeddings). Collective over the pipeline."""
@@ -256,6 +293,16 @@ class Stage:
             dist.all_reduce(total, group=self._group)
             if self.holds(name):
                 parameter.grad = total
+
+    def on_any(self, facts: Sequence[bool]) -> list[bool]:
+        """Which facts hold on any stage. Collective over the pipeline."""
+        flags = torch.tensor(facts, dtype=torch.int32, device=self._anchor.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in flags.tolist()]
+
+    def of_last(self, x: Tensor) -> Tensor:
+        """A tensor of floats that every stage has, as it is on the last one. Collective over the pipeline."""
+        return from_last(x if self.is_last else None, self._group, self._anchor.device)
 
     # ---- the cut -----------------------------------------------------------------------------------------------
 
@@ -271,7 +318,7 @@ class Stage:
                             modules[name].register_forward_pre_hook(self._take_at(name), with_kwargs=True)
                         )
                 else:
-                    forward = self._pass_by(name) if stage < self.number else self._hand_on_at(name)
+                    forward = self._cut.passing_by(name) if stage < self.number else self._hand_on_at(name)
                     modules[name].forward = forward
                     self._elsewhere.append(modules[name])
         if self.is_last:  # in front of all other hooks, as the others have it from the block's forward
@@ -280,7 +327,7 @@ class Stage:
     @property
     def _switches_streams(self) -> bool:
         """Whether the stages draw from streams of their own."""
-        return self._cut.draws and self._model.training
+        return self._cut.draws and self._model.training and self._own_streams
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         """A pre-hook of this stage's blocks: the first that runs begins the stage."""
@@ -307,18 +354,6 @@ class Stage:
 
         return hook
 
-    def _pass_by(self, name: str) -> Callable[..., Any]:
-        """The forward of a block that a stage before has run: it hands its activation on, as the block would return it."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._returned(find_argument(name, self._cut.arg, args, kwargs)[1])
-
-        return forward
-
-    def _returned(self, x: Tensor) -> Any:
-        """An activation as a block returns it."""
-        return (x, *[None] * (self._cut.returned - 1)) if self._cut.returned else x
-
     def _hand_on_at(self, name: str) -> Callable[..., Any]:
         """The forward of a block that a stage behind runs: the activation goes there, and this stage's step ends."""
 
@@ -336,7 +371,7 @@ class Stage:
                 self._behind.send(x)
             if name == self._last_block:
                 x = self._rejoin(None)
-            return self._returned(x)
+            return self._cut.as_returned(x)
 
         return forward
 

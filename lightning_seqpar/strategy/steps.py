@@ -80,7 +80,7 @@ class SteppingStrategy(TopologyStrategy):
 
     def __init__(self, config: ParallelConfig, **plugins: Any) -> None:
         super().__init__(config, **plugins)
-        self._forward_redirection = _Redirection()
+        self._forward_redirection = _Redirection(self)
         self._sync: GradSync | None = None
         self._steps: dict[int, int] = {}
         self._comparisons: OneStepLate[Comparison] = OneStepLate()
@@ -210,6 +210,11 @@ class SteppingStrategy(TopologyStrategy):
         record = record_of(self._module)
         return None if record is None else record.stage
 
+    @property
+    def runs_stages(self) -> bool:
+        """Whether the model runs in stages of a pipeline."""
+        return self._stage is not None
+
     def _thawed(self) -> bool:
         """Whether a parameter of an optimizer trains whose gradient DDP does not reduce, as it was frozen when DDP was made."""
         reduced = {id(parameter) for parameter in self._reduced}
@@ -251,7 +256,7 @@ class SteppingStrategy(TopologyStrategy):
         options = {**self.config.ddp, **more}
         devices = None if self.root_device.type == "cpu" else [self.root_device.index]
         stream = torch.cuda.stream(torch.cuda.Stream()) if devices is not None else nullcontext()
-        with stream:
+        with stream, nullcontext() if self._stage is None else self._stage.hiding_from_ddp():
             self._ddp_model = DistributedDataParallel(
                 module, device_ids=devices, process_group=self.groups[self.groups.mean_axes], **options
             )
@@ -318,16 +323,23 @@ class SteppingStrategy(TopologyStrategy):
         try:
             if self._stage is None:
                 return super().backward(closure_loss, *args, **kwargs)
-            self._run_when_due(functools.partial(super().backward, closure_loss, *args, **kwargs), self._stage)
+            backward = functools.partial(super().backward, closure_loss, *args, **kwargs)
+            self._run_when_due(closure_loss, backward, self._stage)
         except RuntimeError as error:
             refuse_second_derivative(error)
             raise
         return closure_loss
 
-    def _run_when_due(self, backward: Callable[[], Any], stage: Stage) -> None:
+    def _run_when_due(self, loss: Tensor, backward: Callable[[], Any], stage: Stage) -> None:
         """Run the backwards that are due on a stage behind a micro-batch's forward; at the window's end all of them."""
         is_last = not self._trainer.fit_loop._should_accumulate()
-        self._micro_batches.add(backward, is_last=is_last)
+
+        def reduced() -> None:  # the window's last backward: DDP reduces what all of them added up
+            if isinstance(self.model, DistributedDataParallel):
+                prepare_for_backward(self.model, loss)
+            backward()
+
+        self._micro_batches.add(reduced if is_last else backward, is_last=is_last)
         if is_last:
             stage.settle()
             stage.sum_shared()  # once for each window, in which gradients were added up
@@ -574,8 +586,6 @@ class SteppingStrategy(TopologyStrategy):
         """The norm of the whole model's gradients of these parameters, equal on all ranks. Collective over tp."""
         record = record_of(self._module)
         if record is not None:
-            if (stage := record.stage) is not None:
-                parameters = [p for p in parameters if (one := record.layout.of(p)) is None or stage.counts(one.name)]
             return global_grad_norm(parameters, record.layout, self.groups, norm_type)
         grads = [p.grad for p in parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(grads, norm_type)
@@ -741,17 +751,30 @@ class _OwnBackwards(TorchFunctionMode):
 
 
 class _Redirection(_ForwardRedirection):
-    """Lightning's forward through DDP, but in manual optimization DDP does not prepare for a backward there.
+    """Lightning's forward through DDP, but in manual optimization and in a pipeline DDP does not prepare for a backward there.
 
-    ``pre_backward`` prepares it for each backward.
+    ``pre_backward`` prepares it for each backward, and for that of a window's last micro-batch.
+
+    Args:
+        strategy: whose model it is.
     """
 
+    def __init__(self, strategy: SteppingStrategy) -> None:
+        self._strategy = weakref.ref(strategy)
+
+    def _prepares_later(self, wrapper_module: nn.Module, original_module: LightningModule) -> bool:
+        strategy = self._strategy()
+        in_stages = strategy is not None and strategy.runs_stages
+        return isinstance(wrapper_module, DistributedDataParallel) and (
+            in_stages or not original_module.automatic_optimization
+        )
+
     def on_after_inner_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
-        if isinstance(wrapper_module, DistributedDataParallel) and not original_module.automatic_optimization:
+        if self._prepares_later(wrapper_module, original_module):
             wrapper_module.require_backward_grad_sync = False
 
     def on_after_outer_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
-        if isinstance(wrapper_module, DistributedDataParallel) and not original_module.automatic_optimization:
+        if self._prepares_later(wrapper_module, original_module):
             wrapper_module.require_backward_grad_sync = True
 
 

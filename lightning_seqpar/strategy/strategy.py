@@ -60,7 +60,7 @@ from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
 from lightning_seqpar.strategy.stage_logs import StageLogs
-from lightning_seqpar.strategy.summary import describe_compiled, summarize
+from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize
 from lightning_seqpar.strategy.tuning import TuningStrategy
 from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
@@ -70,7 +70,7 @@ from lightning_seqpar.verify.guards.config import (
     refuse_unsupported,
     syncs_batch_norms,
 )
-from lightning_seqpar.verify.prover import Prover
+from lightning_seqpar.verify.prover import Proved, Prover
 
 P = ParamSpec("P")
 
@@ -393,10 +393,8 @@ class SeqParallelStrategy(TuningStrategy):
             facts = {**describe_model(module), "sync_batchnorm": self._syncs_batch_norms}
             check_agreement(facts, self._world, self.root_device)
         self._make_replicas_equal(module)
-        if tp == 1 and config.cp > 1:
-            return self._split_context(module, made_by)
-        if tp == 1 and config.pp > 1:
-            return self._cut_unsharded(module, made_by)
+        if tp == 1 and (config.cp > 1 or config.pp > 1):
+            return self._split_unsharded(module, made_by)
         if tp == 1:
             changes = self._recompute_unsharded(module)
             if config.compile:
@@ -426,6 +424,8 @@ class SeqParallelStrategy(TuningStrategy):
         check_agreement({"the plan": plan_text}, self._world, self.root_device)
         hooked = [name for name, module in module.named_modules() if module._forward_hooks and name]
         cut = prover.find_cut(plans) if config.pp > 1 else None
+        if cut is not None:
+            proved.lines += prover.check_stages(plans, cut)
         with phases.phase("cutting the model"):
             record = parallelize(
                 *(module, plans, self.groups),
@@ -451,7 +451,7 @@ class SeqParallelStrategy(TuningStrategy):
             rank_zero_warn(f"lightning_seqpar: the plan is proved only while what is frozen stays so: {proved.frozen}")
         coverage = cover(record, plans, proved.known, sp=config.sp)
         compiled = [] if record.graphs is None else [describe_compiled(record)]
-        lines = [_describe_plan(record, plans, coverage), *coverage.reasons, *proved.lines, *compiled]
+        lines = [_describe_plan(record, plans, coverage), *describe_stages(record), *coverage.reasons, *proved.lines, *compiled]
         self._log_summary(lines, coverage)
         for warning in coverage.warnings:
             rank_zero_warn(warning)
@@ -463,40 +463,44 @@ class SeqParallelStrategy(TuningStrategy):
             )
         return record
 
-    def _cut_unsharded(self, module: LightningModule, made_by: object) -> ShardedModel:
-        """Cut a model that tp does not shard into the stages of a pipeline."""
-        prover = Prover(module, self._trainer, self.config, self.groups, self.root_device, self._phases)
-        cut = prover.find_cut(prover.find_unsharded())
-        record = whole_model(module, self.groups)
-        record.made_by = made_by
-        self._cut(record, cut)
-        return record
-
     def _cut(self, record: ShardedModel, cut: Cut) -> None:
         """Keep one stage of a model."""
         record.layout.note_stages(cut.shared)
         record.stage = Stage(record.model, cut, self.groups["pp"], self.root_device)
 
-    def _split_context(self, module: LightningModule, made_by: object) -> ShardedModel:
-        """Let the blocks of a model that tp does not shard see a part of the sequence each, once that is proved."""
+    def _split_unsharded(self, module: LightningModule, made_by: object) -> ShardedModel:
+        """Split a model that tp does not shard along the sequence (cp), into stages (pp), or both, once that is proved."""
         config = self.config
-        proved = Prover(module, self._trainer, config, self.groups, self.root_device, self._phases).prove_unsharded()
-        check_agreement({"the plan": "; ".join(plan.to_yaml() for plan in proved.plans)}, self._world, self.root_device)
-        record = split_context(module, proved.plans, self.groups, config.cp_method)
+        prover = Prover(module, self._trainer, config, self.groups, self.root_device, self._phases)
+        needs_proof = config.cp > 1 or self._needs_proof
+        proved = prover.prove_unsharded() if needs_proof else Proved(prover.find_unsharded())
+        plans = proved.plans
+        check_agreement({"the plan": "; ".join(plan.to_yaml() for plan in plans)}, self._world, self.root_device)
+        cut = prover.find_cut(plans) if config.pp > 1 else None
+        if cut is not None:
+            proved.lines += prover.check_stages(plans, cut)
+        record = (
+            split_context(module, plans, self.groups, config.cp_method)
+            if config.cp > 1
+            else whole_model(module, self.groups)
+        )
         record.made_by = made_by
-        record.changes = self._change_unsharded(module, proved.plans)
+        record.changes = self._change_unsharded(module, plans)
+        if config.compile:
+            record.changes += compile_plain_blocks(module, BlockGraphs(config.compile_options))
+        if cut is not None:
+            self._cut(record, cut)
         try:
             record.changes += sync_batch_norms(module, self.groups, every=self._syncs_batch_norms)
         except ValueError:
             unshard(module)
             raise
-        blocks = record.context_blocks
-        self._log_summary(
-            [
-                f"each rank of cp holds a part of the sequence in {len(blocks)} blocks ({blocks[0]} to {blocks[-1]})",
-                *proved.lines,
-            ]
-        )
+        lines = describe_stages(record)
+        if blocks := record.context_blocks:
+            lines.append(
+                f"each rank of cp holds a part of the sequence in {len(blocks)} blocks ({blocks[0]} to {blocks[-1]})"
+            )
+        self._log_summary([*lines, *proved.lines])
         return record
 
     @property
@@ -558,10 +562,14 @@ class SeqParallelStrategy(TuningStrategy):
         if not self._changes_unsharded or self._trainer.state.fn != TrainerFn.FITTING:
             return []
         prover = Prover(module, self._trainer, config, self.groups, self.root_device, self._phases)
-        needs_proof = config.tile_mlp is not None or config.loss_chunk is not None
         return self._change_unsharded(
-            module, prover.prove_unsharded().plans if needs_proof else prover.find_unsharded()
+            module, prover.prove_unsharded().plans if self._needs_proof else prover.find_unsharded()
         )
+
+    @property
+    def _needs_proof(self) -> bool:
+        """Whether what is changed of a model that tp does not shard must be proved."""
+        return self.config.tile_mlp is not None or self.config.loss_chunk is not None
 
     @property
     def _changes_unsharded(self) -> bool:

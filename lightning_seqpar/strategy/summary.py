@@ -94,6 +94,7 @@ def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None
     sp_off = coverage.sp_off if coverage is not None else ""
     entries = [
         ("tp", "linears split", tp > 1),
+        *([("pp", f"{config.pp} stages, one forward and one backward in turns", True)] * (config.pp > 1)),
         *([("cp", f"parts of the sequence, attention: {config.cp_method}", True)] * (config.cp > 1)),
         ("sp", f"sequence parallelism{f'; not in {sp_off}' if sp_off else ''}", has_sp),
         (config.data_parallel, "over the replicas", dp > 1),
@@ -145,6 +146,20 @@ def describe_compiled(record: ShardedModel) -> str:
     )
 
 
+def describe_stages(record: ShardedModel) -> list[str]:
+    """Lines on the stages of a pipeline: which blocks each has, and what several of them hold."""
+    stage = record.stage
+    if stage is None:
+        return []
+    named = [f"{one} {first if first == last else f'{first} to {last}'}" for one, (first, last) in stage.ends.items()]
+    shared = sorted(name for name in record.layout if len(stage.shared(name)) > 1)
+    lines = [f"stages: {', '.join(named)}; what is in front of the blocks runs on each, what is behind them on the last"]
+    if shared:
+        more = " ..." if len(shared) > 3 else ""
+        lines.append(f"several stages hold {', '.join(shared[:3])}{more}; the gradients are summed")
+    return lines
+
+
 def summarize(
     topology: ProcessTopology,
     config: ParallelConfig,
@@ -175,7 +190,6 @@ def summarize(
         *([("memory", [memory])] if (memory := _memory(config, tp)) else []),
         ("on", [", ".join(on) or "nothing"]),
         ("off", [", ".join(off) or "nothing"]),
-        ("later", ["pp (not run yet)"]),
     ]
     lines = [f"lightning_seqpar {version}: {world} rank{'s' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}{sizes}"]
     for name, body in rows:

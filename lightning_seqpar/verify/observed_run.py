@@ -140,7 +140,8 @@ def observe_run(
 
     Args:
         model: a copy of the model.
-        record: of the sharded copy; None for the whole one. Its gradients are summed over tp as training does.
+        record: of the sharded copy; None for the whole one. Its gradients are summed over tp as training does. One in stages
+            runs this rank's.
         example: the input.
         names: modules whose outputs are kept.
         groups: the process groups.
@@ -164,17 +165,25 @@ def observe_run(
     with torch.enable_grad(), noting[0], noting[1], example.repeats(model) as repeats, observer:
         if record is not None:
             record.reset_calls()
-        loss = example.run(model, backward)
+        stage = None if record is None else record.stage
+        loss = example.run(model, backward) if stage is None else stage.run(lambda: example.run(model, backward))
         drawn = list(observer.drawn)  # of the forward; an activation checkpoint draws again in the backward
         if record is not None:
             record.check_closed(loss)
-            check_loss(loss, groups)
-            check_readers(loss, record)
+            if stage is None or stage.is_last:
+                check_loss(loss, groups)
+                check_readers(loss, record)
+            if stage is not None:
+                stage.check_graph(loss)
         if sync is not None:
             sync.attach()  # a parameter may thaw in the step
         model.zero_grad()
         repeats.compute_all()
         loss.backward()  # under the observer too, which makes the draws of activation checkpoints constant
+    if stage is not None:
+        stage.settle()
+        stage.sum_shared()
+        loss = stage.of_last(loss.detach())
     if record is not None and sync is not None:
         if "cp" in groups.topology.axes and groups.size("cp") > 1:
             average_gradients(list(model.parameters()), groups["cp"])

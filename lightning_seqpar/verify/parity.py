@@ -64,14 +64,19 @@ def gather_grads(model: nn.Module, only: Collection[int] | None = None) -> dict[
 def each_gradient(model: nn.Module, only: Collection[int] | None = None) -> Iterator[tuple[str, Tensor | None]]:
     """The items of :func:`gather_grads` one by one, each gathered when it is asked for; every rank must ask for all."""
     record = record_of(model)
-    for name, parameter in model.named_parameters():
-        if only is not None and id(parameter) not in only:
-            continue
-        if parameter.grad is None:
+    named = [(name, p) for name, p in model.named_parameters() if only is None or id(p) in only]
+    has_one = [parameter.grad is not None for _, parameter in named]
+    if record is not None and record.stage is not None:
+        has_one = record.stage.on_any(has_one)
+    for (name, parameter), has in zip(named, has_one, strict=True):
+        if not has:
             yield name, None
         elif record is not None:
-            yield name, whole_tensor(parameter.grad, record.layout[name], record.groups).cpu()
+            # A stage that does not hold the parameter gets the gradient in the parameter's shape.
+            local = parameter if parameter.grad is None else parameter.grad
+            yield name, whole_tensor(local, record.layout[name], record.groups).cpu()
         else:
+            assert parameter.grad is not None
             yield name, parameter.grad.detach().clone().cpu()
 
 
@@ -250,6 +255,9 @@ class ParityRecorder(Callback):
         """Keep the batch's loss."""
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         value = loss.detach().double() * trainer.accumulate_grad_batches
+        record = record_of(pl_module)
+        if record is not None and record.stage is not None:
+            value = record.stage.of_last(value)
         self.trace.losses.append(float(trainer.strategy.reduce(value, reduce_op="mean")))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

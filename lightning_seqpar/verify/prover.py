@@ -19,7 +19,6 @@ from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitEr
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import Inference, infer_blocks, infer_plan
 from lightning_seqpar.inference.pipeline_cut import find_cut
-from lightning_seqpar.inference.reduction import WHOLE
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.pipeline.stage import Cut
@@ -40,7 +39,8 @@ from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Explanations
 from lightning_seqpar.verify.example_search import ExampleSearch, FoundExample
 from lightning_seqpar.verify.proof_cache import Fingerprint, Proof, fingerprint, read_proof, write_proof
-from lightning_seqpar.verify.self_check import SelfCheckError, self_check
+from lightning_seqpar.verify.self_check import SelfCheckError, Sharding, self_check
+from lightning_seqpar.verify.stage_check import stage_check
 
 _WAYS_OUT = (
     "set example_input_array on the module (a tensor, tuple or dict that its forward takes), or self_check=False to train "
@@ -183,17 +183,49 @@ class Prover:
             raise ValueError(
                 f"pp={self._config.pp}: to cut the model an example input is needed: {'; '.join(failures)}"
             )
-        whole = replace(example, reduction=WHOLE)
         matches = [match for plan in plans for match in plan.match(self._module)]
         places = [match for match in matches if match.rule.style in ("blocks", "scatter", "exit")]
         stacks = PlannedModel(self._module, places, list(STYLES), 1, False).stacks
 
         def work() -> Cut:
             prepare = functools.partial(attach_view, trainer=self._trainer)
-            return find_cut(self._module, whole, stacks, self._config.pp, dtype=dtype, prepare=prepare)
+            return find_cut(self._module, example, stacks, self._config.pp, dtype=dtype, prepare=prepare)
 
         found: Cut = self._from_first_rank(work)
         return found
+
+    def check_stages(self, plans: Sequence[ShardingPlan], cut: Cut) -> list[str]:
+        """Prove that the model computes in stages what it computes whole. Collective over the world.
+
+        Returns:
+            A line for the summary.
+
+        Raises:
+            SelfCheckError: if it does not.
+        """
+        config, started = self._config, time.monotonic()
+        if not config.self_check:
+            return []
+        example, dtype, _ = self._example()
+        assert example is not None  # without one there is no cut
+        device, groups = self._place(example, dtype)
+        regather = True if config.regather == "auto" else config.regather
+        how = Sharding(config.sp, regather, config.loss_chunk, config.recompute, config.cp_method)
+        prepare = functools.partial(attach_view, trainer=self._trainer)
+        with self._phases.phase("proving the stages"):
+            options: dict[str, Any] = {"device": device, "dtype": dtype, "prepare": prepare}
+            verdict = stage_check(self._module, plans, cut, how, groups, example, **options)
+        if groups is not self._groups:
+            groups.destroy()
+        flag = torch.tensor(len(verdict.wrong), device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world)
+        if int(flag):
+            raise SelfCheckError(
+                f"self_check: in {config.pp} stages the model does not do what it does whole, so nothing is trained "
+                f"({example.method} with {example.source}): {'; '.join(verdict.wrong) or 'another replica found it wrong'}. What "
+                "blocks make must go to later ones as their activation; use pp=1 for a model in which it goes other ways"
+            )
+        return [f"self-check of the stages: passed, with {example.source}, in {time.monotonic() - started:.1f} s"]
 
     def prove_unsharded(self) -> Proved:
         """Find the blocks of a model of which tp shards nothing, and prove that they are right on parts of the sequence.

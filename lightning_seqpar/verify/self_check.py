@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,54 @@ class SelfCheckError(ValueError):
 
 class FailedAloneError(RuntimeError):
     """The sharded model raised on this rank alone, while other ranks wait for it in a collective: the run must end."""
+
+
+class Sharding(NamedTuple):
+    """How a copy is sharded: fields of the configuration.
+
+    Attributes:
+        sp: whether activations between the blocks are sharded along the sequence.
+        regather: what is gathered again in the backward.
+        loss_chunk: tokens of which the head and the loss make logits at once.
+        recompute: what runs again in the backward.
+        context: the field ``cp_method``.
+    """
+
+    sp: bool
+    regather: bool | Literal["auto"]
+    loss_chunk: int | None
+    recompute: Recompute
+    context: Method
+
+    def shard(
+        self, copied: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, tiles: MLPTiles | None
+    ) -> ShardedModel:
+        """Shard a copy as the model will be.
+
+        Raises:
+            ValueError: if the plans can't be carried out on it.
+        """
+        record = self._shard(copied, plans, groups, tiles)
+        record.is_copy = True
+        return record
+
+    def _shard(
+        self, copied: nn.Module, plans: Sequence[ShardingPlan], groups: ParallelGroups, tiles: MLPTiles | None
+    ) -> ShardedModel:
+        if groups.size("tp") == 1:
+            if tiles is not None:
+                tile_unsharded(copied, plans, tiles)
+            if self.loss_chunk is not None:
+                chunk_heads(copied, plans, groups, self.loss_chunk)
+            if has_context(groups):
+                return split_context(copied, plans, groups, self.context)
+            return whole_model(copied, groups)
+        options: dict[str, Any] = {"sp": self.sp, "regather": self.regather, "loss_chunk": self.loss_chunk}
+        options |= {"cp_method": self.context, "tiles": tiles}
+        try:
+            return parallelize(copied, plans, groups, **options, recompute=self.recompute)
+        except NoAttentionError:  # which training is refused for; no fault of the plan's
+            return parallelize(copied, plans, groups, **options)
 
 
 def self_check(
@@ -88,19 +136,7 @@ def self_check(
     example = example.to(device, dtype)
     rules = _rules_by_name(model, plans)
 
-    def shard(copied: nn.Module, tiles: MLPTiles | None) -> ShardedModel:
-        if groups.size("tp") == 1:
-            if tiles is not None:
-                tile_unsharded(copied, plans, tiles)
-            if loss_chunk is not None:
-                chunk_heads(copied, plans, groups, loss_chunk)
-            return split_context(copied, plans, groups, context) if has_context(groups) else whole_model(copied, groups)
-        options: dict[str, Any] = {"sp": sp, "regather": regather, "loss_chunk": loss_chunk, "cp_method": context}
-        options["tiles"] = tiles
-        try:
-            return parallelize(copied, plans, groups, **options, recompute=recompute)
-        except NoAttentionError:  # which training is refused for; no fault of the plan's
-            return parallelize(copied, plans, groups, **options)
+    how = Sharding(sp, regather, loss_chunk, recompute, context)
 
     def compare_copies() -> Verdict:  # a function of its own, so that the copies are freed when it returns
         whole = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
@@ -121,10 +157,9 @@ def self_check(
         copied = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
         prepare(copied)
         try:
-            record = shard(copied, tiles)
+            record = how.shard(copied, plans, groups, tiles)
         except ValueError as error:
             raise PlanError from error
-        record.is_copy = True
         sharded = observe_run(copied, record, example, names, groups)
         verdict = compare_runs(dense, sharded, record, names, groups, draws=tiles is None)
         try:
@@ -143,7 +178,7 @@ def self_check(
             raise ValueError(str(error.__cause__)) from None  # raised on every rank alike, before anything was run
         except Exception as error:  # every rank hears of it below
             failure = describe_failure(error)
-    return _share_verdict(verdict, failure, groups)
+    return share_verdict(verdict, failure, groups)
 
 
 def has_room(model: nn.Module, example: Example, dtype: torch.dtype | None, free: int) -> bool:
@@ -167,7 +202,7 @@ _SLACK = 512 * 1024**2
 """Bytes for activations, and for what an allocator can't give back."""
 
 
-def _share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups) -> Verdict:
+def share_verdict(verdict: Verdict, failure: str | None, groups: ParallelGroups) -> Verdict:
     """The verdict of the first rank of the replica that failed or saw a difference; collective over it.
 
     Args:

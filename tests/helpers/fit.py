@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import warnings
 from typing import Any
 
@@ -71,7 +72,8 @@ def fit(
     torch.manual_seed(0)
     # These models are too small for "auto" to make or gather anything again.
     chosen = SeqParallelStrategy(**{"regather": True, **strategy}) if strategy is not None else "auto"
-    dp = world // (strategy.get("tp", 1) * strategy.get("cp", 1)) if strategy is not None else 1
+    dp = world // math.prod((strategy or {}).get(axis, 1) for axis in ("tp", "cp", "pp"))
+    dp = 1 if strategy is None else dp
     module = class_named(model)(**model_args)
     recorder = ParityRecorder()
     trainer = quiet_trainer(

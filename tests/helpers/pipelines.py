@@ -7,20 +7,12 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.verify.guards import config
 from tests.helpers.fit import quiet_trainer
 
 
 def strategy_of(sizes: dict[str, Any] | None) -> Any:
-    """The strategy, though the configuration does not offer stages yet."""
-    if sizes is None:
-        return "auto"
-    later = config.LATER.copy()
-    config.LATER.pop("pp")
-    try:
-        return SeqParallelStrategy(**sizes)
-    finally:
-        config.LATER |= later
+    """The strategy of these sizes; for None that of one process."""
+    return "auto" if sizes is None else SeqParallelStrategy(**sizes)
 
 
 def trainer_of(sizes: dict[str, Any] | None, **more: Any) -> Any:

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_seqpar.config import ParallelConfig, nearest
 
 LATER = {
-    "pp": "pipeline parallelism; config, topology and groups know it, the layers do not",
     "virtual_pp": "interleaved stages",
     "pp_split_rank": "pipelines of encoder-decoder models",
     "fp8_groups": "fp8 training",
