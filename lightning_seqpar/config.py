@@ -229,7 +229,10 @@ class ParallelConfig(FrozenModel):
     """How attention is computed across the context-parallel ranks: ``ulysses`` (each rank some heads), ``ring`` (keys and values
     travel), ``all_gather`` (each rank all keys and values), or ``auto``, the first of them that fits."""
     pp: int = 1
-    """Pipeline-parallel size. Not run yet: leave it at 1."""
+    """Pipeline-parallel size: over how many ranks the blocks are dealt out, as stages. Micro-batches are the batches of
+    ``accumulate_grad_batches``."""
+    pp_layers: list[int] | None = None
+    """How many blocks each stage has, or none for stages that cost alike."""
     virtual_pp: int | None = None
     """Stages per pipeline rank (interleaving), or none. Not run yet."""
     pp_split_rank: int | None = None
@@ -381,6 +384,28 @@ class ParallelConfig(FrozenModel):
             raise broken(
                 f"pp_split_rank={self.pp_split_rank}: the decoder's first rank must lie inside the pipeline, "
                 f"between 1 and pp - 1 = {self.pp - 1}; set pp to 2 or more, or leave pp_split_rank out"
+            )
+        return self
+
+    @field_validator("pp_layers", mode="before")
+    @classmethod
+    def layers_are_numbers(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in numbers) or not numbers:
+            raise broken(
+                f"pp_layers={value!r}: it says how many blocks each stage has; write a list of whole numbers, each at least 1, "
+                "such as [9, 9, 8, 6], or leave it out"
+            )
+        return [*numbers]
+
+    @model_validator(mode="after")
+    def each_stage_has_its_layers(self) -> ParallelConfig:
+        if self.pp_layers is not None and len(self.pp_layers) != self.pp:
+            raise broken(
+                f"pp_layers={self.pp_layers} with pp={self.pp}: it says of each stage how many blocks it has; write "
+                f"{self.pp} number{'s' * (self.pp > 1)}, or leave it out"
             )
         return self
 

@@ -37,8 +37,8 @@ def _assemble(local: Tensor, layout: ParamLayout, groups: ParallelGroups, device
     Returns:
         The whole tensor on the rank that writes, on the device of ``local``; elsewhere a meta tensor of its shape.
     """
-    local = from_holder(local, layout, groups)
     local = gather_rows(local, groups[groups.mean_axes]).detach() if is_split(local) else local.detach()
+    local = from_holder(local, layout, groups)
     if layout.shard is None:
         return local if _is_writer(groups) else local.to("meta")
     whole = torch.empty(layout.global_shape, dtype=local.dtype, device="meta")

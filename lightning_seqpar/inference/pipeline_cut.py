@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,21 +28,23 @@ def find_cut(
     stacks: Sequence[Stack],
     stages: int,
     *,
+    layers: Sequence[int] | None = None,
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda copied: None,
 ) -> Cut:
-    """Run a copy on an example, and follow the graph from each stage's end to the parameters behind it, not across a cut.
+    """Run a copy on an example, and follow the graph from each block's end to the parameters behind it, not across a cut.
 
     Args:
         model: the whole model.
         example: an input.
-        stacks: its blocks, which are dealt out evenly.
+        stacks: its blocks.
         stages: over how many stages.
+        layers: how many blocks each stage has; None for stages that cost alike.
         dtype: of the copy.
         prepare: is called with the copy before it runs.
 
     Raises:
-        ValueError: if there are several stacks of blocks, they do not divide, or a stage reads what the blocks of another one made.
+        ValueError: if there are several stacks of blocks, too few blocks, or a stage reads what the blocks of another one made.
         CantInferError: if a block returns more than its activation.
     """
     if len(stacks) != 1:
@@ -50,10 +53,17 @@ def find_cut(
             f"pp={stages}: the model has several stacks of blocks ({shown}), which can't be cut yet; use pp=1"
         )
     (stack,) = stacks
-    if len(stack.blocks) % stages:
-        raise ValueError(f"pp={stages}: {stack.shown} has {len(stack.blocks)} blocks, which must divide by pp")
-    size = len(stack.blocks) // stages
-    blocks = tuple(tuple(stack.blocks[at * size : (at + 1) * size]) for at in range(stages))
+    count = len(stack.blocks)
+    if count < stages:
+        raise ValueError(
+            f"pp={stages}: {stack.shown} has {count} blocks, and each stage needs one; use pp={count} at most"
+        )
+    if layers is not None and sum(layers) != count:
+        raise ValueError(
+            f"pp_layers={list(layers)}: they are {sum(layers)} blocks together, and {stack.shown} has {count}; let the numbers "
+            "add up to that, or leave pp_layers out for stages that cost alike"
+        )
+    called: list[str] = []
     ends: list[Tensor] = []
     drawn: list[Drawn] = []
     returned: set[int] = set()
@@ -61,6 +71,7 @@ def find_cut(
     def cut(name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             where, x = find_argument(name, stack.arg, args, kwargs)
+            called.append(name)
             ends.append(x)
             return put_argument(where, x.detach().requires_grad_(), args, kwargs)
 
@@ -81,14 +92,24 @@ def find_cut(
         spread_equal_blocks(copied)
         for name in stack.blocks:
             copied.get_submodule(name).register_forward_hook(look(name))
-        for names in blocks[1:]:
-            copied.get_submodule(names[0]).register_forward_pre_hook(cut(names[0]), with_kwargs=True)
+            copied.get_submodule(name).register_forward_pre_hook(cut(name), with_kwargs=True)
         with Quiet(draws=on_cpu.draws), DrawWatch(drawn.append):
             loss = on_cpu.run(copied)
         known = {id(parameter): name for name, parameter in copied.named_parameters()}
-        held = [_read_by(root, known) for root in (*ends, loss)]
-    if len(held) != stages or len(returned) != 1:
+        # In front of the blocks, of each block, and behind them.
+        read = [_read_by(root, known) for root in (*ends, loss)]
+    if called != list(stack.blocks) or len(returned) != 1:
         raise CantInferError(f"{stack.shown}: its blocks were not called one after the other, each once")
+    numel = {name: parameter.numel() * (parameter.ndim > 1) for name, parameter in model.named_parameters()}
+    if layers is None:
+        costs = [sum(size for name, size in numel.items() if inside(name, block)) for block in stack.blocks]
+        # What is behind the blocks (the read set of the loss has the last block's too) is computed by the last stage.
+        costs[-1] += sum(numel[name] for name in read[-1] if not any(inside(name, one) for one in stack.blocks))
+        layers = deal_out(costs, stages)
+    starts = [sum(layers[:at]) for at in range(stages + 1)]
+    blocks = tuple(tuple(stack.blocks[start:stop]) for start, stop in pairwise(starts))
+    held = [set().union(*read[start + 1 : stop + 1]) for start, stop in pairwise(starts)]
+    held[0] |= read[0]
     everything = set(known.values())
     for at, names in enumerate(blocks):
         for other, theirs in enumerate(blocks):
@@ -101,6 +122,30 @@ def find_cut(
         held[at] |= _inside(names, everything)
     held[0] |= everything - set().union(*held)  # what nothing reads
     return Cut(blocks, tuple(frozenset(names) for names in held), returned.pop(), stack.arg, bool(drawn))
+
+
+def deal_out(costs: Sequence[int], stages: int) -> list[int]:
+    """How many of the blocks in a row each stage gets, so that the most expensive stage costs as little as it can.
+
+    Among equal ways, that in which the stages cost most alike; of those the one that has fewer blocks in front, since the first
+    stages keep the activations of most micro-batches.
+
+    Args:
+        costs: of the blocks, in order.
+        stages: how many; each gets one block at least.
+    """
+    # Of the first so many blocks over so many stages: the highest cost, the sum of squares, and the numbers of blocks.
+    best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
+    for stage in range(1, stages + 1):
+        for stop in range(stage, len(costs) - (stages - stage) + 1):
+            ways = []
+            for start in range(stage - 1, stop):
+                if (start, stage - 1) in best:
+                    highest, squares, layers = best[start, stage - 1]
+                    cost = float(sum(costs[start:stop]))
+                    ways.append((max(highest, cost), squares + cost * cost, [*layers, stop - start]))
+            best[stop, stage] = min(ways)
+    return best[len(costs), stages][2]
 
 
 def _inside(blocks: Sequence[str], names: set[str]) -> set[str]:

@@ -357,8 +357,8 @@ def whole_tensor(local: Tensor, layout: ParamLayout, groups: ParallelGroups) -> 
 
     Collective over tp, over dp if the replicas split it, and over pp if other stages hold it.
     """
-    local = from_holder(local, layout, groups)
     local = gather_rows(local, groups[groups.mean_axes]) if is_split(local) else local
+    local = from_holder(local, layout, groups)
     if layout.shard is None:
         return local.detach().clone()
     group, sent = groups["tp"], local.detach().unsqueeze(0)

@@ -145,9 +145,13 @@ class FullySharded:
         self, record: ShardedModel, blocks: Iterable[str], options: Mapping[str, Any], device: torch.device
     ) -> None:
         self._record, self._model = record, record.model
-        self.units = units_of(self._model, blocks)
-        parameters = dict(self._model.named_parameters())
+        everything = dict(self._model.named_parameters())
+        holds = (lambda name: True) if record.stage is None else record.stage.holds
+        parameters = {name: p for name, p in everything.items() if holds(name)}
+        here = [name for name in units_of(self._model, blocks) if any(inside(one, name) for one in parameters)]
+        self.units = here
         self.whole = {name: p for name, p in parameters.items() if p.ndim == 0}
+        left_alone = {*self.whole.values(), *(p for name, p in everything.items() if name not in parameters)}
         self._check(parameters)
         self._own = {name: p for name, p in parameters.items() if name not in self.whole}
         self._original_names = {id(p): name for name, p in self._own.items()}
@@ -165,7 +169,7 @@ class FullySharded:
             within = [left.pop(name) for name in list(left) if not unit or inside(name, unit)]
             for parameter in within:
                 parameter.data = parameter.data.contiguous()
-            fully_shard(self._model.get_submodule(unit), mesh=mesh, ignored_params=set(self.whole.values()), **options)
+            fully_shard(self._model.get_submodule(unit), mesh=mesh, ignored_params=left_alone, **options)
             for parameter in within:  # its rows were copied: no more than one unit lies in memory twice
                 set_data(parameter, torch.empty(0, dtype=parameter.dtype, device=parameter.device))
         self.root.set_reduce_scatter_unused_params(True)  # replicas that use different experts reduce the same tensors
@@ -258,7 +262,7 @@ class FullySharded:
             self._note_computing("")
         for parameter in module._parameters.values():
             layout = None if parameter is None else self._record.layout.of(parameter)
-            if parameter is None or layout is None or layout.name in self.whole:
+            if parameter is None or layout is None or layout.name not in self._own:
                 continue
             # Which parameters train may be set on either object, and was the same on both.
             own = self._record.layout.parameter(layout.name)

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.autograd import leaf_of, once_differentiable, reach
 from lightning_seqpar.distributed.rng import StageStreams
 from lightning_seqpar.layout.module_names import Argument, inside
 from lightning_seqpar.layout.param_layout import ParamLayout
+from lightning_seqpar.layout.replica_rows import gather_rows, is_split, local_rows
 from lightning_seqpar.pipeline.link import Link, from_last
 from lightning_seqpar.region.hooks import find_argument, put_argument
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -123,6 +125,11 @@ class _Take(torch.autograd.Function):
         return None, None, None
 
 
+def _placed_as(nothing: Any, x: Tensor) -> Tensor:
+    """An activation that came from another stage, as a part of a sequence where what stands in its place is one."""
+    return SeqPart.wrap(x, nothing.place) if isinstance(nothing, SeqPart) else x
+
+
 class Stage:
     """One stage of a pipeline: hooks on the blocks of a model, and parameters without memory where other stages hold them.
 
@@ -221,13 +228,23 @@ class Stage:
         self.settle()
         return out
 
-    def begin_evaluation(self) -> None:
-        """Get the parameters that the last stage reads behind the blocks. Collective over the pipeline."""
+    def begin_evaluation(self, replicas: dist.ProcessGroup) -> None:
+        """Get the parameters that the last stage reads behind the blocks. Collective over the pipeline.
+
+        Args:
+            replicas: over which ``fully_shard`` splits parameters, where it does; collective over them too then.
+        """
         for name, parameter in self._model.named_parameters():
-            if name in self._behind_blocks:
-                if not self.holds(name):
-                    parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-                dist.broadcast(parameter.detach(), group=self._group, group_src=self.count - 1)
+            if name not in self._behind_blocks:
+                continue
+            if self.is_last:
+                whole = gather_rows(parameter, replicas) if is_split(parameter) else parameter
+                whole = whole.detach().contiguous()
+            else:
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            dist.broadcast(whole, group=self._group, group_src=self.count - 1)
+            if not self.holds(name):
+                parameter.data = whole
 
     def end_evaluation(self) -> None:
         """Forget the parameters that :meth:`begin_evaluation` got."""
@@ -284,15 +301,27 @@ class Stage:
         return {stage: (names[0], names[-1]) for stage, names in enumerate(self._cut.blocks)}
 
     def sum_shared(self) -> None:
-        """Sum the gradients of parameters that several stages read (tied embeddings). Collective over the pipeline."""
+        """Sum the gradients of parameters that several stages hold (tied embeddings), over those. Collective over the pipeline."""
         for name, parameter in self._model.named_parameters():
-            if len(self._cut.shared(name)) < 2 or not parameter.requires_grad:
+            holders = self._cut.shared(name)
+            if len(holders) < 2 or self.number not in holders or not parameter.requires_grad:
                 continue
-            grad = parameter.grad if self.holds(name) else None
-            total = parameter.new_zeros(parameter.shape) if grad is None else grad
-            dist.all_reduce(total, group=self._group)
-            if self.holds(name):
-                parameter.grad = total
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._sum_over(holders, local_rows(parameter.grad))
+
+    def _sum_over(self, stages: Sequence[int], x: Tensor) -> None:
+        """Sum a tensor over stages of which this is one, in place, in the order of the stages on each."""
+        own = x.contiguous().clone()
+        others = [stage for stage in stages if stage != self.number]
+        works = [dist.isend(own, group=self._group, group_dst=stage) for stage in others]
+        parts = {stage: own if stage == self.number else torch.empty_like(own) for stage in stages}
+        for stage in others:
+            dist.recv(parts[stage], group=self._group, group_src=stage)
+        x.copy_(sum(parts.values(), torch.zeros_like(own)))
+        for work in works:
+            if work is not None:
+                work.wait()
 
     def on_any(self, facts: Sequence[bool]) -> list[bool]:
         """Which facts hold on any stage. Collective over the pipeline."""
@@ -346,11 +375,11 @@ class Stage:
                 return None
             self._is_awaited = False
             assert self._before is not None
-            where, _ = find_argument(name, self._cut.arg, args, kwargs)
+            where, nothing = find_argument(name, self._cut.arg, args, kwargs)
             x, wants = self._before.receive()
             if wants and torch.is_grad_enabled():
                 x = _Take.apply(self._anchor, x, self._before)  # type: ignore[no-untyped-call]
-            return put_argument(where, x, args, kwargs)
+            return put_argument(where, _placed_as(nothing, x), args, kwargs)
 
         return hook
 
@@ -366,11 +395,11 @@ class Stage:
                 )
             assert self._behind is not None
             if not self._goes_on:
-                raise StageEndError(_HandOn.apply(x, self._anchor, self._behind))  # type: ignore[no-untyped-call]
+                raise StageEndError(_HandOn.apply(local_of(x), self._anchor, self._behind))  # type: ignore[no-untyped-call]
             if name == self._cut.blocks[self.number + 1][0]:
-                self._behind.send(x)
+                self._behind.send(local_of(x))
             if name == self._last_block:
-                x = self._rejoin(None)
+                x = _placed_as(x, self._rejoin(None))
             return self._cut.as_returned(x)
 
         return forward
@@ -378,7 +407,7 @@ class Stage:
     def _give_to_all(self, module: nn.Module, args: Any, out: Any) -> None:
         """A hook behind the last block of all."""
         if self._goes_on:
-            self._rejoin(out[0] if self._cut.returned else out)
+            self._rejoin(local_of(out[0] if self._cut.returned else out))
 
     def _rejoin(self, x: Tensor | None) -> Tensor:
         """What the last stage's last block returned, on every stage; random streams go on from where the blocks began."""

@@ -19,7 +19,7 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -52,6 +52,8 @@ from lightning_seqpar.verify.guards.batch import OutputWatch, check_batch, warn_
 from lightning_seqpar.verify.guards.graph import check_readers, refuse_second_derivative
 from lightning_seqpar.verify.guards.model import check_buffers, check_parameters, refuse_added
 from lightning_seqpar.verify.guards.optimizer import refuse_fused_on_rows, refuse_optimizers
+from lightning_seqpar.verify.guards.optimizer import refuse_in_stages as refuse_optimizers_in_stages
+from lightning_seqpar.verify.guards.pipeline import describe_bubble
 
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 """Hooks between the backward and the update, in which a user's code may change gradients."""
@@ -412,6 +414,7 @@ class SteppingStrategy(TopologyStrategy):
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         plain = [plain_optimizer(optimizer) for optimizer in optimizers]
         refuse_optimizers(plain, self._shards if plain else 1)
+        refuse_optimizers_in_stages(plain, self.config.pp)
         if self._split is not None:
             refuse_fused_on_rows(plain)
         self._guarded = self._guarded or weakref.WeakSet()
@@ -616,6 +619,10 @@ class SteppingStrategy(TopologyStrategy):
         check_agreement(self._describe_training(), self._world, self.root_device)
         if (record := record_of(self._module)) is not None:
             record.check_versions()
+        if self.config.pp > 1:
+            accumulate = self._trainer.accumulate_grad_batches
+            tell = rank_zero_warn if accumulate < self.config.pp else rank_zero_info
+            tell(f"lightning_seqpar: {describe_bubble(accumulate, self.config.pp)}")
         loader = self._trainer.train_dataloader
         size = getattr(loader, "batch_size", None)
         if isinstance(size, int):
@@ -678,7 +685,7 @@ class SteppingStrategy(TopologyStrategy):
         self._schedule.begin_loop(loop)
         self._outputs = OutputWatch()  # an earlier loop may have ended in the middle
         if (stage := self._stage) is not None:
-            stage.begin_evaluation()
+            stage.begin_evaluation(self.groups[self.groups.mean_axes])
         group = self.groups[self.groups.replica_axes]
         check_agreement({f"{loop} batches": counts}, group, self.root_device)
 
@@ -762,20 +769,18 @@ class _Redirection(_ForwardRedirection):
     def __init__(self, strategy: SteppingStrategy) -> None:
         self._strategy = weakref.ref(strategy)
 
-    def _prepares_later(self, wrapper_module: nn.Module, original_module: LightningModule) -> bool:
-        strategy = self._strategy()
-        in_stages = strategy is not None and strategy.runs_stages
-        return isinstance(wrapper_module, DistributedDataParallel) and (
-            in_stages or not original_module.automatic_optimization
-        )
-
     def on_after_inner_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
-        if self._prepares_later(wrapper_module, original_module):
-            wrapper_module.require_backward_grad_sync = False
+        self._let_prepare(False, wrapper_module, original_module)
 
     def on_after_outer_forward(self, wrapper_module: nn.Module, original_module: LightningModule) -> None:
-        if self._prepares_later(wrapper_module, original_module):
-            wrapper_module.require_backward_grad_sync = True
+        self._let_prepare(True, wrapper_module, original_module)
+
+    def _let_prepare(self, prepares: bool, wrapper_module: nn.Module, original_module: LightningModule) -> None:
+        strategy = self._strategy()
+        in_stages = strategy is not None and strategy.runs_stages
+        if isinstance(wrapper_module, DistributedDataParallel):
+            if in_stages or not original_module.automatic_optimization:
+                wrapper_module.require_backward_grad_sync = prepares
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:

@@ -70,6 +70,7 @@ from lightning_seqpar.verify.guards.config import (
     refuse_unsupported,
     syncs_batch_norms,
 )
+from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
 from lightning_seqpar.verify.prover import Proved, Prover
 
 P = ParamSpec("P")
@@ -109,7 +110,9 @@ class SeqParallelStrategy(TuningStrategy):
         cp_method: How attention is computed across the context-parallel ranks: ``ulysses`` (each rank some heads), ``ring``
             (keys and values travel), ``all_gather`` (each rank all keys and values), or ``auto``, the first of them that
             fits.
-        pp: Pipeline-parallel size. Not run yet: leave it at 1.
+        pp: Pipeline-parallel size: over how many ranks the blocks are dealt out, as stages. Micro-batches are the batches of
+            ``accumulate_grad_batches``.
+        pp_layers: How many blocks each stage has, or none for stages that cost alike.
         virtual_pp: Stages per pipeline rank (interleaving), or none. Not run yet.
         pp_split_rank: First pipeline rank of the decoder in an encoder-decoder model. Not run yet.
         order: The axes, outermost first; ranks along the last one are adjacent.
@@ -164,6 +167,7 @@ class SeqParallelStrategy(TuningStrategy):
         cp: int = 1,
         cp_method: Literal["auto", "ring", "ulysses", "all_gather"] = "auto",
         pp: int = 1,
+        pp_layers: list[int] | None = None,
         virtual_pp: int | None = None,
         pp_split_rank: int | None = None,
         order: str = "pp-dp-cp-tp",
@@ -274,6 +278,8 @@ class SeqParallelStrategy(TuningStrategy):
         module = self.lightning_module
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self.config.pp > 1:
+            refuse_in_stages(module, trainer.callbacks, self.config.pp)  # type: ignore[attr-defined]
         meta_weights = self._late_weights(module)
         self.precision_plugin.convert_module(module)
         share_streams(
@@ -331,7 +337,7 @@ class SeqParallelStrategy(TuningStrategy):
             self._note_hooks()
         self.setup_precision_plugin()
         if record is not None:
-            share_overflows(self.precision_plugin, self.groups[self.groups.holder_axes])
+            share_overflows(self.precision_plugin, self._world)
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
         share_streams(
@@ -373,6 +379,7 @@ class SeqParallelStrategy(TuningStrategy):
         made_by = (
             *(
                 self.groups.topology,
+                repr(config.pp_layers),
                 config.cp_method,
                 config.sp,
                 config.plan,
@@ -451,7 +458,13 @@ class SeqParallelStrategy(TuningStrategy):
             rank_zero_warn(f"lightning_seqpar: the plan is proved only while what is frozen stays so: {proved.frozen}")
         coverage = cover(record, plans, proved.known, sp=config.sp)
         compiled = [] if record.graphs is None else [describe_compiled(record)]
-        lines = [_describe_plan(record, plans, coverage), *describe_stages(record), *coverage.reasons, *proved.lines, *compiled]
+        lines = [
+            _describe_plan(record, plans, coverage),
+            *describe_stages(record),
+            *coverage.reasons,
+            *proved.lines,
+            *compiled,
+        ]
         self._log_summary(lines, coverage)
         for warning in coverage.warnings:
             rank_zero_warn(warning)

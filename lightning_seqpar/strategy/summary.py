@@ -153,7 +153,9 @@ def describe_stages(record: ShardedModel) -> list[str]:
         return []
     named = [f"{one} {first if first == last else f'{first} to {last}'}" for one, (first, last) in stage.ends.items()]
     shared = sorted(name for name in record.layout if len(stage.shared(name)) > 1)
-    lines = [f"stages: {', '.join(named)}; what is in front of the blocks runs on each, what is behind them on the last"]
+    lines = [
+        f"stages: {', '.join(named)}; what is in front of the blocks runs on each, what is behind them on the last"
+    ]
     if shared:
         more = " ..." if len(shared) > 3 else ""
         lines.append(f"several stages hold {', '.join(shared[:3])}{more}; the gradients are summed")

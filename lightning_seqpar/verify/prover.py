@@ -189,7 +189,8 @@ class Prover:
 
         def work() -> Cut:
             prepare = functools.partial(attach_view, trainer=self._trainer)
-            return find_cut(self._module, example, stacks, self._config.pp, dtype=dtype, prepare=prepare)
+            options: dict[str, Any] = {"layers": self._config.pp_layers, "dtype": dtype, "prepare": prepare}
+            return find_cut(self._module, example, stacks, self._config.pp, **options)
 
         found: Cut = self._from_first_rank(work)
         return found

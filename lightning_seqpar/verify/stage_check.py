@@ -68,7 +68,7 @@ def stage_check(
         if example.reduction.skips_repeats:
             spread_equal_blocks(made)
             for name in passed_by:
-                made.get_submodule(name).forward = cut.passing_by(name)  # type: ignore[method-assign]
+                made.get_submodule(name).forward = cut.passing_by(name)
             for name, parameter in made.named_parameters():
                 if any(inside(name, one) for names in cut.blocks for one in names if one not in kept):
                     parameter.requires_grad_(False)

@@ -43,6 +43,26 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], tp: int) -> None:
             )
 
 
+def refuse_in_stages(optimizers: Sequence[Optimizer], pp: int) -> None:
+    """Refuse optimizers that are not known to update each parameter by itself.
+
+    Args:
+        optimizers: the plain ones, without Lightning's wrappers.
+        pp: over how many stages parameters are dealt out; with one everything is allowed.
+
+    Raises:
+        ValueError: naming the optimizer, and those that are allowed.
+    """
+    known = (*ELEMENTWISE_OPTIMIZERS, optim.Adafactor, optim.Muon, optim.SparseAdam, _MockOptimizer)
+    for optimizer in optimizers:
+        if pp > 1 and type(optimizer) not in known:
+            allowed = ", ".join(one.__name__ for one in known[:-1])
+            raise ValueError(
+                f"{type(optimizer).__module__}.{type(optimizer).__name__} with pp={pp}: it is not known to update each parameter "
+                f"by itself, and each stage has its own; use one of torch.optim's {allowed}"
+            )
+
+
 def refuse_fused_on_rows(optimizers: Sequence[Optimizer]) -> None:
     """Refuse fused kernels that torch does not have for parameters that the replicas split (``data_parallel='fsdp'``).
 

@@ -1,0 +1,67 @@
+"""What a training in stages of a pipeline can't do, refused before anything is run; and the bubble, told where it is large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.tuner.lr_finder import _LRCallback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+
+def refuse_in_stages(module: LightningModule, callbacks: Iterable[Any], pp: int) -> None:
+    """Refuse a module or a callback that needs what one stage alone has.
+
+    Args:
+        module: the user's.
+        callbacks: the trainer's.
+        pp: over how many stages.
+
+    Raises:
+        ValueError: naming it, and what to use instead.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"pp={pp} with automatic_optimization=False: micro-batches of a pipeline are the batches that Lightning accumulates, "
+            "and backwards run when they are due; use automatic optimization with accumulate_grad_batches, or pp=1"
+        )
+    reads = [module] if is_overridden("on_after_backward", module) else []
+    for callback in callbacks:
+        name = type(callback).__name__
+        if is_overridden("on_after_backward", callback, Callback):
+            reads.append(callback)
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ValueError(
+                f"{name} with pp={pp}: it copies all weights, of which each stage has its own; leave it out, or use pp=1"
+            )
+        if isinstance(callback, LearningRateFinder | _LRCallback):
+            raise ValueError(
+                f"{name} with pp={pp}: it reads the loss behind each batch, which the last stage alone has then; look for the rate "
+                "with pp=1, or leave it out"
+            )
+    if reads:
+        raise ValueError(
+            f"{type(reads[0]).__name__}.on_after_backward with pp={pp}: behind a micro-batch its backward may still be to come; "
+            "use on_before_optimizer_step, or pp=1"
+        )
+
+
+def bubble(micro_batches: int, pp: int) -> float:
+    """The part of a step in which a stage waits for others: ``(p - 1) / (m + p - 1)`` (arXiv 2104.04473, section 2.2)."""
+    return (pp - 1) / (micro_batches + pp - 1)
+
+
+def describe_bubble(micro_batches: int, pp: int) -> str:
+    """A sentence on the bubble, with what would make it small."""
+    share = f"{bubble(micro_batches, pp):.0%}"
+    few = micro_batches < pp
+    advice = (
+        f"; accumulate_grad_batches={4 * pp} would leave {bubble(4 * pp, pp):.0%}" if micro_batches < 4 * pp else ""
+    )
+    return (
+        f"pp={pp} with accumulate_grad_batches={micro_batches}: each stage waits {share} of the time for others"
+        + (", since there are fewer micro-batches than stages" if few else "")
+        + advice
+    )

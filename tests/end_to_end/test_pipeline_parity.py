@@ -1,0 +1,114 @@
+"""Stages of a pipeline beside all else: one process and many, loss, gradients, norm and weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import compare
+from tests.helpers import models
+from tests.helpers.fit import class_named, fit, quiet_trainer
+from tests.helpers.pipelines import trainer_of
+from tests.helpers.slices import rest
+
+FSDP = {"data_parallel": "fsdp"}
+COMPILED = {"compile": True, "compile_options": {"backend": "aot_eager"}}
+HOW = {"steps": 3, "accumulate": 3, "clip": 0.05}
+TIED: tuple[str, dict[str, Any]] = ("GPT", {"tied": True})
+LLAMA = ("HuggingFace", {"family": "llama"})
+
+
+def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int) -> list[Any]:
+    return [fit(model, args, world=world, strategy=strategy, **HOW) for model, args, strategy in cases]
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, [(*TIED, {"pp": 2, "recompute": "full"}), (*LLAMA, {"pp": 2, "recompute": "selective"}),
+             (*TIED, {"pp": 2, "tile_mlp": 4, "loss_chunk": 4})]),
+        (4, [(*TIED, {"pp": 2}), (*TIED, {"pp": 2, **FSDP}), (*LLAMA, {"pp": 2, **FSDP, "recompute": "full"})]),
+        (4, [(*TIED, {"pp": 2, "cp": 2}), (*LLAMA, {"pp": 2, "cp": 2, "cp_method": "ring"})]),
+        (4, [(*TIED, {"pp": 2, "tp": 2, "recompute": "full"}), (*TIED, {"pp": 2, "tp": 2, "order": "dp-cp-tp-pp"})]),
+        rest(4, [(*TIED, {"pp": 2, "cp": 2, **FSDP}), (*LLAMA, {"pp": 2, "cp": 2, "recompute": "selective"}),
+                 (*TIED, {"pp": 2, "cp": 2, "order": "cp-pp-dp-tp", "tile_mlp": 4})]),
+        rest(4, [(*TIED, {"pp": 2, "tp": 2, "sp": False, "recompute": "selective", "tile_mlp": 4, "loss_chunk": 4}),
+                 (*LLAMA, {"pp": 2, "tp": 2, "recompute": "selective", "tile_mlp": 4, "loss_chunk": 4}),
+                 ("Lora", {"kind": "plain"}, {"pp": 2, "tp": 2}), (*TIED, {"pp": 2, "tp": 2, "vocab": False})]),
+        rest(4, [(*TIED, {"pp": 2, **COMPILED}), (*TIED, {"pp": 2, "order": "dp-pp-cp-tp"}),
+                 (*TIED, {"pp": 2, "ddp": {"find_unused_parameters": True}}),
+                 (*TIED, {"pp": 2, **FSDP, "fsdp": {"reshard_after_forward": False}})]),
+        rest(8, [(*TIED, {"pp": 2, "tp": 2}), (*TIED, {"pp": 2, "tp": 2, **FSDP}), (*TIED, {"pp": 2, "cp": 2, "tp": 2})]),
+    ],
+    ids=["recompute", "dp", "cp", "tp", "cp-more", "tp-more", "dp-more", "three axes"],
+)  # fmt: skip
+def test_stages_beside_all_else_are_one_process(world, cases):
+    everywhere = run_distributed(fit_all, world, cases, world, timeout=300)
+    for at, (model, args, strategy) in enumerate(cases):
+        expected = fit(model, args, **HOW)
+        for rank in everywhere:
+            report = compare(expected, rank[at])
+            assert report.ok, f"{model} {strategy}\n{report}"
+
+
+class Grows(models.GPT):
+    """In the second window the gradient of one parameter, which one stage holds, is infinite."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(tied=False)
+        self.seen: list[tuple[bool, float]] = []
+        self.get_parameter(name).register_hook(self._spoil)
+
+    def _spoil(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad + float("inf") if len(self.seen) == 1 else grad
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.begin = [p.detach().clone() for p in self.parameters()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            held = [(a, b) for a, b in zip(self.begin, self.parameters(), strict=True) if not a.isnan().any()]
+            moved = any(not torch.equal(a, b) for a, b in held)
+            self.seen.append((moved, self.trainer.precision_plugin.scaler.get_scale()))
+
+
+def overflow(name: str) -> list[tuple[bool, float]]:
+    module = Grows(name)
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3))
+    trainer = trainer_of(
+        {"pp": 2}, accumulate_grad_batches=2, max_steps=-1, max_epochs=1, plugins=[plugin], precision=None,
+        limit_train_batches=6, gradient_clip_val=1.0,
+    )  # fmt: skip
+    trainer.fit(module, models.loader(2, count=64))
+    return module.seen
+
+
+@pytest.mark.parametrize("name", ["model.blocks.0.mlp.up.weight", rest("model.blocks.1.mlp.up.weight")])
+def test_all_stages_skip_the_same_step(name):
+    for seen in run_distributed(overflow, 2, name):
+        assert seen == [(True, 8.0), (False, 4.0), (True, 4.0)]
+
+
+def losses(precision: str, sizes: dict[str, Any] | None) -> list[float]:
+    trace = fit("GPT", {"tied": True}, precision=precision, world=4 if sizes else 1, strategy=sizes, **HOW)
+    return trace.losses
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("32-true", 1e-5), ("bf16-mixed", 3e-2), rest("bf16-true", 3e-2)])
+def test_precisions(precision, limit):
+    alone = losses(precision, None)
+    for rank in run_distributed(losses, 4, precision, {"pp": 2, "tp": 2}):
+        assert rank == pytest.approx(alone, rel=limit)
+
+
+def layers_of(pp_layers: list[int] | None) -> list[str]:
+    module = class_named("GPT")(tied=True)
+    from lightning_seqpar import SeqParallelStrategy
+
+    strategy = SeqParallelStrategy(pp=2, pp_layers=pp_layers)
+    quiet_trainer(devices=2, strategy=strategy, max_steps=1, accumulate_grad_batches=2).fit(module, models.loader(4))
+    return []
