@@ -438,11 +438,14 @@ def drawn_apart(place: int) -> Iterator[None]:
     _reseed(before, _APART + place)
     for generator in _generators():
         generator.manual_seed(generator.initial_seed() & ~_MARK | _APART_MARK)
+    apart = _states()
     try:
         yield
     finally:
+        has_drawn = _differ(apart, _states())
         _restore(before)
-        _advance([True] * len(before))
+        if has_drawn:  # else the streams are left as on one process
+            _advance([True] * len(before))
 
 
 def draws_apart() -> bool:

@@ -104,9 +104,17 @@ def infer_plan(
 
 @contextmanager
 def example_copy(
-    model: nn.Module, example: Any, dtype: torch.dtype | None, prepare: Callable[[nn.Module], None]
+    model: nn.Module,
+    example: Any,
+    dtype: torch.dtype | None,
+    prepare: Callable[[nn.Module], None],
+    *,
+    adapted: bool = False,
 ) -> Iterator[tuple[nn.Module, Example]]:
-    """A context with a copy of a model on the CPU and an example for it; the arguments are :func:`infer_plan`'s."""
+    """A context with a copy of a model on the CPU and an example for it; the arguments are :func:`infer_plan`'s.
+
+    With ``adapted`` adapters stay around the linears; else the copy has these alone.
+    """
     if not isinstance(example, Example):
         kwargs = dict(example) if isinstance(example, Mapping) else {}
         args = () if kwargs else example if isinstance(example, tuple) else (example,)
@@ -116,7 +124,7 @@ def example_copy(
         dtype = torch.float32
     with kept_streams(cpu), default_dtype(dtype):
         detached = detached_copy(model, cpu, dtype, example.reduction, frozen=example.frozen)
-        copied = without_checkpoints(without_adapters(detached))
+        copied = without_checkpoints(detached if adapted else without_adapters(detached))
         prepare(copied)
         yield copied, example.to(cpu, dtype)
 

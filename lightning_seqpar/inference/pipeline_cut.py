@@ -44,23 +44,23 @@ def find_cut(
         prepare: is called with the copy before it runs.
 
     Raises:
-        ValueError: if there are several stacks of blocks, too few blocks, or a stage reads what the blocks of another one made.
-        CantInferError: if a block returns more than its activation.
+        CantInferError: if there are several stacks of blocks, too few blocks, a block returns more than its activation, or a
+            stage reads what the blocks of another one made.
     """
     if len(stacks) != 1:
         shown = " and ".join(stack.shown for stack in stacks)
-        raise ValueError(
+        raise CantInferError(
             f"pp={stages}: the model has several stacks of blocks ({shown}), which can't be cut yet; use pp=1"
         )
     (stack,) = stacks
     count = len(stack.blocks)
     if count < stages:
-        raise ValueError(
+        raise CantInferError(
             f"pp={stages}: {stack.shown} has {count} blocks, and each stage needs one; use pp={count} at most"
         )
     if layers is not None and sum(layers) != count:
-        raise ValueError(
-            f"pp_layers={list(layers)}: they are {sum(layers)} blocks together, and {stack.shown} has {count}; let the numbers "
+        raise CantInferError(
+            f"pp_layers={list(layers)}: they are {sum(layers)} blocks together, and {stack.shown} has {count} blocks; let the numbers "
             "add up to that, or leave pp_layers out for stages that cost alike"
         )
     called: list[str] = []
@@ -88,7 +88,7 @@ def find_cut(
 
         return hook
 
-    with example_copy(model, example, dtype, prepare) as (copied, on_cpu):
+    with example_copy(model, example, dtype, prepare, adapted=True) as (copied, on_cpu):
         spread_equal_blocks(copied)
         for name in stack.blocks:
             copied.get_submodule(name).register_forward_hook(look(name))
@@ -115,9 +115,9 @@ def find_cut(
         for other, theirs in enumerate(blocks):
             crossing = _inside(theirs, held[at])
             if other != at and crossing:
-                raise ValueError(
-                    f"pp={stages}: stage {at} reads what {min(crossing)} made on stage {other}, past the activation between "
-                    "blocks; such a model can't be cut there. Use pp=1"
+                raise CantInferError(
+                    f"pp={stages}: stage {at} reads {min(crossing)}, which is on stage {other}, or what it made, past the "
+                    "activation between blocks; such a model can't be cut there. Use pp=1"
                 )
         held[at] |= _inside(names, everything)
     held[0] |= everything - set().union(*held)  # what nothing reads

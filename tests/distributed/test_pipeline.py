@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import infer_blocks, infer_plan
-from lightning_seqpar.inference.pipeline_cut import find_cut
+from lightning_seqpar.inference.pipeline_cut import deal_out, find_cut
 from lightning_seqpar.parallel.apply import parallelize, whole_tensor
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.pipeline.schedule import OneForwardOneBackward
@@ -235,11 +235,16 @@ def refused(name: str, args: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "args", "stages", "says"),
     [
-        ("Skipping", {}, 2, r"pp=2: stage 1 reads what blocks\.0\.\S+ made on stage 0, past the activation"),
-        ("GPT", {}, 3, r"pp=3: .* has 2 blocks, which must divide by pp"),
+        (
+            "Skipping",
+            {},
+            2,
+            r"pp=2: stage 1 reads blocks\.0\.\S+, which is on stage 0, or what it made, past the activation",
+        ),
+        ("GPT", {}, 3, r"pp=3: model has 2 blocks, and each stage needs one; use pp=2 at most"),
         ("HuggingFace", {"family": "t5"}, 2, r"several stacks of blocks \(model\.encoder and model\.decoder\)"),
     ],
-    ids=["past the activation", "uneven", "two stacks"],
+    ids=["past the activation", "too few", "two stacks"],
 )
 def test_what_can_not_be_cut_is_refused(name, args, stages, says):
     for told in run_distributed(refused, stages, name, args):
@@ -388,6 +393,20 @@ def leave_out() -> None:
 def test_a_step_without_blocks_is_told():
     with pytest.raises(RankFailedError, match=r"stage \d of 2: the step ended without calling"):
         run_distributed(leave_out, 2)
+
+
+@pytest.mark.parametrize(
+    ("costs", "stages", "layers"),
+    [
+        ([1, 1, 1, 1], 2, [2, 2]),
+        ([1, 1, 1, 1, 1], 2, [2, 3]),  # the first stage keeps more micro-batches
+        ([10] * 31 + [34], 4, [8, 9, 9, 6]),  # the head costs as much as 2.4 blocks
+        ([1, 1, 1, 9], 3, [1, 2, 1]),
+        ([5], 1, [1]),
+    ],
+)
+def test_blocks_are_dealt_out_by_cost(costs, stages, layers):
+    assert deal_out(costs, stages) == layers
 
 
 @pytest.mark.parametrize(("behind", "micro"), [(0, 4), (1, 4), (3, 4), (3, 8), (3, 1)])

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import compare
 from tests.helpers import models
-from tests.helpers.fit import class_named, fit, quiet_trainer
+from tests.helpers.fit import fit
 from tests.helpers.pipelines import trainer_of
 from tests.helpers.slices import rest
 
@@ -20,6 +20,7 @@ COMPILED = {"compile": True, "compile_options": {"backend": "aot_eager"}}
 HOW = {"steps": 3, "accumulate": 3, "clip": 0.05}
 TIED: tuple[str, dict[str, Any]] = ("GPT", {"tied": True})
 LLAMA = ("HuggingFace", {"family": "llama"})
+ADAPTED = ("Adapted", {"family": "llama", "targets": ["q_proj", "down_proj"]})
 
 
 def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int) -> list[Any]:
@@ -30,7 +31,7 @@ def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int)
     ("world", "cases"),
     [
         (2, [(*TIED, {"pp": 2, "recompute": "full"}), (*LLAMA, {"pp": 2, "recompute": "selective"}),
-             (*TIED, {"pp": 2, "tile_mlp": 4, "loss_chunk": 4})]),
+             (*TIED, {"pp": 2, "tile_mlp": 4, "loss_chunk": 4}), (*ADAPTED, {"pp": 2})]),
         (4, [(*TIED, {"pp": 2}), (*TIED, {"pp": 2, **FSDP}), (*LLAMA, {"pp": 2, **FSDP, "recompute": "full"})]),
         (4, [(*TIED, {"pp": 2, "cp": 2}), (*LLAMA, {"pp": 2, "cp": 2, "cp_method": "ring"})]),
         (4, [(*TIED, {"pp": 2, "tp": 2, "recompute": "full"}), (*TIED, {"pp": 2, "tp": 2, "order": "dp-cp-tp-pp"})]),
@@ -38,7 +39,7 @@ def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int)
                  (*TIED, {"pp": 2, "cp": 2, "order": "cp-pp-dp-tp", "tile_mlp": 4})]),
         rest(4, [(*TIED, {"pp": 2, "tp": 2, "sp": False, "recompute": "selective", "tile_mlp": 4, "loss_chunk": 4}),
                  (*LLAMA, {"pp": 2, "tp": 2, "recompute": "selective", "tile_mlp": 4, "loss_chunk": 4}),
-                 ("Lora", {"kind": "plain"}, {"pp": 2, "tp": 2}), (*TIED, {"pp": 2, "tp": 2, "vocab": False})]),
+                 (*ADAPTED, {"pp": 2, "tp": 2}), (*TIED, {"pp": 2, "tp": 2, "vocab": False})]),
         rest(4, [(*TIED, {"pp": 2, **COMPILED}), (*TIED, {"pp": 2, "order": "dp-pp-cp-tp"}),
                  (*TIED, {"pp": 2, "ddp": {"find_unused_parameters": True}}),
                  (*TIED, {"pp": 2, **FSDP, "fsdp": {"reshard_after_forward": False}})]),
@@ -103,12 +104,3 @@ def test_precisions(precision, limit):
     alone = losses(precision, None)
     for rank in run_distributed(losses, 4, precision, {"pp": 2, "tp": 2}):
         assert rank == pytest.approx(alone, rel=limit)
-
-
-def layers_of(pp_layers: list[int] | None) -> list[str]:
-    module = class_named("GPT")(tied=True)
-    from lightning_seqpar import SeqParallelStrategy
-
-    strategy = SeqParallelStrategy(pp=2, pp_layers=pp_layers)
-    quiet_trainer(devices=2, strategy=strategy, max_steps=1, accumulate_grad_batches=2).fit(module, models.loader(4))
-    return []

@@ -1,0 +1,191 @@
+"""What is refused of stages of a pipeline, before anything is trained, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from lightning_seqpar import ParallelConfig, SeqParallelStrategy
+from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.guards.pipeline import describe_bubble
+from tests.helpers import models
+from tests.helpers.fit import quiet_trainer
+from tests.helpers.pipelines import trainer_of
+from tests.helpers.slices import rest
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Plain(models.GPT):
+    """Three blocks between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(31, 16), nn.Linear(16, 31)
+        self.model = nn.Sequential()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        models.perturb(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[0].flatten())
+
+
+class Peeking(Plain):
+    """The loss is scaled by what the first block made, which no gradient tells."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        seen: list[Tensor] = []
+        handle = self.blocks[0].register_forward_hook(lambda module, args, out: seen.append(out.detach().norm()))
+        loss = super().training_step(batch, batch_idx)
+        handle.remove()
+        return loss * (1 + seen[0])
+
+
+class Penalised(Plain):
+    """An L2 term over all weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + sum(p.pow(2).sum() for p in self.blocks.parameters())
+
+
+class Counting(Plain):
+    """Counts in a buffer: in front of the blocks, where all stages do, or behind them."""
+
+    behind = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += not self.behind
+        loss = super().training_step(batch, batch_idx)
+        self.steps += self.behind
+        return loss
+
+
+class CountingBehind(Counting):
+    behind = True
+
+
+class Manual(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Reading(Plain):
+    def on_after_backward(self) -> None:
+        """Reads gradients."""
+
+
+class Quasi(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+KINDS = {one.__name__: one for one in (Plain, Peeking, Penalised, Counting, CountingBehind, Manual, Reading, Quasi)}
+CALLBACKS: dict[str, Any] = {
+    "": Callback, "EMA": lambda: EMAWeightAveraging(decay=0.9), "LR": LearningRateFinder,
+}  # fmt: skip
+
+
+def refused(cases: list[tuple[str, str]]) -> list[str]:
+    told = []
+    for kind, callback in cases:
+        try:
+            trainer_of(
+                {"pp": 2}, gradient_clip_val=None, accumulate_grad_batches=1, callbacks=[CALLBACKS[callback]()]
+            ).fit(KINDS[kind](), models.loader(4, length=9))
+        except ValueError as error:
+            told.append(f"{type(error).__name__}: {error}")
+        else:
+            told.append("trained")
+    return told
+
+
+SAYS = {
+    ("Plain", ""): "trained",
+    ("Peeking", ""): "self_check: in 2 stages the model does not do what it does whole",
+    ("Penalised", ""): "stage 1 reads blocks.0.down.bias, which is on stage 0",
+    ("Counting", ""): "trained",
+    ("CountingBehind", ""): "the step writes to the buffer steps",
+    ("Manual", ""): "pp=2 with automatic_optimization=False",
+    ("Reading", ""): "Reading.on_after_backward with pp=2",
+    ("Quasi", ""): "torch.optim.lbfgs.LBFGS with pp=2: it is not known to update each parameter by itself",
+    ("Plain", "EMA"): "EMAWeightAveraging with pp=2: it copies all weights",
+    ("Plain", "LR"): "LearningRateFinder with pp=2: it reads the loss behind each batch",
+}
+
+
+def test_what_stages_can_not_do_is_refused():
+    cases = list(SAYS)
+    for told in run_distributed(refused, 2, cases):
+        for case, text in zip(cases, told, strict=True):
+            assert SAYS[case] in text, (case, text)
+
+
+def dealt(pp_layers: list[int] | None) -> tuple[int, list[str]]:
+    module = Plain()
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(pp=2, pp_layers=pp_layers), max_steps=1)
+    trainer.fit(module, models.loader(4, length=9))
+    stage = record_of(module).stage
+    return stage.number, [name for at in range(3) if stage.holds(name := f"blocks.{at}.up.weight")]
+
+
+@pytest.mark.parametrize(("pp_layers", "first"), [(None, 2), ([1, 2], 1), rest([2, 1], 2)])
+def test_blocks_are_dealt_out(pp_layers, first):
+    names = [f"blocks.{at}.up.weight" for at in range(3)]
+    assert run_distributed(dealt, 2, pp_layers) == [(0, names[:first]), (1, names[first:])]
+
+
+def wrong_sum() -> str:
+    try:
+        dealt([2, 2])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_layers_must_be_all_blocks():
+    for told in run_distributed(wrong_sum, 2):
+        assert "pp_layers=[2, 2]: they are 4 blocks together, and the model has 3 blocks" in told
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"pp": 2, "pp_layers": [1, 2, 3]}, r"pp_layers=\[1, 2, 3\] with pp=2: .* write 2 numbers"),
+        ({"pp": 2, "pp_layers": [0, 2]}, r"pp_layers=\[0, 2\]: .* each at least 1"),
+        ({"pp": 2, "pp_layers": "9,9"}, r"pp_layers='9,9': .* write a list of whole numbers"),
+        ({"pp_layers": [3, 3]}, r"pp_layers=\[3, 3\] with pp=1: .* write 1 number"),
+    ],
+)
+def test_wrong_layers(fields, says):
+    with pytest.raises(ValidationError, match=says):
+        ParallelConfig(**fields)
+
+
+def test_the_bubble_is_told():
+    assert describe_bubble(2, 4) == (
+        "pp=4 with accumulate_grad_batches=2: each stage waits 60% of the time for others, since there are fewer micro-batches "
+        "than stages; accumulate_grad_batches=16 would leave 16%"
+    )
+    assert describe_bubble(16, 4) == "pp=4 with accumulate_grad_batches=16: each stage waits 16% of the time for others"
