@@ -571,8 +571,14 @@ class LateWeights:
             advance: called for each of the :attr:`count` tensors when it is filled.
         """
         rank = record.groups.rank("tp") if record is not None else 0
+        # What other stages of a pipeline hold has left the meta device already, without values.
+        wanted = {
+            key: places
+            for key, places in self._parameters.items()
+            if any(getattr(place.holder, place.leaf).is_meta for place in places)
+        }
         # Memory for all parts is allocated first, so that the whole tensors come and go in the same place after them.
-        for place in (place for places in self._parameters.values() for place in places):
+        for place in (place for places in wanted.values() for place in places):
             parameter = getattr(place.holder, place.leaf)
             if parameter.is_meta:
                 room = nn.Parameter(empty_on_cpu(parameter), parameter.requires_grad)
@@ -587,7 +593,7 @@ class LateWeights:
                     layout = _layout(record, parameter)
                     _copy_part(place, tensor(place.ref), layout.shard if layout is not None else None, rank)
 
-        self._fill(self._parameters, take, record, rank, advance)
+        self._fill(wanted, take, record, rank, advance)
         for module in self._model.modules():
             module.__dict__.pop(_SOURCE, None)
 

@@ -158,7 +158,7 @@ class Stage:
         self._handles: list[RemovableHandle] = []
         self._elsewhere: list[nn.Module] = []
         self._install()
-        self._empty_parameters()
+        self.leave_out(device)
 
     @property
     def is_last(self) -> bool:
@@ -248,7 +248,7 @@ class Stage:
 
     def end_evaluation(self) -> None:
         """Forget the parameters that :meth:`begin_evaluation` got."""
-        self._empty_parameters()
+        self.leave_out(self._anchor.device)
 
     def check_graph(self, loss: Tensor) -> None:
         """What this stage computes must read no parameter that is not here.
@@ -429,12 +429,21 @@ class Stage:
         names: Sequence[str] = self._cut.blocks[stage]
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
-    def _empty_parameters(self) -> None:
-        """Parameters that only other stages hold become NaN without memory; they stay in the model, and get no gradient."""
+    def leave_out(self, device: torch.device) -> None:
+        """Let parameters that only other stages hold be NaN without memory; they stay in the model, and get no gradient.
+
+        Args:
+            device: where they are then. What has no memory is made whole where a module is moved: call it before.
+        """
         for name, parameter in self._model.named_parameters():
-            if not self.holds(name):
-                nothing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-                parameter.data = parameter.new_full((), nothing).expand(parameter.shape)
+            if self.holds(name):
+                continue
+            nothing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+            number = torch.full((), nothing, dtype=parameter.dtype, device=device).expand(parameter.shape)
+            if parameter.is_meta:
+                torch.utils.swap_tensors(parameter, nn.Parameter(number, parameter.requires_grad))
+            else:
+                parameter.data = number
 
     def undo_hooks(self) -> None:
         """Let the blocks be the user's again."""

@@ -660,7 +660,7 @@ class SeqParallelStrategy(TuningStrategy):
                 sending.advance(tensor.nbytes)
 
     def model_to_device(self) -> None:
-        """Move the model, which is sharded already, to this rank's device."""
+        """Move the model, which is sharded already, to this rank's device. What other stages hold is there already."""
         assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
 
@@ -698,6 +698,8 @@ class SeqParallelStrategy(TuningStrategy):
         if isinstance(self.launcher, SeqParallelLauncher):
             self.launcher.give_signals_back()
         module = self.lightning_module
+        if (stage := self._stage) is not None:
+            stage.leave_out(torch.device("cpu"))
         unmovable = is_split if self._failed or self.root_device.type == "cpu" else lambda parameter: False
         if module is not None and any(parameter.is_meta or unmovable(parameter) for parameter in module.parameters()):
             # It never got its weights, or a graph that the error kept alive holds its rows: Lightning would fail to move it to
