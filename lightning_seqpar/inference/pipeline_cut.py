@@ -60,8 +60,8 @@ def find_cut(
         )
     if layers is not None and sum(layers) != count:
         raise CantInferError(
-            f"pp_layers={list(layers)}: they are {sum(layers)} blocks together, and {stack.shown} has {count} blocks; let the numbers "
-            "add up to that, or leave pp_layers out for stages that cost alike"
+            f"pp_layers={list(layers)}: they are {sum(layers)} blocks together, and {stack.shown} has {count} blocks; let the "
+            "numbers add up to that, or leave pp_layers out for stages that cost alike"
         )
     called: list[str] = []
     ends: list[Tensor] = []

@@ -311,17 +311,21 @@ class Stage:
             self._sum_over(holders, local_rows(parameter.grad))
 
     def _sum_over(self, stages: Sequence[int], x: Tensor) -> None:
-        """Sum a tensor over stages of which this is one, in place, in the order of the stages on each."""
-        own = x.contiguous().clone()
+        """Sum a tensor over stages of which this is one, in place: in the order of the stages, so that all have the same bits."""
         others = [stage for stage in stages if stage != self.number]
-        works = [dist.isend(own, group=self._group, group_dst=stage) for stage in others]
-        parts = {stage: own if stage == self.number else torch.empty_like(own) for stage in stages}
+        sent = x.contiguous()
+        works = [dist.isend(sent, group=self._group, group_dst=stage) for stage in others]
+        parts = {stage: torch.empty_like(sent) for stage in others}
         for stage in others:
             dist.recv(parts[stage], group=self._group, group_src=stage)
-        x.copy_(sum(parts.values(), torch.zeros_like(own)))
         for work in works:
             if work is not None:
                 work.wait()
+        before = [part for stage, part in parts.items() if stage < self.number]
+        for part in before[1:]:
+            before[0].add_(part)
+        for part in (*before[:1], *(part for stage, part in parts.items() if stage > self.number)):
+            x.add_(part)
 
     def on_any(self, facts: Sequence[bool]) -> list[bool]:
         """Which facts hold on any stage. Collective over the pipeline."""

@@ -777,10 +777,9 @@ class _Redirection(_ForwardRedirection):
 
     def _let_prepare(self, prepares: bool, wrapper_module: nn.Module, original_module: LightningModule) -> None:
         strategy = self._strategy()
-        in_stages = strategy is not None and strategy.runs_stages
-        if isinstance(wrapper_module, DistributedDataParallel):
-            if in_stages or not original_module.automatic_optimization:
-                wrapper_module.require_backward_grad_sync = prepares
+        later = (strategy is not None and strategy.runs_stages) or not original_module.automatic_optimization
+        if later and isinstance(wrapper_module, DistributedDataParallel):
+            wrapper_module.require_backward_grad_sync = prepares
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:
