@@ -120,12 +120,15 @@ def model_parts(
         mine = value if held is None else held[name]
         if isinstance(mine, Tensor) and id(value) not in parts:
             layout = None if record is None else _layout_of(record, name, value)
-            parts[id(value)] = writers.part(mine, layout, alike=isinstance(value, nn.Parameter))
+            is_parameter = isinstance(value, nn.Parameter)
+            parts[id(value)] = writers.part(mine, layout, () if layout is None else layout.stages, alike=is_parameter)
     return {name: parts.get(id(local[name]), value) for name, value in (local if held is None else held).items()}
 
 
 def optimizer_parts(optimizer: Optimizer, layout: ModelLayout | None, groups: ParallelGroups) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each moment. Nothing is sent.
+    """``optimizer.state_dict()`` with a :class:`~lightning_seqpar.checkpoint.folder.Part` for each moment.
+
+    No moments are sent; collective over the stages of a pipeline, which tell each other of theirs.
 
     Args:
         optimizer: an optimizer over the sharded parameters.
@@ -141,11 +144,13 @@ def optimizer_parts(optimizer: Optimizer, layout: ModelLayout | None, groups: Pa
             walk(state, lambda _, leaf: writers.part(leaf, None) if isinstance(leaf, Tensor) else leaf),
         )
     parts = {}
-    for index, entry in state["state"].items():
+    entries = state["state"] if layout is None else _of_all_stages(state["state"], parameters, layout, groups)
+    for index, entry in entries.items():
         parameter = parameters[index]
         layout_of_parameter = None if layout is None else layout.of(parameter)
+        stages = () if layout_of_parameter is None else layout_of_parameter.stages
         parts[index] = {
-            key: writers.part(value, layout_of_parameter if value.shape == parameter.shape else None)
+            key: writers.part(value, layout_of_parameter if value.shape == parameter.shape else None, stages)
             if isinstance(value, Tensor)
             else value
             for key, value in entry.items()
@@ -160,31 +165,35 @@ class _WriterChoice:
         self._groups = groups
         self._loads = torch.zeros(groups.size(groups.mean_axes), groups.size("tp"), dtype=torch.float64)
 
-    def part(self, value: Tensor, layout: ParamLayout | None, *, alike: bool = True) -> Part:
+    def part(
+        self, value: Tensor, layout: ParamLayout | None, stages: Sequence[int] = (), *, alike: bool = True
+    ) -> Part:
         """The part of the next tensor. Every rank must ask for the same tensors in the same order.
 
         Args:
             value: this rank's tensor.
             layout: how the whole tensor is divided over tp; None if it is not.
+            stages: the stages of a pipeline that hold it, of which the first writes; empty where all do.
             alike: whether all replicas hold the same values. Buffers may differ between replicas, which count on their own;
                 those of the first replica are written.
         """
         dp, tp = self._groups.rank(self._groups.mean_axes), self._groups.rank("tp")
+        here = "pp" not in self._groups.topology.axes or self._groups.rank("pp") == next(iter(stages), 0)
         if is_split(value):  # every replica writes its rows: of what the ranks of tp hold alike, one of them
             own_writer = int(self._loads.sum(0).argmin())
             sharded = layout is not None and layout.shard is not None
             self._loads[:, slice(None) if sharded else own_writer] += (
                 value.numel() * value.element_size() / self._loads.shape[0]
             )
-            return Part(value, layout, tp, writes=sharded or own_writer == tp)
+            return Part(value, layout, tp, writes=here and (sharded or own_writer == tp))
         if layout is None or layout.shard is None:  # all ranks of a replica hold the whole tensor
             writer = divmod(int(self._loads.argmin()), self._loads.shape[1]) if alike else (0, 0)
             self._loads[writer] += value.numel() * value.element_size()
-            return Part(value, layout, tp, writes=writer == (dp, tp))
+            return Part(value, layout, tp, writes=here and writer == (dp, tp))
         # A replica, of which every tensor-parallel rank writes its part.
         row = int(self._loads.sum(1).argmin()) if alike else 0
         self._loads[row] += math.prod(layout.global_shape) * value.element_size() / self._loads.shape[1]
-        return Part(value, layout, tp, writes=row == dp)
+        return Part(value, layout, tp, writes=here and row == dp)
 
 
 def load_full_state_dict(
@@ -206,8 +215,10 @@ def load_full_state_dict(
     rank = record.groups.rank("tp")
     layouts = {name: _layout_of(record, name, value) for name, value in local.items()}
     likes = {name: value for name, value in local.items() if isinstance(value, Tensor)}
-    sliced = dict(state) if opened is None else opened.take(state, layouts, rank, likes)
     elsewhere = [name for name, layout in layouts.items() if _is_elsewhere(layout, record.groups)]
+    sliced = dict(state)
+    if opened is not None:
+        sliced |= opened.take({name: x for name, x in state.items() if name not in elsewhere}, layouts, rank, likes)
     for name, layout in layouts.items():
         if name in elsewhere:
             continue
@@ -307,7 +318,7 @@ def _of_all_stages(
     found: dict[Any, Any] = {}
     for index, entry in sorted((item for one in told for item in one.items()), key=lambda item: int(item[0])):
         found[index] = entries.get(index) or {
-            key: parameters[index].new_empty(value) if isinstance(value, torch.Size) else value
+            key: parameters[index].new_empty(()).expand(value) if isinstance(value, torch.Size) else value
             for key, value in entry.items()
         }
     return found
@@ -347,12 +358,11 @@ def load_full_optimizer_state(
             )
         layouts[index, key] = None if layout is None else layout.of(parameters[int(index)])
     likes = {(index, key): parameters[int(index)] for index, key in flat}
-    taken = flat if opened is None else opened.take(flat, layouts, rank, likes)
     elsewhere = {index for (index, _), one in layouts.items() if _is_elsewhere(one, groups)}
+    flat = {at: value for at, value in flat.items() if at[0] not in elsewhere}
+    taken = flat if opened is None else opened.take(flat, layouts, rank, likes)
     local: dict[Any, Any] = {index: {} for index in state["state"] if index not in elsewhere}
     for (index, key), value in taken.items():
-        if index in elsewhere:
-            continue
         moment_layout = layouts[index, key]
         if moment_layout is not None and isinstance(value, Tensor) and value.ndim > 0 and value is flat[index, key]:
             # It was not read from a folder, so it is whole.

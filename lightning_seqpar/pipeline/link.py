@@ -58,7 +58,7 @@ class Link:
 
     Args:
         group: the process group of the pipeline.
-        peer: the neighbour's rank in it.
+        peer: the neighbour's rank in it, which is the number of its stage.
         device: of this rank.
         depth: how many tensors may be under way before :meth:`send` waits for the first; as many as the pipeline has stages
             never make it wait.
@@ -80,13 +80,27 @@ class Link:
         while len(self._sent) > self._depth:
             self._wait_for_first()
 
-    def receive(self) -> tuple[Tensor, bool]:
-        """The next tensor from the neighbour, and whether it waits for its gradient."""
+    def receive(self, what: str) -> tuple[Tensor, bool]:
+        """The next tensor from the neighbour, and whether it waits for its gradient.
+
+        Args:
+            what: it is, for the message if it does not come.
+
+        Raises:
+            RuntimeError: if the neighbour has ended, or does not send in time.
+        """
         facts = torch.empty(_FACTS, dtype=torch.int64, device=self._device)
-        dist.recv(facts, group=self._group, group_src=self._peer)
-        x, wants_gradient = _empty(facts)
-        if x.numel():
-            dist.recv(x, group=self._group, group_src=self._peer)
+        try:
+            dist.recv(facts, group=self._group, group_src=self._peer)
+            x, wants_gradient = _empty(facts)
+            if x.numel():
+                dist.recv(x, group=self._group, group_src=self._peer)
+        except RuntimeError as error:
+            rank = dist.get_global_rank(self._group, self._peer)
+            raise RuntimeError(
+                f"stage {self._group.rank()} waited for {what}, which did not come from stage {self._peer} (rank {rank}): it has "
+                f"ended, or is stuck ({str(error).splitlines()[0]})"
+            ) from error
         return x, wants_gradient
 
     def settle(self) -> None:

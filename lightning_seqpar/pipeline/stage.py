@@ -99,15 +99,20 @@ class _HandOn(torch.autograd.Function):
     """Forward: send an activation to the next stage; what is left stands for the loss. Backward: its gradient comes from there."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, link: Link) -> Tensor:
-        ctx.link, ctx.wants = link, x.requires_grad
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, link: Link, number: int) -> Tensor:
+        ctx.link, ctx.wants, ctx.number = link, x.requires_grad, number
         link.send(x, wants_gradient=x.requires_grad)
         return x.new_full((), float("nan"), dtype=torch.promote_types(x.dtype, torch.float32))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        return (ctx.link.receive()[0] if ctx.wants else None), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        return (
+            (ctx.link.receive(f"the gradient of micro-batch {ctx.number}")[0] if ctx.wants else None),
+            None,
+            None,
+            None,
+        )
 
 
 class _Take(torch.autograd.Function):
@@ -154,6 +159,7 @@ class Stage:
         self._has_begun = False  # a block of its own was called
         self._is_awaited = False  # and the activation for it is still to come
         self._goes_on = False  # behind the last block, on every stage: it evaluates
+        self._micro_batch = 0  # the number of the last one since all that was sent had arrived
         self._streams, self._own_streams = StageStreams(self.number), own_streams
         self._handles: list[RemovableHandle] = []
         self._elsewhere: list[nn.Module] = []
@@ -181,6 +187,7 @@ class Stage:
                 that no example drew.
         """
         self._has_begun = self._is_awaited = False
+        self._micro_batch += 1
         self._streams.begin()
         try:
             out, ended = step(), False
@@ -270,6 +277,7 @@ class Stage:
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived."""
+        self._micro_batch = 0
         for link in (self._before, self._behind):
             if link is not None:
                 link.settle()
@@ -380,7 +388,7 @@ class Stage:
             self._is_awaited = False
             assert self._before is not None
             where, nothing = find_argument(name, self._cut.arg, args, kwargs)
-            x, wants = self._before.receive()
+            x, wants = self._before.receive(f"the activation of micro-batch {self._micro_batch}")
             if wants and torch.is_grad_enabled():
                 x = _Take.apply(self._anchor, x, self._before)  # type: ignore[no-untyped-call]
             return put_argument(where, _placed_as(nothing, x), args, kwargs)
@@ -399,7 +407,8 @@ class Stage:
                 )
             assert self._behind is not None
             if not self._goes_on:
-                raise StageEndError(_HandOn.apply(local_of(x), self._anchor, self._behind))  # type: ignore[no-untyped-call]
+                sent = local_of(x), self._anchor, self._behind, self._micro_batch
+                raise StageEndError(_HandOn.apply(*sent))  # type: ignore[no-untyped-call]
             if name == self._cut.blocks[self.number + 1][0]:
                 self._behind.send(local_of(x))
             if name == self._last_block:

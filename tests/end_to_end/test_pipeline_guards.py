@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
 from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.guards.pipeline import describe_bubble
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
@@ -189,3 +190,35 @@ def test_the_bubble_is_told():
         "than stages; accumulate_grad_batches=16 would leave 16%"
     )
     assert describe_bubble(16, 4) == "pp=4 with accumulate_grad_batches=16: each stage waits 16% of the time for others"
+
+
+class Stuck(Plain):
+    """In the second micro-batch the last stage ends by an error, or waits for longer than the others have patience."""
+
+    def __init__(self, raises: bool) -> None:
+        super().__init__()
+        self.raises = raises
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)  # only the last stage comes behind it
+        if batch_idx == 1 and self.raises:
+            raise ArithmeticError("no such luck")
+        if batch_idx == 1:
+            threading.Event().wait(10.0)
+        return loss
+
+
+def get_stuck(raises: bool) -> None:
+    strategy = SeqParallelStrategy(pp=2, timeout=3, self_check=False)
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=1, accumulate_grad_batches=3)
+    trainer.fit(Stuck(raises), models.loader(4, length=9))
+
+
+@pytest.mark.parametrize("raises", [True, False], ids=["raises", "stalls"])
+def test_a_stage_that_ends_or_stalls_is_told(raises):
+    with pytest.raises(RankFailedError) as error:
+        run_distributed(get_stuck, 2, raises, timeout=60)
+    told = str(error.value)
+    # The first stage has sent three micro-batches by the time it waits for the gradient of the second.
+    waited = "stage 0 waited for the gradient of micro-batch 2, which did not come from stage 1 (rank 1)"
+    assert ("no such luck" if raises else waited) in told
