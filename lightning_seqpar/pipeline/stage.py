@@ -232,7 +232,6 @@ class Stage:
                 f"stage {self.number} of {self.count}: the step ended without calling the last block ({self._last_block}), so "
                 "that the stages would go on with different activations"
             )
-        self.settle()
         return out
 
     def begin_evaluation(self, replicas: dist.ProcessGroup) -> None:

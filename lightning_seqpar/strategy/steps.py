@@ -614,6 +614,8 @@ class SteppingStrategy(TopologyStrategy):
     def on_train_start(self) -> None:
         """Compare the settings of the training over the ranks, and log the global batch. Collective."""
         self._on_loop_start()
+        if self._stage is not None:
+            self._let_stages_run_ahead()
         if self.dp_size > 1:
             share_losses_of_finders(self._trainer.callbacks)  # type: ignore[attr-defined]
         check_agreement(self._describe_training(), self._world, self.root_device)
@@ -658,12 +660,27 @@ class SteppingStrategy(TopologyStrategy):
 
         With a time interval between validations the ranks agree at each batch whether one is due. Collective.
         """
-        self._agree_on_time()
+        if self._stage is None or batch_idx % self._trainer.accumulate_grad_batches == 0:
+            self._agree_on_time()
         if batch_idx == 0:
             self._schedule.begin_loop("training")
             check_agreement(
                 {"training batches in an epoch": self._trainer.num_training_batches}, self._world, self.root_device
             )
+
+    def _let_stages_run_ahead(self) -> None:
+        """Let Lightning ask at the start of a window whether to end by SIGTERM, and not at every batch.
+
+        All ranks wait for each other there: each micro-batch would go through all stages before the next could begin.
+        """
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        ask = loop._broadcast_sigterm_tensor
+
+        def ask_at_start() -> None:  # behind the batch before
+            if (loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+                ask()
+
+        vars(loop)["_broadcast_sigterm_tensor"] = ask_at_start
 
     def _agree_on_time(self) -> None:
         """Let all ranks validate behind this batch if the interval is over on one: each reads a clock of its own.

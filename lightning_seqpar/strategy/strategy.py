@@ -682,6 +682,7 @@ class SeqParallelStrategy(TuningStrategy):
     def teardown(self) -> None:
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
         self._is_set_up = False
+        vars(self._trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
         if self._split is not None:
             self._split.settle()
         self.model, self._ddp_model, self._split = self.lightning_module, None, None

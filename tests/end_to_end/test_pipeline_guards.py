@@ -193,7 +193,7 @@ def test_the_bubble_is_told():
 
 
 class Stuck(Plain):
-    """In the second micro-batch the last stage ends by an error, or waits for longer than the others have patience."""
+    """In the second micro-batch of a window the last stage ends by an error, or waits for longer than the others have patience."""
 
     def __init__(self, raises: bool) -> None:
         super().__init__()
@@ -201,24 +201,24 @@ class Stuck(Plain):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)  # only the last stage comes behind it
-        if batch_idx == 1 and self.raises:
+        if batch_idx == 19 and self.raises:
             raise ArithmeticError("no such luck")
-        if batch_idx == 1:
+        if batch_idx == 19:
             threading.Event().wait(10.0)
         return loss
 
 
 def get_stuck(raises: bool) -> None:
     strategy = SeqParallelStrategy(pp=2, timeout=3, self_check=False)
-    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=1, accumulate_grad_batches=3)
-    trainer.fit(Stuck(raises), models.loader(4, length=9))
+    trainer = quiet_trainer(devices=4, strategy=strategy, max_steps=7, accumulate_grad_batches=3)
+    trainer.fit(Stuck(raises), models.loader(1, length=9, count=42))  # no run-time check is due at the 20th
 
 
 @pytest.mark.parametrize("raises", [True, False], ids=["raises", "stalls"])
 def test_a_stage_that_ends_or_stalls_is_told(raises):
     with pytest.raises(RankFailedError) as error:
-        run_distributed(get_stuck, 2, raises, timeout=60)
+        run_distributed(get_stuck, 4, raises, timeout=60)  # so that the pipeline has a group of its own
     told = str(error.value)
     # The first stage has sent three micro-batches by the time it waits for the gradient of the second.
-    waited = "stage 0 waited for the gradient of micro-batch 2, which did not come from stage 1 (rank 1)"
+    waited = "stage 0 waited for the gradient of micro-batch 2, which did not come from stage 1 (rank 2)"
     assert ("no such luck" if raises else waited) in told
