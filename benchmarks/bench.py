@@ -228,6 +228,11 @@ def overlap(given: argparse.Namespace, keep: Keep) -> Found:
     return {what: script("overlap.py", what) for what in ("steps", "trace")}
 
 
+def pipeline(given: argparse.Namespace, keep: Keep) -> Found:
+    """Steps through a pipeline of blocks that wait, beside the formula; and when each stage works in one of them."""
+    return script("pipeline.py")
+
+
 def script(name: str, *args: str) -> Found:
     """What a script of this folder prints, in a process of its own."""
     command, env = [sys.executable, str(HERE / name), *args], {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -246,6 +251,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Keep], Found]] = {
     "host": host,
     "length": length,
     "context": context,
+    "pipeline": pipeline,
     "longest": longest,
 }
 

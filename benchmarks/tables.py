@@ -36,6 +36,7 @@ def write(results: dict[str, Any], out: Path) -> None:
         "loss": _loss,
         "length": _length,
         "context": _context,
+        "pipeline": _pipeline,
         "longest": _longest,
         "scale": _scale,
     }
@@ -316,6 +317,42 @@ def _context(found: dict[str, Any], out: Path) -> list[str]:
             cells = [f"{a / b:.2f}" for a, b in zip(own, other, strict=True)]
         lines.append(_row(ranks, f"{int(at):,}", way, *cells))
     return lines
+
+
+def _pipeline(found: dict[str, Any], out: Path) -> list[str]:
+    lines = [
+        "## Pipeline",
+        "",
+        "Four blocks that wait, 40 ms in the forward and 80 ms in the backward, over the stages; `alone` is a stage's own work:",
+        "",
+        *_head("stages", "micro-batches", "alone", "formula, (m + p − 1) / m", "step", "of the formula's", "bubble"),
+    ]
+    for one in found["steps"]:
+        own, formula, step = one["own"], one["formula"], one["step"]
+        cells = [f"{own:.2f} s", f"{formula:.2f} s", f"{step:.2f} s", f"{step / formula:.3f}", f"{1 - own / step:.0%}"]
+        lines.append(_row(one["stages"], one["micro"], *cells))
+    figure, panel = plt.subplots(figsize=(11, 2.6))
+    for stage, spans in enumerate(found["spans"]):
+        for what, color in {"forward": COLORS["dtensor"], "backward": COLORS["ours"]}.items():
+            shown = [(a, b - a) for name, a, b in spans if name == what]
+            panel.broken_barh(shown, (stage - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.4, label=what)
+            for number, (begin, length) in enumerate(shown, 1):
+                panel.annotate(
+                    str(number), (begin + length / 2, stage), ha="center", va="center", fontsize=7, color="white"
+                )
+    panel.set(
+        yticks=range(len(found["spans"])), yticklabels=[f"stage {at}" for at in range(len(found["spans"]))], xlabel="s"
+    )
+    panel.invert_yaxis()
+    panel.spines[["top", "right"]].set_visible(False)
+    handles, labels = panel.get_legend_handles_labels()
+    panel.legend(
+        handles[:2], labels[:2], frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2
+    )
+    figure.tight_layout()
+    figure.savefig(out / "pipeline.png", dpi=120)
+    plt.close(figure)
+    return [*lines, "", "A step of eight micro-batches over four stages, by number:", "", "![pipeline](pipeline.png)"]
 
 
 def _longest(found: dict[str, Any], out: Path) -> list[str]:
