@@ -86,8 +86,9 @@ class Model(L.LightningModule):
             x = block(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), batch[0].flatten())
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.ends.append(time.monotonic())
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
+            self.ends.append(time.monotonic())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -107,7 +108,7 @@ def measure(stages: int, micro: int, steps: int) -> dict[str, Any]:
     )  # fmt: skip
     trainer.fit(model, DataLoader(data, batch_size=1))
     ends = model.ends[-steps - 1 :]
-    spans = [span for block in model.blocks for span in block.spans if span[1] > ends[-2]]
+    spans = [span for block in model.blocks for span in block.spans if ends[-2] < span[1] < ends[-1]]
     times = sorted(b - a for a, b in pairwise(ends))
     return {"seconds": times[len(times) // 2], "spans": sorted(spans, key=lambda span: span[1])}
 

@@ -78,7 +78,8 @@ class Measured(models.GPT):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         ids = batch[0]
         for _ in range(3):  # each new token goes through all stages
-            ids = torch.cat([ids, self.model(ids)[:, -1:].argmax(-1)], dim=1)
+            chances = self.model(ids)[:, -1].softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(chances, 1)], dim=1)  # all stages draw the same
         return ids
 
     def configure_optimizers(self) -> Any:
