@@ -37,6 +37,7 @@ TITLES = {
     "fsdp2xtp2": "fsdp (dp 2 × tp 2)",
     "cp2": "cp 2",
     "tp2xcp2": "tp 2 × cp 2",
+    "pp2": "pp 2",
 }
 
 

@@ -137,6 +137,9 @@ def render(described: Description, width: int | None = None) -> str:
     console.print(table)
     if (coverage := described.coverage) is not None:
         console.print("\n".join(("", str(coverage), *coverage.reasons)), markup=False)
+    if described.stages:
+        console.print()
+        console.print(_stages(described, table_class))
     console.print()
     console.print(_totals(described, table_class))
     reasons = sorted({row.sync for row in described.rows if row.sync})
@@ -168,6 +171,24 @@ def _shape(tensor: tuple[str, tuple[int, ...], tuple[int, ...]]) -> str:
 def _sync(row: ModuleRow) -> str:
     """The axes over which gradients are summed, without the reason."""
     return row.sync.partition(":")[0].replace("sum over", "sum")
+
+
+def _stages(described: Description, table_class: Any) -> Any:
+    """A table of the stages of a pipeline, with what a rank of each keeps."""
+    table = table_class(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("stage", justify="right")
+    table.add_column("blocks", overflow="fold")
+    for name in ("parameters", "weights", "gradients", "optimizer", "activations", "of micro-batches", "together"):
+        table.add_column(name, justify="right")
+    for number, stage in enumerate(described.stages):
+        kept = "?" if stage.activation_bytes is None else human(stage.activation_bytes)
+        numbers = [human(n) for n in (stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes)]
+        parent = f"{stage.first.rpartition('.')[0]}."
+        last = stage.last.removeprefix(parent)
+        blocks = stage.first if stage.blocks == 1 else f"{stage.first} to {last} ({stage.blocks})"
+        total = human(stage.total_bytes)
+        table.add_row(str(number), blocks, f"{stage.parameters:,}", *numbers, kept, str(stage.alive), total)
+    return table
 
 
 def _totals(described: Description, table_class: Any) -> Any:

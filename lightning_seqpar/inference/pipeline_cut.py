@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import example_copy
 from lightning_seqpar.inference.model_copy import Quiet
+from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.pipeline.stage import Cut
 from lightning_seqpar.region.hooks import find_argument, put_argument
@@ -47,6 +49,30 @@ def find_cut(
         CantInferError: if there are several stacks of blocks, too few blocks, a block returns more than its activation, or a
             stage reads what the blocks of another one made.
     """
+    stack = check_stacks(stacks, stages, layers)
+    numel = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    drawn: list[Drawn] = []
+    with example_copy(model, example, dtype, prepare, adapted=True) as (copied, on_cpu):
+        spread_equal_blocks(copied)
+        with Quiet(draws=on_cpu.draws), DrawWatch(drawn.append):
+            try:
+                found = trace_cut(copied, lambda: on_cpu.run(copied), stack, stages, layers, numel)
+            except CantInferError:
+                raise
+            except Exception as error:
+                raise CantInferError(
+                    f"pp={stages}: to find what each stage reads a copy was run, detached at every block, which raised "
+                    f"{describe_failure(error)}; such a model can't be cut. Use pp=1"
+                ) from error
+    return found._replace(draws=bool(drawn))
+
+
+def check_stacks(stacks: Sequence[Stack], stages: int, layers: Sequence[int] | None) -> Stack:
+    """The stack of blocks that is cut.
+
+    Raises:
+        CantInferError: if there are several, or the blocks are too few, or others than ``layers`` says.
+    """
     if len(stacks) != 1:
         shown = " and ".join(stack.shown for stack in stacks)
         raise CantInferError(
@@ -55,17 +81,39 @@ def find_cut(
     (stack,) = stacks
     count = len(stack.blocks)
     if count < stages:
-        raise CantInferError(
-            f"pp={stages}: {stack.shown} has {count} blocks, and each stage needs one; use pp={count} at most"
-        )
+        few = f"{count} block{'s' * (count > 1)}"
+        raise CantInferError(f"pp={stages}: {stack.shown} has {few}, and each stage needs one; use pp={count} at most")
     if layers is not None and sum(layers) != count:
         raise CantInferError(
             f"pp_layers={list(layers)}: they are {sum(layers)} blocks together, and {stack.shown} has {count} blocks; let the "
             "numbers add up to that, or leave pp_layers out for stages that cost alike"
         )
+    return stack
+
+
+def trace_cut(
+    model: nn.Module,
+    run: Callable[[], Tensor],
+    stack: Stack,
+    stages: int,
+    layers: Sequence[int] | None,
+    numel: Mapping[str, int],
+) -> Cut:
+    """:func:`find_cut` on a model that is run as it is.
+
+    Args:
+        model: whose blocks get hooks while it runs.
+        run: runs it, and returns the loss.
+        stack: its blocks.
+        stages: over how many stages.
+        layers: how many blocks each stage has; None for stages that cost alike.
+        numel: size of each parameter of the whole model, by name.
+
+    Raises:
+        CantInferError: as :func:`find_cut`.
+    """
     called: list[str] = []
     ends: list[Tensor] = []
-    drawn: list[Drawn] = []
     returned: set[int] = set()
 
     def cut(name: str) -> Callable[..., Any]:
@@ -88,19 +136,17 @@ def find_cut(
 
         return hook
 
-    with example_copy(model, example, dtype, prepare, adapted=True) as (copied, on_cpu):
-        spread_equal_blocks(copied)
+    with ExitStack() as hooks:
         for name in stack.blocks:
-            copied.get_submodule(name).register_forward_hook(look(name))
-            copied.get_submodule(name).register_forward_pre_hook(cut(name), with_kwargs=True)
-        with Quiet(draws=on_cpu.draws), DrawWatch(drawn.append):
-            loss = on_cpu.run(copied)
-        known = {id(parameter): name for name, parameter in copied.named_parameters()}
-        # In front of the blocks, of each block, and behind them.
-        read = [_read_by(root, known) for root in (*ends, loss)]
+            block = model.get_submodule(name)
+            hooks.callback(block.register_forward_hook(look(name)).remove)
+            hooks.callback(block.register_forward_pre_hook(cut(name), with_kwargs=True).remove)
+        loss = run()
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    # In front of the blocks, of each block, and behind them.
+    read = [_read_by(root, known) for root in (*ends, loss)]
     if called != list(stack.blocks) or len(returned) != 1:
         raise CantInferError(f"{stack.shown}: its blocks were not called one after the other, each once")
-    numel = {name: parameter.numel() * (parameter.ndim > 1) for name, parameter in model.named_parameters()}
     if layers is None:
         costs = [sum(size for name, size in numel.items() if inside(name, block)) for block in stack.blocks]
         # What is behind the blocks (the read set of the loss has the last block's too) is computed by the last stage.
@@ -121,7 +167,7 @@ def find_cut(
                 )
         held[at] |= _inside(names, everything)
     held[0] |= everything - set().union(*held)  # what nothing reads
-    return Cut(blocks, tuple(frozenset(names) for names in held), returned.pop(), stack.arg, bool(drawn))
+    return Cut(blocks, tuple(frozenset(names) for names in held), returned.pop(), stack.arg)
 
 
 def deal_out(costs: Sequence[int], stages: int) -> list[int]:

@@ -135,3 +135,54 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
             )
 
     return comparison
+
+
+class StageScales:
+    """Whether code of the user's has scaled the gradients of each stage of a pipeline by a number of its own.
+
+    That is what ``torch.nn.utils.clip_grad_norm_`` does, which knows the gradients of one stage alone.
+
+    Args:
+        parameters: whose gradients are looked at, before that code runs.
+        groups: the process groups.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], groups: ParallelGroups) -> None:
+        self._groups = groups
+        self._before = [(p, _norm(local_rows(p.grad))) for p in parameters if p.grad is not None]
+
+    def check(self) -> Comparison:
+        """Compare the stages, behind that code. Collective over the pipeline.
+
+        Returns:
+            What raises RuntimeError on every rank. Calling it a step later costs no wait for the device.
+        """
+        found = [(norm, _norm(local_rows(p.grad)).to(norm.device)) for p, norm in self._before if p.grad is not None]
+        dtypes = {p.grad.dtype for p, _ in self._before if p.grad is not None}
+        device = found[0][0].device if found else torch.device("cpu")
+        own = torch.tensor([float("inf"), float("-inf"), 0.0], dtype=torch.float64, device=device)
+        if found:
+            before, after = (torch.stack(norms) for norms in zip(*found, strict=True))
+            scales = torch.where(before > 0, after / before, torch.nan)
+            limit = max(tolerance(dtype) for dtype in dtypes)
+            low, high = scales.nan_to_num(float("inf")).min(), scales.nan_to_num(float("-inf")).max()
+            own = torch.stack([low, high, torch.full_like(low, limit)])
+        told = [torch.zeros_like(own) for _ in range(self._groups.size("pp"))]
+        dist.all_gather(told, own, group=self._groups["pp"])
+        numbers = LateNumbers(torch.cat(told))
+
+        def comparison() -> None:
+            flat = numbers.read()
+            stages = [flat[at : at + 3] for at in range(0, len(flat), 3) if flat[at] <= flat[at + 1]]
+            if not all(high - low <= limit * high for low, high, limit in stages):
+                return  # parameters of one stage were treated differently, as one process would
+            scales = [low for low, _, _ in stages]
+            if scales and max(scales) - min(scales) > max(limit for *_, limit in stages) * max(scales):
+                raise RuntimeError(
+                    "the gradients of each stage were scaled by another number "
+                    f"({', '.join(f'{scale:.6g}' for scale in scales)}) before the optimizer: clipped by "
+                    "torch.nn.utils.clip_grad_norm_, which knows one stage's alone (use self.clip_gradients or "
+                    "Trainer(gradient_clip_val=...), and lightning_seqpar.grad_norm(self) for the norm)"
+                )
+
+        return comparison

@@ -35,7 +35,7 @@ from lightning_seqpar.distributed.rank_consistency import check_agreement, descr
 from lightning_seqpar.distributed.rng import DrawWatch
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
 from lightning_seqpar.parallel.fully_sharded import READ_ROWS, FullySharded, refuse_rows
-from lightning_seqpar.parallel.grad_checks import Comparison, check_reduced, check_replicated
+from lightning_seqpar.parallel.grad_checks import Comparison, StageScales, check_reduced, check_replicated
 from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.loss_consistency import check_loss
@@ -99,6 +99,7 @@ class SteppingStrategy(TopologyStrategy):
         self._outputs = OutputWatch()
         self._micro_batches = OneForwardOneBackward(0)
         self._logs: StageLogs | None = None
+        self._scales: StageScales | None = None
         self._gradients_may_change = True
         self._validated_at = 0.0  # by time.monotonic()
 
@@ -503,6 +504,8 @@ class SteppingStrategy(TopologyStrategy):
             return  # in automatic optimization no gradient is added between the backward and the update
         step = self._steps.get(id(optimizer), 0) + 1
         self._sum_gradients(_parameters(optimizer), check=self._schedule.is_due_at(step))
+        if self._stage is not None and self._gradients_may_change:
+            self._scales = StageScales(_parameters(optimizer), self.groups)
         # Elsewhere (a raw step, grad_norm in some hook) the backward may still be to come.
         self._flushed = automatic and self._optimizing is not None
 
@@ -552,6 +555,9 @@ class SteppingStrategy(TopologyStrategy):
             self._comparisons.add(check_reduced(_parameters(optimizer), self.groups))
             if record is not None:
                 self._comparisons.add(check_replicated(_parameters(optimizer), record.layout, self.groups))
+        if self._scales is not None:
+            self._comparisons.add(self._scales.check())
+            self._scales = None
         if due:
             self._read_comparisons(everything=True)
 
@@ -680,7 +686,7 @@ class SteppingStrategy(TopologyStrategy):
             if (loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
                 ask()
 
-        vars(loop)["_broadcast_sigterm_tensor"] = ask_at_start
+        loop.__dict__["_broadcast_sigterm_tensor"] = ask_at_start
 
     def _agree_on_time(self) -> None:
         """Let all ranks validate behind this batch if the interval is over on one: each reads a clock of its own.

@@ -316,7 +316,7 @@ class SeqParallelStrategy(TuningStrategy):
             record.strategy = weakref.ref(self)
             for region in record.regions:
                 region.observers.schedule = self._schedule
-            refuse_callbacks(trainer.callbacks, self._shards)  # type: ignore[attr-defined]
+            refuse_callbacks(trainer.callbacks, self._shards * self.config.pp)  # type: ignore[attr-defined]
         if fitting:
             self._share_out_averages(record)
         self._share_metrics()
@@ -672,6 +672,11 @@ class SeqParallelStrategy(TuningStrategy):
         One that every rank raises before it trains is told by rank 0 alone.
         """
         self._failed = True
+        if self._stage is not None and "written-to tensor refers to a single memory location" in str(exception):
+            exception.add_note(
+                f"pp={self.config.pp}: parameters that other stages hold are NaN without memory here, and can't be written to; "
+                "change those for which trainer.strategy.holds(parameter) is true"
+            )
         super().on_exception(exception)
         self._unmute_writers()
         without_inner_frames(exception)
@@ -679,10 +684,19 @@ class SeqParallelStrategy(TuningStrategy):
             world = dist.group.WORLD if dist.is_initialized() else None
             self.launcher.tell(exception, None if world is None or self._schedule.has_begun else Refusals(world))
 
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether this rank has the parameter, or a part of it: stages of a pipeline (``pp``) have those of their own blocks alone.
+
+        Parameters of other stages stay in the model as NaN without memory, have no gradients, and can't be written to.
+        """
+        record = record_of(self._module)
+        layout = None if record is None else record.layout.of(parameter)
+        return record is None or record.stage is None or layout is None or record.stage.holds(layout.name)
+
     def teardown(self) -> None:
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
         self._is_set_up = False
-        vars(self._trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+        self._trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
         if self._split is not None:
             self._split.settle()
         self.model, self._ddp_model, self._split = self.lightning_module, None, None

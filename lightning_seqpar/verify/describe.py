@@ -25,6 +25,7 @@ from lightning_seqpar.data.batch import map_tensors
 from lightning_seqpar.distributed.counters import SavedBytes, Traffic
 from lightning_seqpar.distributed.rng import OneStream, kept_streams
 from lightning_seqpar.inference.infer import infer_plan
+from lightning_seqpar.inference.pipeline_cut import check_stacks, trace_cut
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_unlowered
@@ -38,9 +39,12 @@ from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import VOCAB_OFF, find_vocabulary, with_vocabulary
+from lightning_seqpar.styles.registry import STYLES
+from lightning_seqpar.styles.style import PlannedModel
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Coverage, Explanations, cover
+from lightning_seqpar.verify.guards.pipeline import describe_bubble
 from lightning_seqpar.verify.traced_step import TracedStep
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
@@ -70,6 +74,39 @@ class ModuleRow:
     decided: str
 
 
+@dataclass(frozen=True)
+class StageRow:
+    """A stage of a pipeline, and what each of its ranks keeps.
+
+    Attributes:
+        first: name of its first block.
+        last: name of its last block.
+        blocks: how many they are.
+        alive: of how many micro-batches it keeps activations at once.
+        parameters: number of parameters on a rank.
+        parameter_bytes: their bytes.
+        gradient_bytes: bytes of their gradients.
+        optimizer_bytes: bytes of the optimizer's state for them.
+        activation_bytes: bytes kept for the backward, by its share of the blocks, of all micro-batches that are alive; None where
+            no step could be traced.
+    """
+
+    first: str
+    last: str
+    blocks: int
+    alive: int
+    parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int | None
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it, as far as it is known."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + (self.activation_bytes or 0)
+
+
 @dataclass
 class Description:
     """What a configuration makes of a model, per rank.
@@ -95,6 +132,7 @@ class Description:
         input: batch and length of the traced input, ``[b, s]``.
         notes: what could not be found out, and why.
         coverage: how much is sharded of what could be, and why the rest is whole; None at tp 1.
+        stages: the stages of a pipeline, in order; none at pp 1. The bytes above are those of the stage that keeps most.
     """
 
     world_size: int
@@ -115,6 +153,7 @@ class Description:
     input: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     coverage: Coverage | None = None
+    stages: list[StageRow] = field(default_factory=list)
 
     @property
     def total_bytes(self) -> int:
@@ -228,7 +267,61 @@ def describe(
         _trace(out, planned, record, step, topology)
         if record is not None and step.sizes:
             out.activation_bytes_by_formula = _formula(record, planned, *step.sizes)
+        if config.pp > 1:
+            _cut(out, model, planned, plans, step, config, known)
     return out
+
+
+def _cut(
+    out: Description,
+    model: nn.Module,
+    planned: nn.Module,
+    plans: Sequence[ShardingPlan],
+    step: TracedStep,
+    config: ParallelConfig,
+    known: Explanations,
+) -> None:
+    """Describe the stages of a pipeline; the numbers of ``out`` become those of the stage that keeps most.
+
+    Args:
+        out: the description of one rank that would hold all blocks.
+        model: the whole model.
+        planned: the copy as a rank of tp holds it.
+        plans: that shard it; none at tp 1.
+        step: what is traced.
+        config: the configuration.
+        known: gets the reasons of inference.
+
+    Raises:
+        ValueError: for a model that can't be cut, with the strategy's message.
+    """
+    if step.missing:
+        out.notes.append(f"stages: {step.missing}")
+        return
+    copied = without_numbers(model)
+    finding = config.model_copy(update={"tp": max(config.tp, 2)})
+    plans = plans or resolve_plans(config.plan, copied, lambda: _infer(model, step, finding, known))
+    matches = [match for plan in plans for match in plan.match(copied) if match.rule.says_where_blocks_are]
+    stack = check_stacks(PlannedModel(copied, matches, list(STYLES), 1, False).stacks, config.pp, config.pp_layers)
+    numel = {name: parameter.numel() for name, parameter in copied.named_parameters()}
+    cut = trace_cut(copied, lambda: step.run(copied), stack, config.pp, config.pp_layers, numel)
+    local = dict(planned.named_parameters())
+    for at, names in enumerate(cut.blocks):
+        held = [local[name] for name in cut.held[at]]
+        gradients = sum(p.nbytes for p in held if p.requires_grad)
+        alive, share = config.pp - at, len(names) / len(stack.blocks)
+        kept = None if out.activation_bytes is None else int(alive * share * out.activation_bytes)
+        numbers = (sum(p.numel() for p in held), sum(p.nbytes for p in held), gradients)
+        state = OPTIMIZERS[out.optimizer] * gradients
+        out.stages.append(StageRow(names[0], names[-1], len(names), alive, *numbers, state, kept))
+    largest = max(out.stages, key=lambda stage: stage.total_bytes)
+    out.parameters, out.parameter_bytes = largest.parameters, largest.parameter_bytes
+    out.gradient_bytes, out.optimizer_bytes = largest.gradient_bytes, largest.optimizer_bytes
+    out.activation_bytes, out.activation_bytes_by_formula = largest.activation_bytes, None
+    out.notes += [
+        "per rank: of the stage that keeps most; what is sent is that of all stages, without the activations between them",
+        describe_bubble(config.pp, config.pp),
+    ]
 
 
 def without_numbers(model: nn.Module) -> nn.Module:

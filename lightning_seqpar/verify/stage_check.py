@@ -95,7 +95,10 @@ def stage_check(
             )
         equal = {name for name, _ in record.equal_buffers()}
         if stale := [name for name in sorted(dense.changed & equal) if not _close(dense, stages, name)]:
-            verdict.wrong.append(f"the step writes to the buffer {stale[0]}, which other stages would not have")
+            verdict.wrong.append(
+                f"the step writes to the buffer {stale[0]} where one stage alone comes (a batch norm's statistics, a counter), and "
+                "the others would have an old one"
+            )
         release(parts)
         return verdict
 

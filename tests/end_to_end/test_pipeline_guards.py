@@ -127,7 +127,7 @@ SAYS = {
     ("Peeking", ""): "self_check: in 2 stages the model does not do what it does whole",
     ("Penalised", ""): "stage 1 reads blocks.0.down.bias, which is on stage 0",
     ("Counting", ""): "trained",
-    ("CountingBehind", ""): "the step writes to the buffer steps",
+    ("CountingBehind", ""): "the step writes to the buffer steps where one stage alone comes",
     ("Manual", ""): "pp=2 with automatic_optimization=False",
     ("Reading", ""): "Reading.on_after_backward with pp=2",
     ("Quasi", ""): "torch.optim.lbfgs.LBFGS with pp=2: it is not known to update each parameter by itself",

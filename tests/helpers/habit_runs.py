@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.verify.parity import gather_weights
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
@@ -24,6 +26,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2xtp2": (4, {"tp": 2, "data_parallel": "fsdp"}),
     "cp2": (2, {"cp": 2}),
     "tp2xcp2": (4, {"tp": 2, "cp": 2}),
+    "pp2": (2, {"pp": 2}),
 }
 """World, and the strategy's sizes."""
 LIMIT = 1e-9
@@ -46,7 +49,7 @@ class Place:
     @property
     def replicas(self) -> int:
         world, sizes = TOPOLOGIES.get(self.topology, (1, {}))
-        return world // (sizes.get("tp", 1) * sizes.get("cp", 1))
+        return world // math.prod(sizes.get(axis, 1) for axis in ("tp", "cp", "pp"))
 
     def trainer(self, *callbacks: Any, **options: Any) -> L.Trainer:
         """A trainer as a user makes it, for this place; three steps unless told otherwise."""
@@ -102,7 +105,10 @@ class StepLosses(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
         if loss is not None:
-            self.losses.append(float(trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")))
+            loss, record = loss.detach().clone(), record_of(pl_module)
+            if record is not None and record.stage is not None:
+                loss = record.stage.of_last(loss)
+            self.losses.append(float(trainer.strategy.reduce(loss, reduce_op="mean")))
 
 
 class Learner(models.GPT):
@@ -154,6 +160,7 @@ class Habit:
         suite: the topologies at which it runs in the suite; at the others it does in ``make parity``.
         left_out: topologies at which it is not compared; the remark says why.
         check: whether the plan is proved first.
+        in_stages: the sentence by which the stages of a pipeline refuse it.
     """
 
     name: str
@@ -164,6 +171,7 @@ class Habit:
     suite: tuple[str, ...] = ("tp2",)
     left_out: tuple[str, ...] = ()
     check: bool = False
+    in_stages: str = ""
 
     @property
     def slug(self) -> str:
@@ -172,6 +180,8 @@ class Habit:
 
     def refusal(self, topology: str) -> str:
         """The sentence at a topology; empty where it works."""
+        if topology == "pp2":
+            return self.in_stages
         if isinstance(self.refused, Mapping):
             return self.refused.get(topology, "")
         return "" if topology == "cp2" else self.refused  # every rank holds all of each parameter

@@ -56,7 +56,13 @@ from tests.helpers import models
 from tests.helpers.habit_runs import TOPOLOGIES, Habit, Learner, Place, Yield
 
 HABITS: list[Habit] = []
-EVERYWHERE = tuple(TOPOLOGIES)
+MANUAL = r"pp=2 with automatic_optimization=False: .*use automatic optimization"
+BEHIND = r"on_after_backward with pp=2: .*use on_before_optimizer_step"
+FINDER = r"LearningRateFinder with pp=2: .*look for the rate with pp=1"
+COPIED = r"Averaging with pp=2: it copies all weights"
+WRITTEN = r"single memory location.*for which trainer\.strategy\.holds\(parameter\) is true"
+"""How stages refuse several of them."""
+EVERYWHERE = tuple(one for one in TOPOLOGIES if one != "pp2")
 
 
 def habit(name: str, written: str, **more: Any) -> Callable[[Callable[[Place], Yield]], Callable[[Place], Yield]]:
@@ -113,6 +119,7 @@ class ByHand(Learner):
     "manual optimization, two optimizers",
     "`self.automatic_optimization = False`, `toggle_optimizer`, `manual_backward`, `clip_gradients`, `scheduler.step()`",
     suite=("tp2", "dp2xtp2"),
+    in_stages=MANUAL,
 )
 def by_hand(place: Place) -> Yield:
     # DDP waits for the gradients of what the other optimizer trains, as without this strategy.
@@ -153,6 +160,7 @@ class ClipsByTorch(Learner):
     suite=("tp2", "fsdp2xtp2"),
     refused=r"gradients were clipped by torch\.nn\.utils\.clip_grad_norm_.*use self\.clip_gradients",
     remark="it knows nothing of shards: `self.clip_gradients(optimizer, 0.1)`, or `Trainer(gradient_clip_val=0.1)`",
+    in_stages=r"gradients of each stage were scaled by another number .*use self\.clip_gradients",
 )
 def clips_by_torch(place: Place) -> Yield:
     return place.train(ClipsByTorch())
@@ -307,7 +315,7 @@ def reloaded(place: Place) -> Yield:
 # ---- what looks for settings ---------------------------------------------------------------------------------------
 
 
-@habit("learning-rate finder", "`Tuner(trainer).lr_find(model)`", suite=("tp2", "dp2xtp2"))
+@habit("learning-rate finder", "`Tuner(trainer).lr_find(model)`", suite=("tp2", "dp2xtp2"), in_stages=FINDER)
 def rate_found(place: Place) -> Yield:
     module = Learner()
     trainer = place.trainer(seen := place.losses())
@@ -323,7 +331,7 @@ def rate_found(place: Place) -> Yield:
     return {**found, **place.ended(module, seen)}
 
 
-@habit("`LearningRateFinder`", "`LearningRateFinder(num_training_steps=14)`")
+@habit("`LearningRateFinder`", "`LearningRateFinder(num_training_steps=14)`", in_stages=FINDER)
 def rate_found_first(place: Place) -> Yield:
     finder = LearningRateFinder(num_training_steps=14, early_stop_threshold=None)
     module = Learner()
@@ -715,9 +723,7 @@ class SecondBackward(Learner):
 
 
 @habit(
-    "a second backward in a hook",
-    "`other_loss.backward()` in `on_after_backward`",
-    suite=EVERYWHERE,
+    "a second backward in a hook", "`other_loss.backward()` in `on_after_backward`", suite=EVERYWHERE, in_stages=BEHIND
 )
 def twice_backward(place: Place) -> Yield:
     return place.train(SecondBackward(), max_steps=4, accumulate_grad_batches=2, count=64)
@@ -733,6 +739,7 @@ class PenalisesBehind(Learner):
     "`sum(p.norm() for p in self.parameters()).backward()` in `on_after_backward`",
     refused=r"weight decay belongs into the optimizer|a parameter of a block outside",
     remark="as an L2 term in the loss: weight decay belongs into the optimizer",
+    in_stages=BEHIND,
 )
 def penalised_behind(place: Place) -> Yield:
     return place.train(PenalisesBehind())
@@ -763,6 +770,7 @@ class SecondByHand(SecondBackward):
     "a second backward in a hook, by hand",
     "`self.manual_backward(other_loss)` in `on_after_backward`",
     suite=("tp2", "fsdp2xtp2"),
+    in_stages=MANUAL,
 )
 def twice_by_hand(place: Place) -> Yield:
     return place.train(SecondByHand())
@@ -788,7 +796,12 @@ class Normed(Learner):
         return super().loss(batch) + self.beside(counts).pow(3).mean()
 
 
-@habit("`sync_batchnorm`", "`Trainer(sync_batchnorm=True)`", suite=("dp2xtp2",))
+@habit(
+    "`sync_batchnorm`",
+    "`Trainer(sync_batchnorm=True)`",
+    suite=("dp2xtp2",),
+    in_stages=r"no longer the same on all stages of the pipeline",
+)
 def norms_synced(place: Place) -> Yield:
     module = Normed()
     out = place.train(module, sync_batchnorm=True, val=16)
@@ -796,7 +809,12 @@ def norms_synced(place: Place) -> Yield:
     return {**out, "mean": norm.running_mean, "variance": norm.running_var}
 
 
-@habit("clamping weights between batches", "`p.data.clamp_(-c, c)` in `on_train_batch_end`", suite=("tp2", "fsdp2xtp2"))
+@habit(
+    "clamping weights between batches",
+    "`p.data.clamp_(-c, c)` in `on_train_batch_end`",
+    suite=("tp2", "fsdp2xtp2"),
+    in_stages=WRITTEN,
+)
 def clamped(place: Place) -> Yield:
     return place.train(Clamps(), max_steps=4, count=32)
 
@@ -833,6 +851,7 @@ def averaged(place: Place, callback: Callable[[], Any], form: str = "single") ->
     "`EMAWeightAveraging(decay=0.9)`",
     remark="the average is one of shards; checkpoints hold it whole",
     suite=("tp2", "fsdp2xtp2"),
+    in_stages=COPIED,
 )
 def averages_of_weights(place: Place) -> Yield:
     return {
@@ -845,6 +864,7 @@ def averages_of_weights(place: Place) -> Yield:
     "`StochasticWeightAveraging`",
     "`StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)`",
     remark="the average is one of shards; checkpoints hold it whole",
+    in_stages=COPIED,
 )
 def stochastic_averages(place: Place) -> Yield:
     return averaged(place, lambda: StochasticWeightAveraging(0.05, 1, annealing_epochs=2))
@@ -882,6 +902,7 @@ class OwnAverage(Callback):
     "an average of one's own, in a callback",
     "`self.shadow = {n: p.clone() for n, p in pl_module.named_parameters()}`",
     remark="an average of shards, as long as the callback does not save it",
+    in_stages=WRITTEN,
 )
 def own_average(place: Place) -> Yield:
     out = place.train(Learner(), OwnAverage(), max_epochs=2, val=8)
@@ -898,6 +919,7 @@ class SavesOwnAverage(OwnAverage):
     '`state_dict` of the callback: `{"shadow": self.shadow}`',
     refused=r"\['shadow'\]\['model\.[a-z.0-9]+'\]: code of yours saves this rank's part of model\..*EMAWeightAveraging",
     remark="use `EMAWeightAveraging`, or make the average in `__init__` as a module of the model",
+    in_stages=WRITTEN,
 )
 def saves_own_average(place: Place) -> Yield:
     out = place.train(Learner(), SavesOwnAverage())
@@ -925,7 +947,11 @@ class AveragesInside(Learner):
         return torch.optim.SGD(self.model.parameters(), lr=0.1)
 
 
-@habit("an average inside the model", "`self.ema = AveragedModel(self.net)` in `__init__`")
+@habit(
+    "an average inside the model",
+    "`self.ema = AveragedModel(self.net)` in `__init__`",
+    in_stages=r"several stacks of blocks \(model and average\.module\)",
+)
 def averages_inside(place: Place) -> Yield:
     out = place.train(AveragesInside(), max_epochs=2, val=8)
     out["trainer"].save_checkpoint(path := f"{place.folder}/inside.ckpt")
@@ -1027,12 +1053,14 @@ optimizer_habit(
     "`Lamb(...)` of `timm` or `torch_optimizer`",
     lambda m: Lamb(m.parameters()),
     "norms of whole parameters; use AdamW with warm-up",
+    in_stages=r"is not known to update each parameter by itself",
 )
 optimizer_habit(
     "SAM",
     "`SAM(...)` around a base optimizer",
     lambda m: Sam(m.parameters()),
     "a norm over all parameters; an average of weights (`EMAWeightAveraging`) looks for flat minima too",
+    in_stages=r"is not known to update each parameter by itself",
 )
 optimizer_habit(
     "L-BFGS",
@@ -1040,6 +1068,7 @@ optimizer_habit(
     lambda m: torch.optim.LBFGS(m.parameters()),
     "products over all parameters. At cp 2 it runs; its search blows up rounding, as under DDP",
     left_out=("cp2",),
+    in_stages=r"is not known to update each parameter by itself",
 )
 
 
@@ -1048,6 +1077,7 @@ optimizer_habit(
     '`ModelPruning("l1_unstructured", amount=0.5)`',
     refused=r"ModelPruning with .*prune before or after the training",
     remark="prune before or after the training",
+    in_stages=r"ModelPruning with .*prune before or after the training",
 )
 def pruned(place: Place) -> Yield:
     return place.train(Learner(), ModelPruning("l1_unstructured", amount=0.5))
@@ -1069,6 +1099,7 @@ class Penalised(Learner):
     },
     remark="weight decay belongs into the optimizer",
     suite=("tp2", "fsdp2xtp2"),
+    in_stages=r"stage 1 reads model\.blocks\.0\..*, which is on stage 0",
 )
 def penalised(place: Place) -> Yield:
     return place.train(Penalised())
@@ -1102,6 +1133,7 @@ class PenalisesGradients(Learner):
         "cp2": OF_A_PART,
     },
     remark="sharded layers have no second derivative; take a difference of two losses",
+    in_stages=r"detached at every block, which raised RuntimeError: The differentiated Tensor",
 )
 def penalises_gradients(place: Place) -> Yield:
     return place.train(PenalisesGradients("model.tokens"))

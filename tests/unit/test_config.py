@@ -92,15 +92,16 @@ def test_keywords_and_config():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "more"),
     [
-        ("pp", 2),
-        ("fp8_groups", True),
+        ("fp8_groups", True, {}),
+        ("virtual_pp", 2, {"pp": 2}),
+        ("pp_split_rank", 1, {"pp": 2}),
     ],
 )
-def test_what_does_not_run_yet_is_refused_with_the_value_that_does(field, value):
+def test_what_does_not_run_yet_is_refused_with_the_value_that_does(field, value, more):
     with pytest.raises(ValueError, match=f"{field}=.* does not run yet; use {field}="):
-        SeqParallelStrategy(**{field: value})
+        SeqParallelStrategy(**{field: value}, **more)
 
 
 def test_a_wrong_rule_is_told_before_anything_starts():

@@ -25,8 +25,7 @@ def test_two_replicas_on_two_nodes():
         "  plan    the plan\n"
         "  memory  regather auto: over 2 MiB, what norms, activations and gathers make is made again in the backward\n"
         "  on      tp (linears split), sp (sequence parallelism), ddp (over the replicas)\n"
-        "  off     broadcast_batch, gloo_twins\n"
-        "  later   pp (not run yet)"
+        "  off     broadcast_batch, gloo_twins"
     )
 
 
@@ -35,8 +34,7 @@ def test_one_process():
         "lightning_seqpar 0.1.0: 1 rank on 1 node\n"
         "  plan    the plan\n"
         "  on      nothing\n"
-        "  off     tp, sp, ddp (one replica), broadcast_batch, gloo_twins\n"
-        "  later   pp (not run yet)"
+        "  off     tp, sp, ddp (one replica), broadcast_batch, gloo_twins"
     )
 
 
@@ -65,8 +63,8 @@ def test_tp_outermost_and_across_nodes():
 def test_sequence_parallelism_that_is_off_in_every_block_is_off():
     windows = WholeSequences(("stages.*.*",), "its activation [b, h, w, c] has positions in 2 dims", False)
     told = summary(2, 2, Coverage(4, 4, 8, 8, no_sp=(windows,), sp=False), tp=2).splitlines()
-    assert told[-3] == "  on      tp (linears split)"
-    assert told[-2] == (
+    assert told[-2] == "  on      tp (linears split)"
+    assert told[-1] == (
         "  off     sp (stages.*.*: its activation [b, h, w, c] has positions in 2 dims), ddp (one replica), "
         "broadcast_batch, gloo_twins"
     )
@@ -75,12 +73,12 @@ def test_sequence_parallelism_that_is_off_in_every_block_is_off():
 def test_sequence_parallelism_that_is_on_in_some_blocks_says_where_not():
     decoder = WholeSequences(("decoder.*",), "mixing counts tokens (cumsum)", False)
     told = summary(2, 2, Coverage(4, 4, 8, 8, no_sp=(decoder,), sp=True), tp=2).splitlines()
-    assert told[-3] == (
+    assert told[-2] == (
         "  on      tp (linears split), sp (sequence parallelism; not in decoder.*: mixing counts tokens (cumsum))"
     )
-    assert told[-2] == "  off     ddp (one replica), broadcast_batch, gloo_twins"
+    assert told[-1] == "  off     ddp (one replica), broadcast_batch, gloo_twins"
     everywhere = summary(2, 2, Coverage(4, 4, 8, 8, sp=True), tp=2).splitlines()
-    assert everywhere[-3] == "  on      tp (linears split), sp (sequence parallelism)"
+    assert everywhere[-2] == "  on      tp (linears split), sp (sequence parallelism)"
 
 
 def test_every_axis():

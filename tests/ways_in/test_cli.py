@@ -48,7 +48,10 @@ def refused(capsys, *arguments: str) -> str:
         ),
         ("--trainer.strategy.tp=0", "error: tp=0: a size must be 1 or more; leave it out for 1\n"),
         ("--trainer.strategy.tp=3", "world size 2 does not divide by tp 3 × cp 1 × pp 1 = 3; use 3 processes"),
-        ("--trainer.strategy.pp=2", "error: pp=2 does not run yet; use pp=1 (pipeline parallelism;"),
+        (
+            "--trainer.strategy.fp8_groups=true",
+            "error: fp8_groups=True does not run yet; use fp8_groups=False (fp8 training)",
+        ),
         ("--trainer.strategy.plan=bytegpt", "error: plan='bytegpt' is no family; did you mean 'byte_gpt'?"),
     ],
 )
