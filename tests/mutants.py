@@ -4006,6 +4006,20 @@ MUTANTS = [
         "tests/test_pipeline.py",
     ),
     Mutant(
+        "pp: stages clip by their own norms",
+        "SteppingStrategy.check_step",
+        "            self._comparisons.add(self._scales.check())\n",
+        "",
+        "tests/test_trainer_habits.py -k pp2-clips_by_torch -m 'matrix or not matrix'",
+    ),
+    Mutant(
+        "pp: a buffer that one stage writes passes while training",
+        "SteppingStrategy._run_when_due",
+        "                check_buffers_of_stages(record, self.groups, self.root_device)\n",
+        "                pass\n",
+        "tests/test_trainer_habits.py -k pp2-norms_synced -m 'matrix or not matrix'",
+    ),
+    Mutant(
         "pp: the head costs nothing",
         "find_cut",
         "        costs[-1] += ",

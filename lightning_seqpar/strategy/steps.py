@@ -50,7 +50,12 @@ from lightning_seqpar.strategy.precision import with_global_clipping
 from lightning_seqpar.strategy.stage_logs import StageLogs
 from lightning_seqpar.verify.guards.batch import OutputWatch, check_batch, warn_of_equal_replicas
 from lightning_seqpar.verify.guards.graph import check_readers, refuse_second_derivative
-from lightning_seqpar.verify.guards.model import check_buffers, check_parameters, refuse_added
+from lightning_seqpar.verify.guards.model import (
+    check_buffers,
+    check_buffers_of_stages,
+    check_parameters,
+    refuse_added,
+)
 from lightning_seqpar.verify.guards.optimizer import refuse_fused_on_rows, refuse_optimizers
 from lightning_seqpar.verify.guards.optimizer import refuse_in_stages as refuse_optimizers_in_stages
 from lightning_seqpar.verify.guards.pipeline import describe_bubble
@@ -346,6 +351,9 @@ class SteppingStrategy(TopologyStrategy):
         if is_last:
             stage.settle()
             stage.sum_shared()  # once for each window, in which gradients were added up
+            record = record_of(self._module)
+            if record is not None and self._schedule.is_due("training"):
+                check_buffers_of_stages(record, self.groups, self.root_device)
             if self._logs is not None:
                 self._logs.share(self._trainer, self._module)
 

@@ -1,18 +1,21 @@
-"""What is refused of stages of a pipeline, before anything is trained, and in which words."""
+"""What is refused of stages of a pipeline and in which words, and what is told of them before and while they train."""
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from lightning_seqpar import ParallelConfig, SeqParallelStrategy
+from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
+from lightning_seqpar.cli.report import render
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify.guards.pipeline import describe_bubble
@@ -222,3 +225,28 @@ def test_a_stage_that_ends_or_stalls_is_told(raises):
     # The first stage has sent three micro-batches by the time it waits for the gradient of the second.
     waited = "stage 0 waited for the gradient of micro-batch 2, which did not come from stage 1 (rank 2)"
     assert ("no such luck" if raises else waited) in told
+
+
+def held_by(sizes: dict[str, int]) -> tuple[int, int]:
+    """The parameters and their bytes that this rank of a run holds."""
+    module = models.GPT(tied=False)
+    trainer = quiet_trainer(devices=dist.get_world_size(), strategy=SeqParallelStrategy(**sizes), max_steps=1)
+    trainer.fit(module, models.loader(2, length=9))
+    stage = record_of(module).stage
+    held = [p for name, p in module.named_parameters() if stage.holds(name)]
+    return sum(p.numel() for p in held), sum(p.nbytes for p in held)
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, rest({"pp": 2, "tp": 2})], ids=str)
+def test_stages_hold_what_is_said_of_them(sizes):
+    module, batch = models.GPT(tied=False).double(), next(iter(models.loader(2, length=9, count=2)))
+    said = describe(module, ParallelConfig(**sizes), batch=batch)
+    found = run_distributed(held_by, math.prod(sizes.values()), sizes)
+    assert [(stage.parameters, stage.parameter_bytes) for stage in said.stages] == list(dict.fromkeys(found))
+    assert [(stage.first, stage.blocks, stage.alive) for stage in said.stages] == [
+        ("model.blocks.0", 1, 2), ("model.blocks.1", 1, 1),
+    ]  # fmt: skip
+    assert said.parameters == max(stage.parameters for stage in said.stages)
+    shown = render(said, 140)
+    assert "stage  blocks" in shown
+    assert "note: pp=2 with accumulate_grad_batches=2: each stage waits 33% of the time for others" in shown

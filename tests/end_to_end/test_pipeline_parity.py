@@ -20,6 +20,7 @@ COMPILED = {"compile": True, "compile_options": {"backend": "aot_eager"}}
 HOW = {"steps": 3, "accumulate": 3, "clip": 0.05}
 TIED: tuple[str, dict[str, Any]] = ("GPT", {"tied": True})
 LLAMA = ("HuggingFace", {"family": "llama"})
+CACHED = ("HuggingFace", {"family": "llama", "use_cache": True})  # as the library has it, and with buffers
 ADAPTED = ("Adapted", {"family": "llama", "targets": ["q_proj", "down_proj"]})
 
 
@@ -31,7 +32,7 @@ def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int)
     ("world", "cases"),
     [
         (2, [(*TIED, {"pp": 2, "recompute": "full"}), (*LLAMA, {"pp": 2, "recompute": "selective"}),
-             (*TIED, {"pp": 2, "tile_mlp": 4, "loss_chunk": 4}), (*ADAPTED, {"pp": 2})]),
+             (*TIED, {"pp": 2, "tile_mlp": 4, "loss_chunk": 4}), (*ADAPTED, {"pp": 2}), (*CACHED, {"pp": 2})]),
         (4, [(*TIED, {"pp": 2}), (*TIED, {"pp": 2, **FSDP}), (*LLAMA, {"pp": 2, **FSDP, "recompute": "full"})]),
         (4, [(*TIED, {"pp": 2, "cp": 2}), (*LLAMA, {"pp": 2, "cp": 2, "cp_method": "ring"})]),
         (4, [(*TIED, {"pp": 2, "tp": 2, "recompute": "full"}), (*TIED, {"pp": 2, "tp": 2, "order": "dp-cp-tp-pp"})]),

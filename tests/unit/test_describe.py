@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import lightning as L
@@ -13,15 +12,11 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
+from lightning_seqpar import ParallelConfig, describe
 from lightning_seqpar.cli.main import main
 from lightning_seqpar.cli.report import human, render
-from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.testing import run_distributed
 from tests.helpers.families import HuggingFace, build
-from tests.helpers.fit import quiet_trainer
 from tests.helpers.models import GPT, loader
-from tests.helpers.slices import rest
 from tests.helpers.zoo import Zoo
 
 LENGTH = 10
@@ -265,31 +260,6 @@ def test_an_attention_whose_row_stands_beside_it_is_found():
     assert "recompute selective: layer.*.attention (2 modules) run again in the backward" in said.notes
     with pytest.raises(ValueError, match=r"in the blocks \(h\.\*\) no module is the attention"):
         describe(Zoo("all_inline").net, ParallelConfig(tp=2, recompute="selective"), example=example)
-
-
-def held_by(sizes: dict[str, int]) -> tuple[int, int]:
-    """The parameters and their bytes that this rank of a run holds."""
-    module = GPT(tied=False)
-    trainer = quiet_trainer(devices=dist.get_world_size(), strategy=SeqParallelStrategy(**sizes), max_steps=1)
-    trainer.fit(module, loader(2, length=LENGTH))
-    stage = record_of(module).stage
-    held = [p for name, p in module.named_parameters() if stage.holds(name)]
-    return sum(p.numel() for p in held), sum(p.nbytes for p in held)
-
-
-@pytest.mark.parametrize("sizes", [{"pp": 2}, rest({"pp": 2, "tp": 2})], ids=str)
-def test_stages_hold_what_is_said_of_them(sizes):
-    module, batch = GPT(tied=False).double(), next(iter(loader(2, length=LENGTH, count=2)))
-    said = describe(module, ParallelConfig(**sizes), batch=batch)
-    found = run_distributed(held_by, math.prod(sizes.values()), sizes)
-    assert [(stage.parameters, stage.parameter_bytes) for stage in said.stages] == list(dict.fromkeys(found))
-    assert [(stage.first, stage.blocks, stage.alive) for stage in said.stages] == [
-        ("model.blocks.0", 1, 2), ("model.blocks.1", 1, 1),
-    ]  # fmt: skip
-    assert said.parameters == max(stage.parameters for stage in said.stages)
-    shown = render(said, 140)
-    assert "stage  blocks" in shown
-    assert "note: pp=2 with accumulate_grad_batches=2: each stage waits 33% of the time for others" in shown
 
 
 def test_a_model_that_can_not_be_cut_is_refused_in_the_words_of_the_strategy():

@@ -79,6 +79,12 @@ def refuse_saved_shards(checkpoint: Mapping[str, Any], record: ShardedModel) -> 
             is_part = held != shape or (not leaf.is_meta and bool(leaf.isnan().all()))
             if is_named and is_part and tuple(local_rows(leaf).shape) == held:
                 where = "".join(f"[{part!r}]" for part in path.split("/"))
+                if held == shape:
+                    raise ValueError(
+                        f"checkpoint{where}: code of yours saves {name}, which another stage of the pipeline holds, so that there "
+                        "are no numbers in it (a callback's state_dict, or on_save_checkpoint). Keep it out of the checkpoint, or "
+                        "use pp=1"
+                    )
                 raise ValueError(
                     f"checkpoint{where}: code of yours saves this rank's part of {name}, {list(held)} of {list(shape)}, which "
                     "would pass for the whole (a callback's state_dict, or on_save_checkpoint). Keep it out of the checkpoint; for "

@@ -47,34 +47,42 @@ def refuse_added(parameters: Sequence[Tensor], record: ShardedModel) -> None:
 
 
 def check_buffers(record: ShardedModel, groups: ParallelGroups, device: torch.device) -> None:
-    """Refuse buffers that differ over the ranks of a replica though no rule shards them; collective over tp and pp.
+    """Refuse buffers that differ over the ranks of a replica though no rule shards them; collective over tp.
 
     They come to differ where a forward counts or averages tokens and each rank sees its part of the sequence.
 
     Raises:
         RuntimeError: naming the buffer, on every rank.
     """
-    buffers = record.equal_buffers()
-    if not buffers:
-        return
-    sums = torch.stack([buffer.detach().double().nan_to_num(0.0, 0.0, 0.0).sum().to(device) for _, buffer in buffers])
-
-    def apart(axis: str) -> str:
-        """The first buffer that differs over the ranks of an axis."""
-        spread = torch.stack([sums, -sums])
-        dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=groups[axis])
-        largest, smallest = spread[0], -spread[1]
-        differ = largest - smallest > 1e-5 * torch.maximum(largest.abs(), smallest.abs()).clamp_min(1e-30)
-        return buffers[int(differ.nonzero()[0])][0] if bool(differ.any()) else ""
-
-    if name := apart("tp"):
+    if name := _differing_buffer(record, groups["tp"], device):
         raise RuntimeError(
             f"{name}: this buffer is no longer the same on the ranks of a replica: the forward changes it where each rank sees "
             "its part of the sequence. Have its module computed whole, "
             f"{{pattern: {name.rpartition('.')[0]}, style: whole}}, or set sp=False"
         )
-    if record.stage is not None and (name := apart("pp")):
+
+
+def check_buffers_of_stages(record: ShardedModel, groups: ParallelGroups, device: torch.device) -> None:
+    """Refuse buffers that differ over the stages of a pipeline; collective over pp, where all stages are equally far.
+
+    Raises:
+        RuntimeError: naming the buffer, on every rank.
+    """
+    if name := _differing_buffer(record, groups["pp"], device):
         raise RuntimeError(
             f"{name}: this buffer is no longer the same on all stages of the pipeline: the step changes it where one stage alone "
             "comes (a batch norm's statistics, a counter), and checkpoints and evaluations would have an old one; use pp=1"
         )
+
+
+def _differing_buffer(record: ShardedModel, group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the first buffer that differs over a group; empty if none does."""
+    buffers = record.equal_buffers()
+    if not buffers:
+        return ""
+    sums = torch.stack([buffer.detach().double().nan_to_num(0.0, 0.0, 0.0).sum().to(device) for _, buffer in buffers])
+    spread = torch.stack([sums, -sums])
+    dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = spread[0], -spread[1]
+    apart = largest - smallest > 1e-5 * torch.maximum(largest.abs(), smallest.abs()).clamp_min(1e-30)
+    return buffers[int(apart.nonzero()[0])][0] if bool(apart.any()) else ""
