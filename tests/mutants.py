@@ -401,7 +401,7 @@ MUTANTS = [
     ),
     Mutant(
         "optimizers not compared",
-        "SteppingStrategy._describe_training",
+        "LoopStrategy._describe_training",
         "describe_optimizer(plain_optimizer(optimizer))",
         "type(plain_optimizer(optimizer)).__name__",
         "tests/test_agreement.py",
@@ -478,7 +478,7 @@ MUTANTS = [
     ),
     Mutant(
         "outputs behind the last due step pass",
-        "SteppingStrategy._end_evaluation",
+        "LoopStrategy._end_evaluation",
         "        self._outputs.check(self.groups, loop)\n",
         "",
         "tests/test_guards.py -k made_of_parts",
@@ -2600,7 +2600,7 @@ MUTANTS = [
         for name, definition, old, new, tests in (
             (
                 "a clock of one rank is not everybody's",
-                "SteppingStrategy._agree_on_time",
+                "LoopStrategy._agree_on_time",
                 "all=False",
                 "all=True",
                 "trainer_manners.py::test_the_rest_of_a_run",
@@ -3489,7 +3489,7 @@ MUTANTS = [
     ),
     Mutant(
         "habits: a rate is found by one replica's losses",
-        "SteppingStrategy.on_train_start",
+        "LoopStrategy.on_train_start",
         "            share_losses_of_finders(self._trainer.callbacks)  # type: ignore[attr-defined]\n",
         "            pass\n",
         "tests/test_trainer_habits.py -k rate_found",
@@ -3825,14 +3825,14 @@ MUTANTS = [
     ),
     Mutant(
         "pp: a stage's graph is followed across the cut",
-        "find_cut",
+        "trace_cut",
         "x.detach().requires_grad_()",
         "x",
         "tests/test_pipeline.py",
     ),
     Mutant(
         "pp: what goes past the activation is not refused",
-        "find_cut",
+        "trace_cut",
         "if other != at and crossing:",
         "if other > at and crossing:",
         "tests/test_pipeline.py",
@@ -3888,7 +3888,7 @@ MUTANTS = [
     ),
     Mutant(
         "pp: a window's last backwards do not run",
-        "SteppingStrategy._run_when_due",
+        "StagedStrategy._run_when_due",
         "is_last else backward, is_last=is_last)",
         "is_last else backward, is_last=False)",
         "tests/test_pipeline_fit.py",
@@ -3937,7 +3937,7 @@ MUTANTS = [
     ),
     Mutant(
         "pp: every micro-batch waits for all stages",
-        "SteppingStrategy.on_train_start",
+        "LoopStrategy.on_train_start",
         "            self._let_stages_run_ahead()\n",
         "            pass\n",
         "tests/test_pipeline_guards.py -k stalls",
@@ -4010,18 +4010,18 @@ MUTANTS = [
         "SteppingStrategy.check_step",
         "            self._comparisons.add(self._scales.check())\n",
         "",
-        "tests/test_trainer_habits.py -k pp2-clips_by_torch -m 'matrix or not matrix'",
+        "tests/test_trainer_habits.py -m matrix -k pp2-clips_by_torch",
     ),
     Mutant(
         "pp: a buffer that one stage writes passes while training",
-        "SteppingStrategy._run_when_due",
+        "StagedStrategy._run_when_due",
         "                check_buffers_of_stages(record, self.groups, self.root_device)\n",
         "                pass\n",
-        "tests/test_trainer_habits.py -k pp2-norms_synced -m 'matrix or not matrix'",
+        "tests/test_trainer_habits.py -m matrix -k pp2-norms_synced",
     ),
     Mutant(
         "pp: the head costs nothing",
-        "find_cut",
+        "trace_cut",
         "        costs[-1] += ",
         "        costs[-1] += 0 * ",
         "tests/test_pipeline_guards.py -k dealt_out",

@@ -27,7 +27,8 @@ Written by `python -m tests.write_trainer`, which runs each row on one process w
 topology. A number is the largest difference (relative to the largest element, absolute below 1) of all that is compared:
 losses, weights, and what the feature itself yields, such as the rate that was suggested, what was logged, the best checkpoints
 and what is in them, or the predictions that were written. "Refused" means that it stops with a sentence that names a way; the
-remark has it in short, and [pipelines](pipeline.md#what-is-refused) what `pp` refuses. "-": not compared, for what the remark says. `tests/end_to_end/test_trainer_habits.py` holds this table
+remark has it in short, and [pipelines](pipeline.md#what-is-refused) what `pp` refuses. "-": not compared, for what the remark
+says. `tests/end_to_end/test_trainer_habits.py` holds this table
 to 1e-9: tp 2 and some of the rest in `make test`, all of it in `make parity`.
 
 """

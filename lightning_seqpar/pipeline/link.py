@@ -12,11 +12,11 @@ from torch import Tensor
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MOST_DIMS = 6
 """More dims no activation has: what is told of a tensor before it is sent has a fixed length."""
-_FACTS = 3 + _MOST_DIMS
+_FACTS = 4 + _MOST_DIMS
 
 
-def _facts(x: Tensor, wants_gradient: bool) -> Tensor:
-    """What is told of a tensor before it is sent.
+def _facts(x: Tensor, wants_gradient: bool = False, number: int = 0) -> Tensor:
+    """What is told of a tensor before it is sent; ``number`` is its micro-batch's.
 
     Raises:
         ValueError: for a tensor of another dtype than floats have, or of too many dims.
@@ -26,14 +26,14 @@ def _facts(x: Tensor, wants_gradient: bool) -> Tensor:
             f"an activation of dtype {x.dtype} and shape {list(x.shape)} can't be sent to another stage: it must be of "
             f"floats and have {_MOST_DIMS} dims at most"
         )
-    facts = [_DTYPES.index(x.dtype), int(wants_gradient), x.ndim, *x.shape]
+    facts = [number, _DTYPES.index(x.dtype), int(wants_gradient), x.ndim, *x.shape]
     return torch.tensor(facts + [0] * (_FACTS - len(facts)), dtype=torch.int64, device=x.device)
 
 
-def _empty(facts: Tensor) -> tuple[Tensor, bool]:
-    """Memory for the tensor of which something was told, and whether it waits for its gradient."""
-    dtype, wants_gradient, ndim, *shape = facts.tolist()
-    return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=facts.device), bool(wants_gradient)
+def _empty(facts: Tensor) -> tuple[Tensor, bool, int]:
+    """Memory for the tensor of which something was told, whether it waits for its gradient, and its micro-batch's number."""
+    number, dtype, wants_gradient, ndim, *shape = facts.tolist()
+    return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=facts.device), bool(wants_gradient), number
 
 
 def from_last(x: Tensor | None, group: dist.ProcessGroup, device: torch.device) -> Tensor:
@@ -45,7 +45,7 @@ def from_last(x: Tensor | None, group: dist.ProcessGroup, device: torch.device) 
         device: of this rank.
     """
     last = group.size() - 1
-    facts = torch.empty(_FACTS, dtype=torch.int64, device=device) if x is None else _facts(x, False)
+    facts = torch.empty(_FACTS, dtype=torch.int64, device=device) if x is None else _facts(x)
     dist.broadcast(facts, group=group, group_src=last)
     x = _empty(facts)[0] if x is None else x.detach().contiguous()
     if x.numel():
@@ -68,31 +68,33 @@ class Link:
         self._group, self._peer, self._device, self._depth = group, peer, device, depth
         self._sent: deque[tuple[list[Any], list[Tensor]]] = deque()
 
-    def send(self, x: Tensor, *, wants_gradient: bool = False) -> None:
-        """Send a tensor; it must not be changed before it has arrived.
+    def send(self, x: Tensor, number: int, *, wants_gradient: bool = False) -> None:
+        """Send a tensor of a micro-batch; it must not be changed before it has arrived.
 
         Raises:
             ValueError: for a tensor of another dtype than floats have, or of too many dims.
         """
-        tensors = [_facts(x, wants_gradient), x.detach().contiguous()]
+        tensors = [_facts(x, wants_gradient, number), x.detach().contiguous()]
         works = [dist.isend(one, group=self._group, group_dst=self._peer) for one in tensors if one.numel()]
         self._sent.append((works, tensors))
         while len(self._sent) > self._depth:
             self._wait_for_first()
 
-    def receive(self, what: str) -> tuple[Tensor, bool]:
+    def receive(self, what: str, number: int) -> tuple[Tensor, bool]:
         """The next tensor from the neighbour, and whether it waits for its gradient.
 
         Args:
-            what: it is, for the message if it does not come.
+            what: it is, for messages.
+            number: of the micro-batch that it must be of.
 
         Raises:
-            RuntimeError: if the neighbour has ended, or does not send in time.
+            RuntimeError: if the neighbour has ended, does not send in time, or sent what belongs to another micro-batch.
         """
+        what = f"{what} of micro-batch {number}"
         facts = torch.empty(_FACTS, dtype=torch.int64, device=self._device)
         try:
             dist.recv(facts, group=self._group, group_src=self._peer)
-            x, wants_gradient = _empty(facts)
+            x, wants_gradient, came = _empty(facts)
             if x.numel():
                 dist.recv(x, group=self._group, group_src=self._peer)
         except RuntimeError as error:
@@ -101,6 +103,11 @@ class Link:
                 f"stage {self._group.rank()} waited for {what}, which did not come from stage {self._peer} (rank {rank}): it has "
                 f"ended, or is stuck ({str(error).splitlines()[0]})"
             ) from error
+        if came != number:
+            raise RuntimeError(
+                f"stage {self._group.rank()} waited for {what}, and stage {self._peer} sent that of micro-batch {came}: the stages "
+                "are not in the same step any more. Each must read the same batches, and call the model as often"
+            )
         return x, wants_gradient
 
     def settle(self) -> None:

@@ -28,5 +28,12 @@ class OneForwardOneBackward:
             is_last: whether it is the window's last one.
         """
         self._waiting.append(backward)
-        while self._waiting and (is_last or len(self._waiting) > self._behind):
+        while len(self._waiting) > self._behind:
+            self._waiting.popleft()()
+        if is_last:
+            self.finish()
+
+    def finish(self) -> None:
+        """Run what is left, in the middle of a window too."""
+        while self._waiting:
             self._waiting.popleft()()

@@ -101,14 +101,14 @@ class _HandOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, link: Link, number: int) -> Tensor:
         ctx.link, ctx.wants, ctx.number = link, x.requires_grad, number
-        link.send(x, wants_gradient=x.requires_grad)
+        link.send(x, number, wants_gradient=x.requires_grad)
         return x.new_full((), float("nan"), dtype=torch.promote_types(x.dtype, torch.float32))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         return (
-            (ctx.link.receive(f"the gradient of micro-batch {ctx.number}")[0] if ctx.wants else None),
+            (ctx.link.receive("the gradient", ctx.number)[0] if ctx.wants else None),
             None,
             None,
             None,
@@ -119,15 +119,15 @@ class _Take(torch.autograd.Function):
     """Forward: the activation that the stage before has sent. Backward: send its gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, link: Link) -> Tensor:
-        ctx.link = link
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, link: Link, number: int) -> Tensor:
+        ctx.link, ctx.number = link, number
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.link.send(grad)
-        return None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        ctx.link.send(grad, ctx.number)
+        return None, None, None, None
 
 
 def _placed_as(nothing: Any, x: Tensor) -> Tensor:
@@ -223,6 +223,7 @@ class Stage:
         """
         self._has_begun = self._is_awaited = False
         self._goes_on = True
+        self._micro_batch += 1
         try:
             out = step()
         finally:
@@ -373,9 +374,9 @@ class Stage:
         """A pre-hook of this stage's blocks: the first that runs begins the stage."""
         if not self._has_begun:
             self._has_begun, self._is_awaited = True, True
-            if self._goes_on:
-                self._streams.begin()
-            if self._goes_on or self._switches_streams:
+            if self._switches_streams:
+                if self._goes_on:
+                    self._streams.begin()
                 self._streams.begin_stage()
 
     def _take_at(self, name: str) -> Callable[..., Any]:
@@ -387,9 +388,9 @@ class Stage:
             self._is_awaited = False
             assert self._before is not None
             where, nothing = find_argument(name, self._cut.arg, args, kwargs)
-            x, wants = self._before.receive(f"the activation of micro-batch {self._micro_batch}")
+            x, wants = self._before.receive("the activation", self._micro_batch)
             if wants and torch.is_grad_enabled():
-                x = _Take.apply(self._anchor, x, self._before)  # type: ignore[no-untyped-call]
+                x = _Take.apply(self._anchor, x, self._before, self._micro_batch)  # type: ignore[no-untyped-call]
             return put_argument(where, _placed_as(nothing, x), args, kwargs)
 
         return hook
@@ -409,7 +410,7 @@ class Stage:
                 sent = local_of(x), self._anchor, self._behind, self._micro_batch
                 raise StageEndError(_HandOn.apply(*sent))  # type: ignore[no-untyped-call]
             if name == self._cut.blocks[self.number + 1][0]:
-                self._behind.send(local_of(x))
+                self._behind.send(local_of(x), self._micro_batch)
             if name == self._last_block:
                 x = _placed_as(x, self._rejoin(None))
             return self._cut.as_returned(x)
@@ -422,9 +423,13 @@ class Stage:
             self._rejoin(local_of(out[0] if self._cut.returned else out))
 
     def _rejoin(self, x: Tensor | None) -> Tensor:
-        """What the last stage's last block returned, on every stage; random streams go on from where the blocks began."""
+        """What the last stage's last block returned, on every stage.
+
+        Random streams go on from where the blocks began; in evaluation mode blocks draw nothing, and they are left alone.
+        """
         x = from_last(x, self._group, self._anchor.device)
-        self._streams.go_back()
+        if self._switches_streams:
+            self._streams.go_back()
         self._has_begun = False
         return x
 

@@ -40,7 +40,8 @@ from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.distributed.rng import pack_streams, unpack_streams
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.strategy.averages import averages_of
-from lightning_seqpar.strategy.steps import SteppingStrategy, plain_optimizer
+from lightning_seqpar.strategy.loops import LoopStrategy
+from lightning_seqpar.strategy.steps import plain_optimizer
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.callbacks import refuse_links, refuse_saved_shards
 
@@ -72,7 +73,7 @@ class _FileExists:
         return copy.copy, (self.original,)
 
 
-class SavingStrategy(SteppingStrategy):
+class SavingStrategy(LoopStrategy):
     """The part of the strategy that saves and restores. All of its methods are collective over the world."""
 
     def __init__(self, config: ParallelConfig, **plugins: Any) -> None:

@@ -81,14 +81,13 @@ class StageLogs:
         for name, one in news.items():
             if one is not None:
                 self._take(metrics[name], one)
-        left = iter(numbers)
+        left, results = iter(numbers), trainer.fit_loop.epoch_loop._results  # also where a validation begins
         for call in calls:
             if call.dtype is None:
                 value = attrgetter(call.options["metric_attribute"])(module)
             else:
                 value = torch.tensor(next(left), dtype=call.dtype, device=self._device)
-            assert trainer._results is not None
-            trainer._results.log(call.fx, call.name, value, sync_dist_fn=trainer.strategy.reduce, **call.options)
+            results.log(call.fx, call.name, value, sync_dist_fn=trainer.strategy.reduce, **call.options)
             trainer._logger_connector._current_fx = call.fx
 
     def _noted(self, log: Callable[..., None], results: Any) -> Callable[..., None]:

@@ -1,11 +1,8 @@
-"""What the strategy does from a batch to an update: steps, backward, gradient sync, clipping; and at the start of loops."""
+"""What the strategy does from a batch to an update: steps, backward, gradient sync, clipping."""
 
 from __future__ import annotations
 
 import functools
-import math
-import signal
-import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,13 +10,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter, Callback
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -31,7 +27,6 @@ from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.context.seq_part import SeqPart, whole_of
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.distributed.host import OneStepLate
-from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_optimizer
 from lightning_seqpar.distributed.rng import DrawWatch
 from lightning_seqpar.nn.sharded_logits import ShardedLogits, whole_logits
 from lightning_seqpar.parallel.fully_sharded import READ_ROWS, FullySharded, refuse_rows
@@ -40,25 +35,18 @@ from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.loss_consistency import check_loss
 from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.pipeline.schedule import OneForwardOneBackward
-from lightning_seqpar.pipeline.stage import Stage
-from lightning_seqpar.region.schedule import WatchSchedule
-from lightning_seqpar.strategy.environment import TopologyStrategy
-from lightning_seqpar.strategy.launcher import SeqParallelLauncher
-from lightning_seqpar.strategy.metrics import share_losses_of_finders, share_metrics
+from lightning_seqpar.strategy.metrics import share_metrics
 from lightning_seqpar.strategy.precision import with_global_clipping
-from lightning_seqpar.strategy.stage_logs import StageLogs
+from lightning_seqpar.strategy.stages import StagedStrategy
 from lightning_seqpar.verify.guards.batch import OutputWatch, check_batch, warn_of_equal_replicas
 from lightning_seqpar.verify.guards.graph import check_readers, refuse_second_derivative
 from lightning_seqpar.verify.guards.model import (
     check_buffers,
-    check_buffers_of_stages,
     check_parameters,
     refuse_added,
 )
 from lightning_seqpar.verify.guards.optimizer import refuse_fused_on_rows, refuse_optimizers
 from lightning_seqpar.verify.guards.optimizer import refuse_in_stages as refuse_optimizers_in_stages
-from lightning_seqpar.verify.guards.pipeline import describe_bubble
 
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 """Hooks between the backward and the update, in which a user's code may change gradients."""
@@ -77,12 +65,12 @@ def _with_whole_extras(out: Any) -> Any:
         return {key: value if key == "loss" else map_tensors(_whole, value) for key, value in out.items()}
 
 
-class SteppingStrategy(TopologyStrategy):
+class SteppingStrategy(StagedStrategy):
     """The part of the strategy that runs steps and updates, in every loop; a subclass sets up the model.
 
     Args:
         config: the configuration.
-        plugins: the other arguments of :class:`TopologyStrategy`.
+        plugins: the other arguments of :class:`StagedStrategy`.
     """
 
     def __init__(self, config: ParallelConfig, **plugins: Any) -> None:
@@ -91,22 +79,17 @@ class SteppingStrategy(TopologyStrategy):
         self._sync: GradSync | None = None
         self._steps: dict[int, int] = {}
         self._comparisons: OneStepLate[Comparison] = OneStepLate()
-        self._schedule = WatchSchedule(config.check_every)
         self._flushed = self._others_flushed = False
         self._optimizing: Optimizer | None = None
         self._all_steps: RemovableHandle | None = None
         # Optimizers with a hook on steps that bypass the strategy.
         self._guarded: weakref.WeakSet[Optimizer] | None = None
-        self._muted_writers: list[tuple[int, Any]] = []
         self._ddp_model: DistributedDataParallel | None = None
         self._reduced: list[Tensor] = []  # parameters whose gradients DDP reduces over the replicas
         self._split: FullySharded | None = None
         self._outputs = OutputWatch()
-        self._micro_batches = OneForwardOneBackward(0)
-        self._logs: StageLogs | None = None
         self._scales: StageScales | None = None
         self._gradients_may_change = True
-        self._validated_at = 0.0  # by time.monotonic()
 
     def _share_metrics(self) -> None:
         """Let the metrics of the model and of callbacks sync over the replicas."""
@@ -184,44 +167,6 @@ class SteppingStrategy(TopologyStrategy):
             self._follow_training_parameters(self.model)
         with self._in_stages("training_step"):
             return self._step("training", super().training_step, args, kwargs)
-
-    @contextmanager
-    def _in_stages(self, name: str) -> Generator[None, None, None]:
-        """A context manager in which a step of the user's, called by its name, runs as far as this stage goes.
-
-        Inside of DDP, which would take the end of a stage for an error.
-        """
-        stage = self._stage
-        if stage is None:
-            yield
-            return
-        own, step = vars(self._module).get(name), getattr(self._module, name)
-        trains = name == "training_step"
-        run: Callable[[Callable[[], Any]], Any] = stage.run if trains else stage.evaluate
-
-        @functools.wraps(step)
-        def in_stages(*args: Any, **kwargs: Any) -> Any:
-            return run(lambda: step(*args, **kwargs))
-
-        vars(self._module)[name] = in_stages
-        try:
-            with self._logs.step(self._trainer) if trains and self._logs is not None else nullcontext():
-                yield
-        finally:
-            del vars(self._module)[name]
-            if own is not None:
-                vars(self._module)[name] = own
-
-    @property
-    def _stage(self) -> Stage | None:
-        """What this rank runs of a pipeline."""
-        record = record_of(self._module)
-        return None if record is None else record.stage
-
-    @property
-    def runs_stages(self) -> bool:
-        """Whether the model runs in stages of a pipeline."""
-        return self._stage is not None
 
     def _thawed(self) -> bool:
         """Whether a parameter of an optimizer trains whose gradient DDP does not reduce, as it was frozen when DDP was made."""
@@ -337,25 +282,6 @@ class SteppingStrategy(TopologyStrategy):
             refuse_second_derivative(error)
             raise
         return closure_loss
-
-    def _run_when_due(self, loss: Tensor, backward: Callable[[], Any], stage: Stage) -> None:
-        """Run the backwards that are due on a stage behind a micro-batch's forward; at the window's end all of them."""
-        is_last = not self._trainer.fit_loop._should_accumulate()
-
-        def reduced() -> None:  # the window's last backward: DDP reduces what all of them added up
-            if isinstance(self.model, DistributedDataParallel):
-                prepare_for_backward(self.model, loss)
-            backward()
-
-        self._micro_batches.add(reduced if is_last else backward, is_last=is_last)
-        if is_last:
-            stage.settle()
-            stage.sum_shared()  # once for each window, in which gradients were added up
-            record = record_of(self._module)
-            if record is not None and self._schedule.is_due("training"):
-                check_buffers_of_stages(record, self.groups, self.root_device)
-            if self._logs is not None:
-                self._logs.share(self._trainer, self._module)
 
     def before_on_after_backward(self) -> None:
         """Sum partial gradients at once where the user's code may read them: ``on_after_backward``, ``manual_backward``."""
@@ -615,161 +541,6 @@ class SteppingStrategy(TopologyStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else with_global_clipping(plugin, self)
-
-    # ---- loops -------------------------------------------------------------------------------------------------
-
-    def _on_loop_start(self) -> None:
-        """Share metrics, and replace Lightning's signal handlers, which it has registered by now."""
-        self._share_metrics()
-        if isinstance(self.launcher, SeqParallelLauncher):
-            user_handler = self._trainer._signal_connector._original_handlers.get(signal.SIGTERM)
-            self.launcher.take_signals(user_handler)
-
-    def on_train_start(self) -> None:
-        """Compare the settings of the training over the ranks, and log the global batch. Collective."""
-        self._on_loop_start()
-        if self._stage is not None:
-            self._let_stages_run_ahead()
-        if self.dp_size > 1:
-            share_losses_of_finders(self._trainer.callbacks)  # type: ignore[attr-defined]
-        check_agreement(self._describe_training(), self._world, self.root_device)
-        if (record := record_of(self._module)) is not None:
-            record.check_versions()
-        if self.config.pp > 1:
-            accumulate = self._trainer.accumulate_grad_batches
-            tell = rank_zero_warn if accumulate < self.config.pp else rank_zero_info
-            tell(f"lightning_seqpar: {describe_bubble(accumulate, self.config.pp)}")
-        loader = self._trainer.train_dataloader
-        size = getattr(loader, "batch_size", None)
-        if isinstance(size, int):
-            accumulate = self._trainer.accumulate_grad_batches
-            rank_zero_info(
-                f"lightning_seqpar: global batch {size * self.dp_size * accumulate} = {size} × dp {self.dp_size} × "
-                f"accumulate {accumulate}"
-            )
-
-    def _describe_training(self) -> dict[str, Any]:
-        """The settings that must be the same on all ranks of the world, so that they take the same steps."""
-        trainer = self._trainer
-        return {
-            "max_steps": trainer.max_steps,
-            "max_epochs": trainer.max_epochs,
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "gradient_clip_val": trainer.gradient_clip_val,
-            "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm),
-            "precision": str(trainer.precision),
-            # A time interval ("00:01:00:00") is kept elsewhere, and the Trainer then has no attribute of the first name.
-            "val_check_interval": getattr(trainer, "val_check_interval", None),
-            "val_check_interval in seconds": trainer._val_check_time_interval,  # type: ignore[attr-defined]
-            "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
-            **{
-                f"optimizer {number}": describe_optimizer(plain_optimizer(optimizer))
-                for number, optimizer in enumerate(self.optimizers)
-            },
-            "the schedulers": [type(config.scheduler).__name__ for config in self.lr_scheduler_configs],
-        }
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Compare the number of batches over the ranks at the start of an epoch: loaders may have been made anew.
-
-        With a time interval between validations the ranks agree at each batch whether one is due. Collective.
-        """
-        if self._stage is None or batch_idx % self._trainer.accumulate_grad_batches == 0:
-            self._agree_on_time()
-        if batch_idx == 0:
-            self._schedule.begin_loop("training")
-            check_agreement(
-                {"training batches in an epoch": self._trainer.num_training_batches}, self._world, self.root_device
-            )
-
-    def _let_stages_run_ahead(self) -> None:
-        """Let Lightning ask at the start of a window whether to end by SIGTERM, and not at every batch.
-
-        All ranks wait for each other there: each micro-batch would go through all stages before the next could begin.
-        """
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
-        ask = loop._broadcast_sigterm_tensor
-
-        def ask_at_start() -> None:  # behind the batch before
-            if (loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-                ask()
-
-        loop.__dict__["_broadcast_sigterm_tensor"] = ask_at_start
-
-    def _agree_on_time(self) -> None:
-        """Let all ranks validate behind this batch if the interval is over on one: each reads a clock of its own.
-
-        Lightning compares ``_last_val_time`` with the clock once the batch is done, on every rank for itself, and ranks that
-        decide differently would wait for each other. An infinite time in its place makes that comparison certain.
-        """
-        trainer: Any = self._trainer
-        interval = trainer._val_check_time_interval
-        if interval is None:
-            return
-        if math.isfinite(trainer._last_val_time):  # Lightning's, from the start or the end of a validation
-            self._validated_at = trainer._last_val_time
-        due = self.reduce_boolean_decision(time.monotonic() - self._validated_at >= interval, all=False)
-        trainer._last_val_time = -math.inf if due else math.inf
-
-    def _agree_on_batches(self, loop: str, counts: list[int | float]) -> None:
-        """The ranks of a replica would wait for each other in different loops if one had fewer batches."""
-        self._schedule.begin_loop(loop)
-        self._outputs = OutputWatch()  # an earlier loop may have ended in the middle
-        if (stage := self._stage) is not None:
-            stage.begin_evaluation(self.groups[self.groups.mean_axes])
-        group = self.groups[self.groups.replica_axes]
-        check_agreement({f"{loop} batches": counts}, group, self.root_device)
-
-    def _end_evaluation(self, loop: str) -> None:
-        """Compare what the last steps returned over the ranks of a replica. Collective."""
-        self._outputs.check(self.groups, loop)
-        if (stage := self._stage) is not None:
-            stage.end_evaluation()
-
-    def on_train_end(self) -> None:
-        """Read what was compared in the last step."""
-        self.settle()
-
-    def on_validation_start(self) -> None:
-        """Compare the number of batches over the ranks of a replica. Collective."""
-        self._on_loop_start()
-        checking = self._trainer.sanity_checking
-        counts = self._trainer.num_sanity_val_batches if checking else self._trainer.num_val_batches
-        self._agree_on_batches("validation", list(counts))
-
-    def on_validation_end(self) -> None:
-        """Compare what the last steps returned over the ranks of a replica. Collective."""
-        self._end_evaluation("validation")
-
-    def on_test_start(self) -> None:
-        """Compare the number of batches over the ranks of a replica. Collective."""
-        self._on_loop_start()
-        self._agree_on_batches("test", list(self._trainer.num_test_batches))
-
-    def on_test_end(self) -> None:
-        """Compare what the last steps returned over the ranks of a replica. Collective."""
-        self._end_evaluation("test")
-
-    def on_predict_start(self) -> None:
-        """Compare the number of batches; leave prediction writers on the first rank of each replica alone. Collective."""
-        self._on_loop_start()
-        self._agree_on_batches("predict", list(self._trainer.num_predict_batches))
-        if self.groups.rank(self.groups.replica_axes) > 0:
-            callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-            self._muted_writers = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, BasePredictionWriter)]
-            for _, writer in self._muted_writers:
-                callbacks.remove(writer)
-
-    def on_predict_end(self) -> None:
-        """Put prediction writers back, and compare what the last steps returned. Collective."""
-        self._unmute_writers()
-        self._end_evaluation("predict")
-
-    def _unmute_writers(self) -> None:
-        """Put prediction writers back among the callbacks, where they were."""
-        for index, writer in self._muted_writers:
-            self._trainer.callbacks.insert(index, writer)  # type: ignore[attr-defined]
-        self._muted_writers = []
 
 
 class _OwnBackwards(TorchFunctionMode):

@@ -44,7 +44,6 @@ from lightning_seqpar.parallel.recompute import recompute_unsharded
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.parallel.synced_norms import sync_batch_norms
 from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
-from lightning_seqpar.pipeline.schedule import OneForwardOneBackward
 from lightning_seqpar.pipeline.stage import Cut, Stage
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -59,7 +58,6 @@ from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
-from lightning_seqpar.strategy.stage_logs import StageLogs
 from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize
 from lightning_seqpar.strategy.tuning import TuningStrategy
 from lightning_seqpar.verify.coverage import Coverage, cover
@@ -326,8 +324,7 @@ class SeqParallelStrategy(TuningStrategy):
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)
                 if record.stage is not None:
-                    self._micro_batches = OneForwardOneBackward(record.stage.stages_behind)
-                    self._logs = StageLogs(self.groups["pp"], self.root_device, self.groups["dp"])
+                    self._begin_stages(record.stage)
             self._apply_layer_sync(module)
             with self._phases.phase("making optimizers"):
                 if self._mean_size > 1 and self._split is None:
@@ -673,10 +670,12 @@ class SeqParallelStrategy(TuningStrategy):
         """
         self._failed = True
         if self._stage is not None and "written-to tensor refers to a single memory location" in str(exception):
-            exception.add_note(
-                f"pp={self.config.pp}: parameters that other stages hold are NaN without memory here, and can't be written to; "
-                "change those for which trainer.strategy.holds(parameter) is true"
-            )
+            add_note = getattr(exception, "add_note", None)  # from Python 3.11 on
+            if add_note is not None:
+                add_note(
+                    f"pp={self.config.pp}: parameters that other stages hold are NaN without memory here, and can't be written to; "
+                    "change those for which trainer.strategy.holds(parameter) is true"
+                )
         super().on_exception(exception)
         self._unmute_writers()
         without_inner_frames(exception)

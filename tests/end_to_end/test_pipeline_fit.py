@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
 from lightning_seqpar import SeqParallelStrategy, unshard
@@ -16,6 +18,7 @@ from lightning_seqpar.testing import run_distributed
 from tests.helpers import models
 from tests.helpers.fit import class_named
 from tests.helpers.pipelines import trainer_of
+from tests.helpers.slices import rest
 
 Found = tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
@@ -107,3 +110,41 @@ def test_checkpoints_are_those_of_one_process(world, sizes, tmp_path):
     assert alone.keys() == stages.keys()
     assert all((stages[at][key] - x).abs().max() <= 1e-9 for at, entry in alone.items() for key, x in entry.items())
     assert files[0]["state_dict"].keys() == files[1]["state_dict"].keys()
+
+
+class Ends(Callback):
+    """Ends a training in the middle of a window."""
+
+    def on_train_batch_end(self, trainer: Any, *more: Any) -> None:
+        trainer.should_stop = trainer.fit_loop.epoch_loop.batch_idx == 4
+
+
+def end_and_go_on(sizes: dict[str, Any] | None) -> tuple[float, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    module = class_named("GPT")(tied=True)
+    trainer_of(sizes, callbacks=[Ends()]).fit(module, models.loader(4, length=9, count=40))
+    trainer_of(sizes).fit(module, models.loader(4, length=7, count=40))
+    trainer = trainer_of(sizes)
+    (tested,) = trainer.test(Tests(module), models.loader(4, length=9, count=8), verbose=False)
+    unshard(trainer.lightning_module)
+    return tested["test"], {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+class Tests(L.LightningModule):
+    """A part of it was trained before, as another module."""
+
+    def __init__(self, trained: Any) -> None:
+        super().__init__()
+        self.net = unshard(trained).model
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        (ids,) = batch
+        self.log("test", F.cross_entropy(self.net(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()))
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(2, {"pp": 2}), rest(4, {"pp": 2, "tp": 2})], ids=["pp2", "pp2-tp2"])
+def test_what_a_training_leaves_in_the_middle_of_a_window_does_not_come_to_the_next(world, sizes):
+    loss, weights = end_and_go_on(None)
+    for found, own in run_distributed(end_and_go_on, world, sizes):
+        assert found == pytest.approx(loss, rel=1e-6)
+        assert max((own[n] - x).abs().max() for n, x in weights.items()) <= 1e-9

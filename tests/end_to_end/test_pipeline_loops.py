@@ -182,3 +182,31 @@ def test_all_that_is_logged_and_measured_is_that_of_one_process(world, sizes, ev
     same(one, other)
     least = min(row["loss_step"] for row in other if "loss_step" in row)
     assert all(score == pytest.approx(least) for _, score in often)
+
+
+class Uncertain(Measured):
+    """Predicts with dropout, and draws behind the blocks too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.model.blocks:
+            block.register_forward_hook(lambda module, args, out: F.dropout(out, 0.5, module.training))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.train()
+        logits = self.model(batch[0])
+        return logits + torch.rand_like(logits)
+
+
+def predict_twice() -> list[list[Tensor]]:
+    torch.manual_seed(1)
+    module, data = Uncertain(), models.loader(4, length=9, count=12)
+    trainer_of({"pp": 2}, max_steps=1).fit(module, data)
+    return [trainer_of({"pp": 2}).predict(module, data) for _ in range(2)]
+
+
+def test_dropout_in_a_prediction_is_drawn_apart_and_what_comes_behind_alike():
+    one, other = run_distributed(predict_twice, 2)
+    for first, second in zip(one, other, strict=True):
+        same(first, second)  # the strategy compares them too
+    assert not torch.equal(one[0][0], one[1][0])
