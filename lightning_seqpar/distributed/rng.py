@@ -480,10 +480,6 @@ class StageStreams:
         """The forward's part on this stage is done."""
         _reseed(self._before, _BEHIND_STAGES)
 
-    def go_back(self) -> None:
-        """Go on from the state at :meth:`begin`, as all stages do."""
-        _restore(self._before)
-
     def has_drawn(self) -> bool:
         """Whether anything was drawn since :meth:`begin`."""
         return _differ(self._before, _states())

@@ -224,6 +224,7 @@ class Stage:
         self._has_begun = self._is_awaited = False
         self._goes_on = True
         self._micro_batch += 1
+        self._streams.begin()
         try:
             out = step()
         finally:
@@ -375,8 +376,6 @@ class Stage:
         if not self._has_begun:
             self._has_begun, self._is_awaited = True, True
             if self._switches_streams:
-                if self._goes_on:
-                    self._streams.begin()
                 self._streams.begin_stage()
 
     def _take_at(self, name: str) -> Callable[..., Any]:
@@ -425,11 +424,12 @@ class Stage:
     def _rejoin(self, x: Tensor | None) -> Tensor:
         """What the last stage's last block returned, on every stage.
 
-        Random streams go on from where the blocks began; in evaluation mode blocks draw nothing, and they are left alone.
+        Random streams go on alike; in evaluation mode blocks draw nothing, and they are left alone.
         """
         x = from_last(x, self._group, self._anchor.device)
         if self._switches_streams:
-            self._streams.go_back()
+            self._streams.end()
+            self._streams.begin()  # the model may be called once more
         self._has_begun = False
         return x
 

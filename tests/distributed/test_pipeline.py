@@ -377,6 +377,20 @@ def test_without_gradients_only_activations_are_sent():
     assert last == pytest.approx(expected, rel=1e-12)
 
 
+def mix_up() -> None:
+    module, data = made("GPT", {}), batches(9)
+    stage = stage_of(module, data[0])
+    losses = [stage.run(lambda at=at: module.training_step(data[at], at)) for at in range(2)]
+    for loss in losses if stage.is_last else losses[::-1]:
+        loss.backward()
+
+
+def test_what_belongs_to_another_micro_batch_is_told():
+    says = r"stage 0 waited for the gradient of micro-batch 2, and stage 1 sent that of micro-batch 1"
+    with pytest.raises(RankFailedError, match=says):
+        run_distributed(mix_up, 2)
+
+
 class Leaving(models.GPT):
     """A step that comes to no block."""
 
