@@ -467,10 +467,16 @@ class StageStreams:
     def __init__(self, stage: int) -> None:
         self._stage = stage
         self._before: list[_State] = []
+        self._host_before = self._host_at_blocks = b""
 
     def begin(self) -> None:
         """The forward begins."""
         self._before = _states()
+        self._host_before = self._host_at_blocks = host_state()
+
+    def enter_blocks(self) -> None:
+        """The stage's first block is called: what is drawn from here on other stages do not draw."""
+        self._host_at_blocks = host_state()
 
     def begin_stage(self) -> None:
         """The stage's blocks begin."""
@@ -483,6 +489,25 @@ class StageStreams:
     def has_drawn(self) -> bool:
         """Whether anything was drawn since :meth:`begin`."""
         return _differ(self._before, _states())
+
+    def has_drawn_on_host(self) -> bool:
+        """Whether anything was drawn from Python's or numpy's generators since :meth:`enter_blocks`."""
+        return self._host_at_blocks != host_state()
+
+    def end_on_host(self) -> None:
+        """Let Python's and numpy's generators of all stages go on from one state, which that at the beginning gives."""
+        digest = hashlib.blake2b(self._host_before, digest_size=16).digest()
+        random.seed(digest)
+        np.random.seed(list(np.frombuffer(digest, dtype=np.uint32)))
+
+
+def host_state() -> bytes:
+    """The states of Python's and numpy's generators; the same on all ranks that are in the same state."""
+    _, numbers, gauss = random.getstate()
+    state: Any = np.random.get_state()
+    _, keys, *rest = state
+    parts = np.array(numbers, dtype=np.uint32).tobytes(), repr(gauss).encode(), keys.tobytes(), repr(rest).encode()
+    return b"".join(parts)
 
 
 _STAGE = 1 << 17

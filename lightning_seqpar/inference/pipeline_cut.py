@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_seqpar.distributed.autograd import leaf_of, reach
-from lightning_seqpar.distributed.rng import Drawn, DrawWatch
+from lightning_seqpar.distributed.rng import Drawn, DrawWatch, host_state
 from lightning_seqpar.inference.block_kinds import spread_equal_blocks
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.examples import Example
@@ -115,11 +115,14 @@ def trace_cut(
     called: list[str] = []
     ends: list[Tensor] = []
     returned: set[int] = set()
+    at_blocks: list[bytes] = []  # the state of the host's generators at the first block
 
     def cut(name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             where, x = find_argument(name, stack.arg, args, kwargs)
             called.append(name)
+            if not at_blocks:
+                at_blocks.append(host_state())
             ends.append(x)
             return put_argument(where, x.detach().requires_grad_(), args, kwargs)
 
@@ -142,6 +145,7 @@ def trace_cut(
             hooks.callback(block.register_forward_hook(look(name)).remove)
             hooks.callback(block.register_forward_pre_hook(cut(name), with_kwargs=True).remove)
         loss = run()
+    host_draws = at_blocks != [] and at_blocks[0] != host_state()
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     # In front of the blocks, of each block, and behind them.
     read = [_read_by(root, known) for root in (*ends, loss)]
@@ -166,8 +170,10 @@ def trace_cut(
                     "activation between blocks; such a model can't be cut there. Use pp=1"
                 )
         held[at] |= _inside(names, everything)
-    held[0] |= everything - set().union(*held)  # what nothing reads
-    return Cut(blocks, tuple(frozenset(names) for names in held), returned.pop(), stack.arg)
+    for unread in everything - set().union(*held):  # in the example: whoever reads it later must have it
+        for each in held:
+            each.add(unread)
+    return Cut(blocks, tuple(frozenset(names) for names in held), returned.pop(), stack.arg, host_draws=host_draws)
 
 
 def deal_out(costs: Sequence[int], stages: int) -> list[int]:

@@ -59,6 +59,8 @@ def global_grad_norm(
 
     powers = {axes: power(grads) for axes, grads in divided.items()}
     wide = functools.reduce(torch.promote_types, (each.dtype for each in powers.values()))
+    if "pp" in groups.topology.axes and groups.size("pp") > 1:
+        wide = torch.float64  # a stage without gradients knows no type
     powers = {axes: each.to(wide) for axes, each in powers.items()}
     # Every rank has the same lists up to shards, so the dtype agrees too.
     highest = norm_type == float("inf")

@@ -12,27 +12,35 @@ from torch import Tensor
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MOST_DIMS = 6
 """More dims no activation has: what is told of a tensor before it is sent has a fixed length."""
-_FACTS = 4 + _MOST_DIMS
+_FACTS = 6 + _MOST_DIMS
 
 
-def _facts(x: Tensor, wants_gradient: bool = False, number: int = 0) -> Tensor:
-    """What is told of a tensor before it is sent; ``number`` is its micro-batch's.
+def _facts(x: Tensor, wants_gradient: bool = False, number: int = 0, beside: Tensor | None = None) -> Tensor:
+    """What is told of a tensor before it is sent; ``number`` is its micro-batch's, ``beside`` two numbers in float64.
 
     Raises:
         ValueError: for a tensor of another dtype than floats have, or of too many dims.
     """
+    if x.is_nested:
+        raise ValueError(
+            "a nested activation can't be sent to another stage: nn.TransformerEncoder makes one of padded sequences in "
+            "evaluation; construct it with enable_nested_tensor=False"
+        )
     if x.dtype not in _DTYPES or x.ndim > _MOST_DIMS:
         raise ValueError(
             f"an activation of dtype {x.dtype} and shape {list(x.shape)} can't be sent to another stage: it must be of "
             f"floats and have {_MOST_DIMS} dims at most"
         )
     facts = [number, _DTYPES.index(x.dtype), int(wants_gradient), x.ndim, *x.shape]
-    return torch.tensor(facts + [0] * (_FACTS - len(facts)), dtype=torch.int64, device=x.device)
+    known = torch.tensor(facts + [0] * (_FACTS - 2 - len(facts)), dtype=torch.int64, device=x.device)
+    return torch.cat(
+        [torch.zeros(2, dtype=torch.int64, device=x.device) if beside is None else beside.view(torch.int64), known]
+    )
 
 
 def _empty(facts: Tensor) -> tuple[Tensor, bool, int]:
     """Memory for the tensor of which something was told, whether it waits for its gradient, and its micro-batch's number."""
-    number, dtype, wants_gradient, ndim, *shape = facts.tolist()
+    number, dtype, wants_gradient, ndim, *shape = facts[2:].tolist()
     return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=facts.device), bool(wants_gradient), number
 
 
@@ -68,20 +76,20 @@ class Link:
         self._group, self._peer, self._device, self._depth = group, peer, device, depth
         self._sent: deque[tuple[list[Any], list[Tensor]]] = deque()
 
-    def send(self, x: Tensor, number: int, *, wants_gradient: bool = False) -> None:
-        """Send a tensor of a micro-batch; it must not be changed before it has arrived.
+    def send(self, x: Tensor, number: int, *, wants_gradient: bool = False, beside: Tensor | None = None) -> None:
+        """Send a tensor of a micro-batch, and two numbers beside it; it must not be changed before it has arrived.
 
         Raises:
             ValueError: for a tensor of another dtype than floats have, or of too many dims.
         """
-        tensors = [_facts(x, wants_gradient, number), x.detach().contiguous()]
+        tensors = [_facts(x, wants_gradient, number, beside), x.detach().contiguous()]
         works = [dist.isend(one, group=self._group, group_dst=self._peer) for one in tensors if one.numel()]
         self._sent.append((works, tensors))
         while len(self._sent) > self._depth:
             self._wait_for_first()
 
-    def receive(self, what: str, number: int) -> tuple[Tensor, bool]:
-        """The next tensor from the neighbour, and whether it waits for its gradient.
+    def receive(self, what: str, number: int) -> tuple[Tensor, bool, list[float]]:
+        """The next tensor from the neighbour, whether it waits for its gradient, and the two numbers beside it.
 
         Args:
             what: it is, for messages.
@@ -108,7 +116,7 @@ class Link:
                 f"stage {self._group.rank()} waited for {what}, and stage {self._peer} sent that of micro-batch {came}: the stages "
                 "are not in the same step any more. Each must read the same batches, and call the model as often"
             )
-        return x, wants_gradient
+        return x, wants_gradient, facts[:2].view(torch.float64).tolist()
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived."""

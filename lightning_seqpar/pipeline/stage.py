@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.context.seq_part import SeqPart, local_of
@@ -41,7 +42,10 @@ class StageEndError(Exception):
     """
 
     def __init__(self, loss: Tensor) -> None:
-        super().__init__()
+        super().__init__(
+            "the model was called outside of a step, where a stage of a pipeline has its own blocks alone; call it in "
+            "training_step, validation_step, test_step or predict_step"
+        )
         self.loss = loss
 
 
@@ -55,6 +59,7 @@ class Cut(NamedTuple):
             activation itself.
         arg: the argument of a block that carries the activation.
         draws: whether the step draws random numbers while it trains.
+        host_draws: whether it draws from Python's or numpy's generators in the blocks or behind them.
     """
 
     blocks: tuple[tuple[str, ...], ...]
@@ -62,6 +67,7 @@ class Cut(NamedTuple):
     returned: int
     arg: Argument
     draws: bool = False
+    host_draws: bool = False
 
     @property
     def stages(self) -> int:
@@ -99,20 +105,16 @@ class _HandOn(torch.autograd.Function):
     """Forward: send an activation to the next stage; what is left stands for the loss. Backward: its gradient comes from there."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, link: Link, number: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, link: Link, number: int, beside: Tensor) -> Tensor:
         ctx.link, ctx.wants, ctx.number = link, x.requires_grad, number
-        link.send(x, number, wants_gradient=x.requires_grad)
+        link.send(x, number, wants_gradient=x.requires_grad, beside=beside)
         return x.new_full((), float("nan"), dtype=torch.promote_types(x.dtype, torch.float32))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        return (
-            (ctx.link.receive("the gradient", ctx.number)[0] if ctx.wants else None),
-            None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        x = ctx.link.receive("the gradient", ctx.number)[0] if ctx.wants else None
+        return x, None, None, None, None
 
 
 class _Take(torch.autograd.Function):
@@ -133,6 +135,29 @@ class _Take(torch.autograd.Function):
 def _placed_as(nothing: Any, x: Tensor) -> Tensor:
     """An activation that came from another stage, as a part of a sequence where what stands in its place is one."""
     return SeqPart.wrap(x, nothing.place) if isinstance(nothing, SeqPart) else x
+
+
+def _beside(x: Any, args: Any, kwargs: Any) -> Tensor:
+    """Two numbers that tell what a block is given beside its activation: ``[2]``, float64. Nothing waits for the device."""
+    device, total = local_of(x).device, torch.zeros(2, dtype=torch.float64, device=local_of(x).device)
+    others = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one is not x)
+    for number, one in enumerate(others, 1):
+        own = local_of(one).detach()
+        if own.is_nested or own.is_sparse or own.is_complex() or not own.numel():
+            continue
+        plain = own.nan_to_num(0.5, 2.0, -2.0) if own.is_floating_point() else own
+        rows = plain.reshape(-1, plain.shape[-1] if plain.ndim else 1).sum(-1, dtype=torch.float64).to(device)
+        places = torch.arange(1, len(rows) + 1, dtype=torch.float64, device=device)
+        total += number * torch.stack([rows.sum() + plain.numel(), (rows * places).mean()])
+    return total
+
+
+def _nothing_like(x: Any) -> Any:
+    """NaN in the place of an activation that is not here."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    nothing = torch.full_like(local_of(x).detach(), float("nan"))
+    return _placed_as(x, nothing)
 
 
 class Stage:
@@ -158,6 +183,8 @@ class Stage:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._has_begun = False  # a block of its own was called
         self._is_awaited = False  # and the activation for it is still to come
+        self._runs = False  # a step that trains
+        self._ran: set[str] = set()  # its blocks that were called in it
         self._goes_on = False  # behind the last block, on every stage: it evaluates
         self._micro_batch = 0  # the number of the last one since all that was sent had arrived
         self._streams, self._own_streams = StageStreams(self.number), own_streams
@@ -188,16 +215,21 @@ class Stage:
         """
         self._has_begun = self._is_awaited = False
         self._micro_batch += 1
+        self._ran, self._runs = set(), True
         self._streams.begin()
         try:
             out, ended = step(), False
         except StageEndError as end:
             out, ended = end.loss, True
         finally:
-            drew = self._streams.has_drawn()
+            self._runs = False
+            drew = not self._switches_streams and self._streams.has_drawn()
+            drew |= not self._cut.host_draws and self._streams.has_drawn_on_host()
             if self._switches_streams:
                 self._streams.end()
-        if drew and not self._switches_streams and self._own_streams:
+            if self._cut.host_draws and self._own_streams:
+                self._streams.end_on_host()
+        if drew and self._own_streams:
             raise RuntimeError(
                 f"stage {self.number} of {self.count}: the step drew random numbers, as it did not in the example, and the stages "
                 "would draw other ones from here on. Let it draw from its first step on, or not at all (dropout=0.0); or use pp=1"
@@ -291,6 +323,7 @@ class Stage:
     def hiding_from_ddp(self) -> Iterator[None]:
         """A context in which DDP, when it is made, takes no notice of parameters that are not here."""
         absent = [name for name, _ in self._model.named_parameters() if not self.holds(name)]
+        absent += [f".{name}" for name in absent if "." not in name]  # as DDP's reducer calls those of the model itself
         own = self._model.__dict__.get(_IGNORED)
         setattr(self._model, _IGNORED, [*(getattr(self._model, _IGNORED, None) or ()), *absent])
         try:
@@ -311,9 +344,13 @@ class Stage:
 
     def sum_shared(self) -> None:
         """Sum the gradients of parameters that several stages hold (tied embeddings), over those. Collective over the pipeline."""
-        for name, parameter in self._model.named_parameters():
+        shared = [(n, p) for n, p in self._model.named_parameters() if len(self._cut.shared(n)) > 1 and p.requires_grad]
+        if not shared:
+            return
+        has_one = self.on_any([parameter.grad is not None for _, parameter in shared])
+        for (name, parameter), has in zip(shared, has_one, strict=True):
             holders = self._cut.shared(name)
-            if len(holders) < 2 or self.number not in holders or not parameter.requires_grad:
+            if not has or self.number not in holders:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -354,13 +391,13 @@ class Stage:
             for name in names:
                 if stage == self.number:
                     # Streams in front of all other hooks, of which some may draw; the activation behind them, in its final form.
-                    self._handles.append(modules[name].register_forward_pre_hook(self._begin, prepend=True))
+                    self._handles.append(modules[name].register_forward_pre_hook(self._begin_at(name), prepend=True))
                     if self._before is not None:
                         self._handles.append(
                             modules[name].register_forward_pre_hook(self._take_at(name), with_kwargs=True)
                         )
                 else:
-                    forward = self._cut.passing_by(name) if stage < self.number else self._hand_on_at(name)
+                    forward = self._pass_by(name) if stage < self.number else self._hand_on_at(name)
                     modules[name].forward = forward
                     self._elsewhere.append(modules[name])
         if self.is_last:  # in front of all other hooks, as the others have it from the block's forward
@@ -371,12 +408,39 @@ class Stage:
         """Whether the stages draw from streams of their own."""
         return self._cut.draws and self._model.training and self._own_streams
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def _begin_at(self, name: str) -> Callable[..., None]:
         """A pre-hook of this stage's blocks: the first that runs begins the stage."""
-        if not self._has_begun:
-            self._has_begun, self._is_awaited = True, True
-            if self._switches_streams:
-                self._streams.begin_stage()
+
+        def hook(module: nn.Module, args: Any) -> None:
+            if self._runs and name in self._ran:
+                raise self._once_more(name)
+            self._ran.add(name)
+            if not self._has_begun:
+                self._has_begun, self._is_awaited = True, True
+                self._streams.enter_blocks()
+                if self._switches_streams:
+                    self._streams.begin_stage()
+
+        return hook
+
+    def _check_beside(self, name: str, came: Sequence[float], own: Tensor) -> None:
+        """What a block is given beside its activation must be the same where it runs as on the stage before.
+
+        Raises:
+            RuntimeError: if it is not.
+        """
+        if any(abs(a - b) > 1e-6 * max(1.0, abs(a), abs(b)) for a, b in zip(came, own.tolist(), strict=True)):
+            raise RuntimeError(
+                f"stage {self.number} of {self.count}: what {name} is given beside its activation (a mask, positions) is not what "
+                f"stage {self.number - 1} would give it: it is made of embeddings, or of a cache, that this stage does not have. "
+                "Make it of the batch, generate without a cache (use_cache=False), or use pp=1"
+            )
+
+    def _once_more(self, name: str) -> RuntimeError:
+        return RuntimeError(
+            f"stage {self.number} of {self.count}: {name} is called once more in a training step, in which the stages before "
+            "have ended theirs. A model that runs its blocks several times in a step can't be cut; use pp=1"
+        )
 
     def _take_at(self, name: str) -> Callable[..., Any]:
         """A pre-hook of this stage's blocks: in front of the first that runs, the activation of the stage before comes in."""
@@ -387,12 +451,23 @@ class Stage:
             self._is_awaited = False
             assert self._before is not None
             where, nothing = find_argument(name, self._cut.arg, args, kwargs)
-            x, wants = self._before.receive("the activation", self._micro_batch)
+            x, wants, came = self._before.receive("the activation", self._micro_batch)
+            self._check_beside(name, came, _beside(nothing, args, kwargs))
             if wants and torch.is_grad_enabled():
                 x = _Take.apply(self._anchor, x, self._before, self._micro_batch)  # type: ignore[no-untyped-call]
             return put_argument(where, _placed_as(nothing, x), args, kwargs)
 
         return hook
+
+    def _pass_by(self, name: str) -> Callable[..., Any]:
+        """The forward of a block that a stage before runs: what it returns is no number, so that nobody takes it for one."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._runs and self._has_begun:
+                raise self._once_more(name)
+            return self._cut.as_returned(_nothing_like(find_argument(name, self._cut.arg, args, kwargs)[1]))
+
+        return forward
 
     def _hand_on_at(self, name: str) -> Callable[..., Any]:
         """The forward of a block that a stage behind runs: the activation goes there, and this stage's step ends."""
@@ -406,12 +481,11 @@ class Stage:
                 )
             assert self._behind is not None
             if not self._goes_on:
-                sent = local_of(x), self._anchor, self._behind, self._micro_batch
+                sent = local_of(x), self._anchor, self._behind, self._micro_batch, _beside(x, args, kwargs)
                 raise StageEndError(_HandOn.apply(*sent))  # type: ignore[no-untyped-call]
             if name == self._cut.blocks[self.number + 1][0]:
-                self._behind.send(local_of(x), self._micro_batch)
-            if name == self._last_block:
-                x = _placed_as(x, self._rejoin(None))
+                self._behind.send(local_of(x), self._micro_batch, beside=_beside(x, args, kwargs))
+            x = _placed_as(x, self._rejoin(None)) if name == self._last_block else _nothing_like(x)
             return self._cut.as_returned(x)
 
         return forward

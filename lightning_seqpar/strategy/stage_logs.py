@@ -48,6 +48,7 @@ class StageLogs:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, replicas: dist.ProcessGroup) -> None:
         self._group, self._device, self._replicas = group, device, replicas
         self._is_last = group.rank() == group.size() - 1
+        self._stops = False  # the step asked to stop, behind the blocks
         self._calls: list[_Call] = []
         self._values: list[Tensor] = []
         # Of each metric's lists how many entries all stages have, and the last of those.
@@ -57,14 +58,15 @@ class StageLogs:
     def step(self, trainer: Trainer) -> Generator[None, None, None]:
         """A context manager around a training step."""
         results: Any = trainer._results
-        if results is None:
-            yield
-            return
+        assert results is not None
+        should_stop = trainer.should_stop
         results.log = self._noted(results.log, results) if self._is_last else _log_nothing
         try:
             yield
         finally:
             del results.log  # the class's own again
+        if self._is_last and trainer.should_stop and not should_stop:
+            trainer.should_stop, self._stops = False, True  # all stages stop, where the window ends
 
     def share(self, trainer: Trainer, module: LightningModule) -> None:
         """Log on all stages what the last one logged since the last call. Collective over the pipeline."""
@@ -72,12 +74,14 @@ class StageLogs:
         box: list[Any] = [None]
         if self._is_last:
             numbers = torch.stack(self._values).tolist() if self._values else []  # one wait for all of them
-            box = [(self._calls, numbers, {name: self._news(name, metric) for name, metric in metrics.items()})]
-            self._calls, self._values = [], []
+            news = {name: self._news(name, metric) for name, metric in metrics.items()}
+            box = [(self._calls, numbers, news, self._stops)]
+            self._calls, self._values, self._stops = [], [], False
         dist.broadcast_object_list(box, group=self._group, group_src=self._group.size() - 1, device=self._device)
+        calls, numbers, news, stops = box[0]
+        trainer.should_stop |= stops
         if self._is_last:
             return
-        calls, numbers, news = box[0]
         for name, one in news.items():
             if one is not None:
                 self._take(metrics[name], one)
