@@ -52,8 +52,11 @@ def find_cut(
     stack = check_stacks(stacks, stages, layers)
     numel = {name: parameter.numel() for name, parameter in model.named_parameters()}
     drawn: list[Drawn] = []
+    in_front: list[int] = []  # how many of them were drawn before the first block
     with example_copy(model, example, dtype, prepare, adapted=True) as (copied, on_cpu):
         spread_equal_blocks(copied)
+        first = copied.get_submodule(stack.blocks[0])
+        first.register_forward_pre_hook(lambda module, args: in_front.append(len(drawn)))
         with Quiet(draws=on_cpu.draws), DrawWatch(drawn.append):
             try:
                 found = trace_cut(copied, lambda: on_cpu.run(copied), stack, stages, layers, numel)
@@ -64,6 +67,11 @@ def find_cut(
                     f"pp={stages}: to find what each stage reads a copy was run, detached at every block, which raised "
                     f"{describe_failure(error)}; such a model can't be cut. Use pp=1"
                 ) from error
+    if any(one.seeded for one in drawn[in_front[0] :]):
+        raise CantInferError(
+            f"pp={stages}: the step draws from a torch.Generator of its own in the blocks or behind them, and the stages that do "
+            "not come there would go on from other numbers; draw from torch's own generators (without generator=), or use pp=1"
+        )
     return found._replace(draws=bool(drawn))
 
 

@@ -59,7 +59,8 @@ def global_grad_norm(
 
     powers = {axes: power(grads) for axes, grads in divided.items()}
     wide = functools.reduce(torch.promote_types, (each.dtype for each in powers.values()))
-    if "pp" in groups.topology.axes and groups.size("pp") > 1:
+    in_stages = "pp" in groups.topology.axes and groups.size("pp") > 1
+    if in_stages:
         wide = torch.float64  # a stage without gradients knows no type
     powers = {axes: each.to(wide) for axes, each in powers.items()}
     # Every rank has the same lists up to shards, so the dtype agrees too.
@@ -75,6 +76,6 @@ def global_grad_norm(
     dist.all_reduce(part, op=op, group=groups["tp"])
     rest = torch.stack([powers[()], powers["dp",], part])
     whole = rest.max() if highest else rest.sum()
-    if "pp" in groups.topology.axes and groups.size("pp") > 1:
+    if in_stages:
         dist.all_reduce(whole, op=op, group=groups["pp"])
     return whole if highest else whole ** (1.0 / norm_type)

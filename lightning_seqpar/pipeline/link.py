@@ -15,17 +15,21 @@ _MOST_DIMS = 6
 _FACTS = 6 + _MOST_DIMS
 
 
+def refuse_nested(x: Any) -> None:
+    """Raise ValueError for a nested tensor, which has no shape that another stage could be told."""
+    if isinstance(x, Tensor) and x.is_nested:
+        raise ValueError(
+            "a nested activation can't be sent to another stage: nn.TransformerEncoder makes one of padded sequences in "
+            "evaluation; construct it with enable_nested_tensor=False"
+        )
+
+
 def _facts(x: Tensor, wants_gradient: bool = False, number: int = 0, beside: Tensor | None = None) -> Tensor:
     """What is told of a tensor before it is sent; ``number`` is its micro-batch's, ``beside`` two numbers in float64.
 
     Raises:
         ValueError: for a tensor of another dtype than floats have, or of too many dims.
     """
-    if x.is_nested:
-        raise ValueError(
-            "a nested activation can't be sent to another stage: nn.TransformerEncoder makes one of padded sequences in "
-            "evaluation; construct it with enable_nested_tensor=False"
-        )
     if x.dtype not in _DTYPES or x.ndim > _MOST_DIMS:
         raise ValueError(
             f"an activation of dtype {x.dtype} and shape {list(x.shape)} can't be sent to another stage: it must be of "

@@ -24,7 +24,7 @@ from lightning_seqpar.distributed.rng import StageStreams
 from lightning_seqpar.layout.module_names import Argument, inside
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split, local_rows
-from lightning_seqpar.pipeline.link import Link, from_last
+from lightning_seqpar.pipeline.link import Link, from_last, refuse_nested
 from lightning_seqpar.region.hooks import find_argument, put_argument
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
@@ -139,6 +139,7 @@ def _placed_as(nothing: Any, x: Tensor) -> Tensor:
 
 def _beside(x: Any, args: Any, kwargs: Any) -> Tensor:
     """Two numbers that tell what a block is given beside its activation: ``[2]``, float64. Nothing waits for the device."""
+    refuse_nested(x)
     device, total = local_of(x).device, torch.zeros(2, dtype=torch.float64, device=local_of(x).device)
     others = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one is not x)
     for number, one in enumerate(others, 1):
@@ -154,6 +155,7 @@ def _beside(x: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _nothing_like(x: Any) -> Any:
     """NaN in the place of an activation that is not here."""
+    refuse_nested(x)
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
     nothing = torch.full_like(local_of(x).detach(), float("nan"))
@@ -413,7 +415,10 @@ class Stage:
 
         def hook(module: nn.Module, args: Any) -> None:
             if self._runs and name in self._ran:
-                raise self._once_more(name)
+                raise RuntimeError(
+                    f"stage {self.number} of {self.count}: {name} is called once more in a training step, in which the stages "
+                    "before have ended theirs. A model that runs its blocks several times in a step can't be cut; use pp=1"
+                )
             self._ran.add(name)
             if not self._has_begun:
                 self._has_begun, self._is_awaited = True, True
@@ -436,12 +441,6 @@ class Stage:
                 "Make it of the batch, generate without a cache (use_cache=False), or use pp=1"
             )
 
-    def _once_more(self, name: str) -> RuntimeError:
-        return RuntimeError(
-            f"stage {self.number} of {self.count}: {name} is called once more in a training step, in which the stages before "
-            "have ended theirs. A model that runs its blocks several times in a step can't be cut; use pp=1"
-        )
-
     def _take_at(self, name: str) -> Callable[..., Any]:
         """A pre-hook of this stage's blocks: in front of the first that runs, the activation of the stage before comes in."""
 
@@ -463,8 +462,6 @@ class Stage:
         """The forward of a block that a stage before runs: what it returns is no number, so that nobody takes it for one."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._runs and self._has_begun:
-                raise self._once_more(name)
             return self._cut.as_returned(_nothing_like(find_argument(name, self._cut.arg, args, kwargs)[1]))
 
         return forward

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections import deque
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,7 +95,7 @@ class BeginsToRead(Biased):
         return loss + self.embed.weight.mean() if self.begins else loss
 
 
-OWN = {one.__name__: one for one in (Deep, Biased, Skipping, BeginsToRead)}
+OWN: dict[str, Any] = {one.__name__: one for one in (Deep, Biased, Skipping, BeginsToRead)}
 
 
 def made(name: str, args: dict[str, Any]) -> L.LightningModule:
@@ -339,6 +341,128 @@ def test_over_tp_masks_are_alike_where_activations_are_and_of_each_stage_its_own
         if name != "drop":  # that of the second stage, of NaN, tells nothing
             other = told[2][1][name.replace("blocks.0", "blocks.1")]
             assert not any(torch.equal(one, two) for one, two in zip(masks, other, strict=True)), name
+
+
+class HostDraws(Biased):
+    """Mixes inputs by a number of numpy's, which the loss reads too, and draws from both generators behind the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.mixed += [float(np.random.beta(1, 1)), random.random()]
+        loss = super().training_step(batch, batch_idx)
+        return loss * float(np.random.rand()) * random.random()
+
+
+def draw_on_host() -> list[float]:
+    random.seed(3), np.random.seed(3)
+    module, data = HostDraws().double(), batches(9)
+    stage = stage_of(module, data[0])
+    module.mixed = []
+    for at in range(3):
+        stage.run(lambda at=at: module.training_step(data[at], at)).backward()
+    stage.settle()
+    return module.mixed
+
+
+def test_stages_draw_alike_from_the_generators_of_the_host():
+    one, other = run_distributed(draw_on_host, 2)
+    assert one == other
+    assert len(set(one)) == 6
+
+
+class OwnGenerator(Biased):
+    """Draws from a generator of its own behind the blocks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.rand((), generator=torch.Generator().manual_seed(1), dtype=loss.dtype)
+
+
+class Twice(Biased):
+    """The blocks run once more in the second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + super().training_step(batch, batch_idx) if batch_idx else loss
+
+
+class MaskOfEmbeddings(Biased):
+    """Blocks are given a mask that is made of the embedding's values, which a stage behind does not have."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (ids,) = batch
+        x = self.embed(ids)
+        shift = (x.detach().abs().sum(-1, keepdim=True) > 9.0).to(x.dtype) * self.table.tanh()[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x, shift)[0]
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+OWN |= {one.__name__: one for one in (OwnGenerator, Twice, MaskOfEmbeddings)}
+
+
+def run_one(kind: str) -> None:
+    module, data = OWN[kind]().double(), batches(9)
+    module.log = lambda *given, **more: None
+    stage = stage_of(module, data[0])
+    for at in range(2):
+        stage.run(lambda at=at: module.training_step(data[at], at)).backward()
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("OwnGenerator", r"pp=2: the step draws from a torch\.Generator of its own in the blocks or behind them"),
+        ("Twice", r"stage 1 of 2: blocks\.2 is called once more in a training step"),
+        (
+            "MaskOfEmbeddings",
+            r"stage 1 of 2: what blocks\.2 is given beside its activation .* is not what stage 0 would give it",
+        ),
+    ],
+    ids=["generator", "second pass", "mask"],
+)
+def test_what_would_differ_from_stage_to_stage_is_told(kind, says):
+    with pytest.raises(RankFailedError, match=says):
+        run_distributed(run_one, 2, kind)
+
+
+class Probed(Biased):
+    """Has a table that the example does not read, and notes what goes from block to block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.linspace(0, 1, 31), requires_grad=False)
+        self.between: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (ids,) = batch
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, self.table[: ids.shape[1]])[0]
+            self.between.append(bool(x.isnan().any()))
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+        return loss * self.probe[5] if batch_idx else loss
+
+
+def probe() -> tuple[float, list[bool]]:
+    module, data = Probed().double(), batches(9)
+    stage = stage_of(module, data[0])
+    module.between = []
+    losses = [stage.run(lambda at=at: module.training_step(data[0], at)) for at in range(2)]
+    for loss in losses:
+        loss.backward()
+    stage.settle()
+    return float(losses[1].detach() / losses[0].detach()), module.between
+
+
+def test_what_passed_by_is_no_number_and_what_was_unread_is_there():
+    (_, first), (ratio, second) = run_distributed(probe, 2)
+    assert first == [False, False] * 2  # its own blocks, behind which the step ends
+    assert second == [True, True, False, False] * 2
+    assert ratio == pytest.approx(5 / 30)
 
 
 def begin_to_draw() -> None:
