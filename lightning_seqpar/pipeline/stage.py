@@ -1,9 +1,10 @@
 """Where a model is cut, and what one stage of a pipeline runs of it.
 
-Every stage runs the user's own step. Blocks of the stages before do nothing there; at its first block the activation is
+Every stage runs the user's own step. Blocks of the stages before return NaN there; at its first block the activation is
 replaced by that of the stage before; where the first block of the stage behind is called, the activation is sent on and the
 step ends. What lies in front of the blocks runs on every stage. Parameters that a stage does not read are NaN there, without
-memory: what is made of them is thrown away, and would be seen where it is not.
+memory: what is made of them is thrown away, and would be seen where it is not. A step that evaluates goes on instead, on
+every stage, with what the last block returned on the last one.
 """
 
 from __future__ import annotations

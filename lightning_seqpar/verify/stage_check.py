@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -21,6 +22,11 @@ from lightning_seqpar.verify.observed_run import ObservedRun, observe_run
 from lightning_seqpar.verify.parity import each_gradient
 from lightning_seqpar.verify.run_comparison import LIMIT, NARROW_LIMIT, Verdict, worst_gradient
 from lightning_seqpar.verify.self_check import Sharding, share_verdict
+
+_NO_NUMBERS = (
+    "it is made of an activation between blocks, or of a parameter, that another stage has (a hidden state in the loss, or "
+    "torch.utils.checkpoint around a block, in whose place recompute='full' can stand)"
+)
 
 
 def stage_check(
@@ -86,9 +92,14 @@ def stage_check(
         stages = observe_run(parts, record, own, [], groups)
         verdict = Verdict()
         error = abs(dense.loss - stages.loss) / max(abs(dense.loss), 1e-12)
-        if not error <= (NARROW_LIMIT if dense.narrow else LIMIT):
+        if math.isnan(stages.loss):
+            verdict.wrong.append(f"the loss is no number instead of {dense.loss:.9g}: {_NO_NUMBERS}")
+        elif not error <= (NARROW_LIMIT if dense.narrow else LIMIT):
             verdict.wrong.append(f"the loss differs: {stages.loss:.9g} instead of {dense.loss:.9g}")
-        if worst := worst_gradient(dense.grads, each_gradient(parts), narrow=dense.narrow):
+        worst = worst_gradient(dense.grads, each_gradient(parts), narrow=dense.narrow)
+        if worst and math.isnan(worst.ratio) and not math.isnan(stages.loss):
+            verdict.wrong.append(f"the gradient of {worst.name} is no number: {_NO_NUMBERS}")
+        elif worst and not math.isnan(worst.ratio):
             verdict.wrong.append(
                 f"the gradient of {worst.name} is {worst.ratio:.4g} times as large as it should be (error {worst.error:.1e} of "
                 "the global norm)"

@@ -127,7 +127,7 @@ def refused(cases: list[tuple[str, str]]) -> list[str]:
 
 SAYS = {
     ("Plain", ""): "trained",
-    ("Peeking", ""): "self_check: in 2 stages the model does not do what it does whole",
+    ("Peeking", ""): "the loss is no number instead of",
     ("Penalised", ""): "stage 1 reads blocks.0.down.bias, which is on stage 0",
     ("Counting", ""): "trained",
     ("CountingBehind", ""): "the step writes to the buffer steps where one stage alone comes",
