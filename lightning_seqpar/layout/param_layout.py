@@ -5,7 +5,7 @@ Gradient sync, the gradient norm, checkpoints, descriptions and the parity engin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -200,9 +200,11 @@ class ModelLayout(Mapping[str, ParamLayout]):
             name for name, parameter in model.named_parameters() if self.of(parameter) is None and name not in known
         ]
 
-    def local_numel(self) -> int:
-        """Number of parameters on this rank."""
-        return sum(local_rows(parameter).numel() for parameter in self._parameters.values())
+    def local_numel(self, names: Iterable[str] | None = None) -> int:
+        """How many numbers are on this rank of the parameters of these names; None for all."""
+        return sum(
+            local_rows(self._parameters[name]).numel() for name in (self._parameters if names is None else names)
+        )
 
     def global_numel(self) -> int:
         """Number of parameters of the whole model."""

@@ -725,9 +725,12 @@ class SeqParallelStrategy(TuningStrategy):
 
 def _describe_plan(record: ShardedModel, plans: Sequence[ShardingPlan], coverage: Coverage) -> str:
     """A line on where the plans are from, and how much of the parameters is sharded."""
+    stage, layout = record.stage, record.layout
+    held = layout.local_numel([name for name in layout if stage is None or stage.holds(name)])
+    whose = "per rank" if stage is None else f"on a rank of stage {stage.number}"
     return (
         f"{', '.join(dict.fromkeys(plan.source for plan in plans))}: {coverage}; "
-        f"{record.layout.local_numel():,} of {record.layout.global_numel():,} parameters per rank"
+        f"{held:,} of {layout.global_numel():,} parameters {whose}"
     )
 
 
