@@ -3791,8 +3791,8 @@ MUTANTS = [
     Mutant(
         "pp: gradients of tied weights not summed",
         "Stage.sum_shared",
-        "if len(self._cut.shared(n)) > 1",
-        "if len(self._cut.shared(n)) > 9",
+        "        if not shared:\n",
+        "        if shared:\n",
         "tests/test_pipeline.py",
     ),
     Mutant(
@@ -4074,6 +4074,13 @@ MUTANTS = [
         "            each.add(unread)\n",
         "            held[0].add(unread)\n",
         "tests/test_pipeline.py -k was_unread",
+    ),
+    Mutant(
+        "pp: a kept gradient of tied weights is summed once more",
+        "StagedStrategy._run_when_due",
+        "            stage.refuse_kept()\n",
+        "            pass\n",
+        "tests/test_pipeline_fit.py -k kept",
     ),
     Mutant(
         "pp: the head costs nothing",

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,9 +19,7 @@ from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.region.schedule import WatchSchedule
 from lightning_seqpar.strategy.environment import TopologyStrategy
 from lightning_seqpar.strategy.stage_logs import StageLogs
-from lightning_seqpar.verify.guards.model import (
-    check_buffers_of_stages,
-)
+from lightning_seqpar.verify.guards.model import check_buffers_of_stages
 
 
 class StagedStrategy(TopologyStrategy):
@@ -83,6 +82,9 @@ class StagedStrategy(TopologyStrategy):
     def _run_when_due(self, loss: Tensor, backward: Callable[[], Any], stage: Stage) -> None:
         """Run the backwards that are due on a stage behind a micro-batch's forward; at the window's end all of them."""
         is_last = not self._trainer.fit_loop._should_accumulate()
+        begins = self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
+        if begins and is_overridden("optimizer_zero_grad", self._module):
+            stage.refuse_kept()
 
         def reduced() -> None:  # the window's last backward: DDP reduces what all of them added up
             if isinstance(self.model, DistributedDataParallel):

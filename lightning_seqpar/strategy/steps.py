@@ -45,8 +45,11 @@ from lightning_seqpar.verify.guards.model import (
     check_parameters,
     refuse_added,
 )
-from lightning_seqpar.verify.guards.optimizer import refuse_fused_on_rows, refuse_optimizers
-from lightning_seqpar.verify.guards.optimizer import refuse_in_stages as refuse_optimizers_in_stages
+from lightning_seqpar.verify.guards.optimizer import (
+    refuse_fused_on_rows,
+    refuse_optimizers,
+    refuse_optimizers_in_stages,
+)
 
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 """Hooks between the backward and the update, in which a user's code may change gradients."""

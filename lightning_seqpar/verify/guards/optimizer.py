@@ -43,7 +43,7 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], tp: int) -> None:
             )
 
 
-def refuse_in_stages(optimizers: Sequence[Optimizer], pp: int) -> None:
+def refuse_optimizers_in_stages(optimizers: Sequence[Optimizer], pp: int) -> None:
     """Refuse optimizers that are not known to update each parameter by itself.
 
     Args:
