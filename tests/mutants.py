@@ -3917,7 +3917,7 @@ MUTANTS = [
     Mutant(
         "pp: an evaluation without the head",
         "Stage.begin_evaluation",
-        "if name not in self._behind_blocks:",
+        "if name not in wanted:",
         "if name:",
         "tests/test_pipeline_loops.py -k one_process",
     ),
