@@ -402,10 +402,13 @@ class ParallelConfig(FrozenModel):
 
     @model_validator(mode="after")
     def each_stage_has_its_layers(self) -> ParallelConfig:
-        if self.pp_layers is not None and len(self.pp_layers) != self.pp:
+        chunks = self.pp * (self.virtual_pp or 1)
+        if self.pp_layers is not None and len(self.pp_layers) != chunks:
+            each = "stage" if chunks == self.pp else "chunk, in the model's order,"
+            virtual = "" if chunks == self.pp else f", virtual_pp={self.virtual_pp}"
             raise broken(
-                f"pp_layers={self.pp_layers} with pp={self.pp}: it says of each stage how many blocks it has; write "
-                f"{self.pp} number{'s' * (self.pp > 1)}, or leave it out"
+                f"pp_layers={self.pp_layers} with pp={self.pp}{virtual}: it says of each {each} how many blocks it has; write "
+                f"{chunks} number{'s' * (chunks > 1)}, or leave it out"
             )
         return self
 

@@ -681,7 +681,7 @@ MUTANTS = [
     ),
     Mutant(
         "what a step does to its batch is done to all later runs",
-        "_own_tensors",
+        "own_tensors",
         "tensor.clone()",
         "tensor",
         "tests/test_trainer_view.py -k batch",

@@ -183,11 +183,12 @@ def _stages(described: Description, table_class: Any) -> Any:
     for number, stage in enumerate(described.stages):
         kept = "?" if stage.activation_bytes is None else human(stage.activation_bytes)
         numbers = [human(n) for n in (stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes)]
-        parent = f"{stage.first.rpartition('.')[0]}."
-        last = stage.last.removeprefix(parent)
-        blocks = stage.first if stage.blocks == 1 else f"{stage.first} to {last} ({stage.blocks})"
+        parent = f"{stage.ends[0][0].rpartition('.')[0]}."
+        named = [one if one == last else f"{one} to {last.removeprefix(parent)}" for one, last in stage.ends]
+        blocks = ", ".join([*named[:1], *(one.removeprefix(parent) for one in named[1:])])
+        blocks += f" ({stage.blocks})" * (stage.blocks > 1)
         total = human(stage.total_bytes)
-        table.add_row(str(number), blocks, f"{stage.parameters:,}", *numbers, kept, str(stage.alive), total)
+        table.add_row(str(number), blocks, f"{stage.parameters:,}", *numbers, kept, f"{stage.alive:g}", total)
     return table
 
 

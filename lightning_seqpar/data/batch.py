@@ -48,6 +48,18 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
     return tree_map(changed, batch)
 
 
+def own_tensors(batch: Any) -> Any:
+    """The batch with tensors of its own, since a step may change them in place; one that it holds twice is still one."""
+    made: dict[int, Tensor] = {}
+
+    def own(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.clone()
+        return made[id(tensor)]
+
+    return map_tensors(own, batch)
+
+
 def _items(leaf: Any) -> dict[Any, Any]:
     """The items of a container that torch's pytrees take for a leaf, by key, index or field; empty if it is none.
 

@@ -453,19 +453,28 @@ def draws_apart() -> bool:
     return torch.default_generator.initial_seed() & _MARK == _APART_MARK
 
 
+class SavedStreams:
+    """The states of torch's, Python's and numpy's generators at one moment."""
+
+    def __init__(self) -> None:
+        self._torch, self._python, self._numpy = _states(), random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        """Go on from there."""
+        _restore(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
 class StageStreams:
     """The random streams of one forward through a pipeline, of which each stage runs a part.
 
     In front of the blocks all stages draw alike. The blocks of a stage, and what comes behind them, draw from a stream that is
-    seeded from the state at the forward's beginning and the stage; behind the forward all stages go on from one that is seeded
-    from that state.
-
-    Args:
-        stage: the number of this stage.
+    seeded from the state at the forward's beginning and the number of the chunk of blocks; behind the forward all stages go on
+    from one that is seeded from that state.
     """
 
-    def __init__(self, stage: int) -> None:
-        self._stage = stage
+    def __init__(self) -> None:
         self._before: list[_State] = []
         self._host_before = self._host_at_blocks = b""
 
@@ -478,13 +487,28 @@ class StageStreams:
         """The stage's first block is called: what is drawn from here on other stages do not draw."""
         self._host_at_blocks = host_state()
 
-    def begin_stage(self) -> None:
-        """The stage's blocks begin."""
-        _reseed(self._before, _STAGE + self._stage)
+    def begin_stage(self, chunk: int) -> None:
+        """The blocks of a chunk begin, by its number."""
+        _reseed(self._before, _STAGE + chunk)
 
     def end(self) -> None:
         """The forward's part on this stage is done."""
         _reseed(self._before, _BEHIND_STAGES)
+
+    def put_off(self, *, seeded: bool, host: bool) -> SavedStreams:
+        """Go on as behind a forward, which will be run later from what is returned.
+
+        Args:
+            seeded: whether forwards end by :meth:`end`.
+            host: whether they end by :meth:`end_on_host`.
+        """
+        saved = SavedStreams()
+        self.begin()
+        if seeded:
+            self.end()
+        if host:
+            self.end_on_host()
+        return saved
 
     def has_drawn(self) -> bool:
         """Whether anything was drawn since :meth:`begin`."""

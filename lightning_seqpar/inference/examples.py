@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_seqpar.data.batch import map_tensors, tensors_in
+from lightning_seqpar.data.batch import map_tensors, own_tensors, tensors_in
 from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.reduction import IDS, WHOLE, Reduction
 from lightning_seqpar.inference.repeats import Repeats
@@ -123,7 +123,7 @@ class Example:
         if isinstance(model, LightningModule):
             answer_harmlessly(model, logged, losses, backward if self.reads_gradients else None)
         target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
-        args, kwargs = _own_tensors((self.args, dict(self.kwargs)))
+        args, kwargs = own_tensors((self.args, dict(self.kwargs)))
         out = target(_batches(args), **kwargs) if self.iterates else target(*args, **kwargs)
         if self.method != "forward":
             loss = out.get("loss") if isinstance(out, Mapping) else out
@@ -141,19 +141,7 @@ def _batches(given: tuple[Any, ...]) -> Iterator[tuple[Any, int, int]]:
     """What a loader's iterator gives to a step: the batch with its number and its loader's, as often as the step asks."""
     batch, _, loader = given
     for number in count():
-        yield _own_tensors(batch), number, loader
-
-
-def _own_tensors(batch: Any) -> Any:
-    """The batch with tensors of its own, since a step may change them in place; one that it holds twice is still one."""
-    made: dict[int, Tensor] = {}
-
-    def own(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor.clone()
-        return made[id(tensor)]
-
-    return map_tensors(own, batch)
+        yield own_tensors(batch), number, loader
 
 
 def _project(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ def find_cut(
     stacks: Sequence[Stack],
     stages: int,
     *,
+    rounds: int = 1,
     layers: Sequence[int] | None = None,
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda copied: None,
@@ -41,7 +42,8 @@ def find_cut(
         example: an input.
         stacks: its blocks.
         stages: over how many stages.
-        layers: how many blocks each stage has; None for stages that cost alike.
+        rounds: how many chunks of blocks each stage has.
+        layers: how many blocks each chunk has; None for chunks that cost alike.
         dtype: of the copy.
         prepare: is called with the copy before it runs.
 
@@ -49,7 +51,7 @@ def find_cut(
         CantInferError: if there are several stacks of blocks, too few blocks, a block returns more than its activation, or a
             stage reads what the blocks of another one made.
     """
-    stack = check_stacks(stacks, stages, layers)
+    stack = check_stacks(stacks, stages, rounds, layers)
     numel = {name: parameter.numel() for name, parameter in model.named_parameters()}
     drawn: list[Drawn] = []
     in_front: list[int] = []  # how many of them were drawn before the first block
@@ -59,7 +61,7 @@ def find_cut(
         first.register_forward_pre_hook(lambda module, args: in_front.append(len(drawn)))
         with Quiet(draws=on_cpu.draws), DrawWatch(drawn.append):
             try:
-                found = trace_cut(copied, lambda: on_cpu.run(copied), stack, stages, layers, numel)
+                found = trace_cut(copied, lambda: on_cpu.run(copied), stack, stages, rounds, layers, numel)
             except CantInferError:
                 raise
             except Exception as error:
@@ -75,7 +77,7 @@ def find_cut(
     return found._replace(draws=bool(drawn))
 
 
-def check_stacks(stacks: Sequence[Stack], stages: int, layers: Sequence[int] | None) -> Stack:
+def check_stacks(stacks: Sequence[Stack], stages: int, rounds: int, layers: Sequence[int] | None) -> Stack:
     """The stack of blocks that is cut.
 
     Raises:
@@ -88,9 +90,14 @@ def check_stacks(stacks: Sequence[Stack], stages: int, layers: Sequence[int] | N
         )
     (stack,) = stacks
     count = len(stack.blocks)
+    few = f"{count} block{'s' * (count > 1)}"
     if count < stages:
-        few = f"{count} block{'s' * (count > 1)}"
         raise CantInferError(f"pp={stages}: {stack.shown} has {few}, and each stage needs one; use pp={count} at most")
+    if count < stages * rounds:
+        raise CantInferError(
+            f"virtual_pp={rounds} with pp={stages}: {stack.shown} has {few}, and each stage needs {rounds}; use "
+            f"virtual_pp={count // stages} at most"
+        )
     if layers is not None and sum(layers) != count:
         raise CantInferError(
             f"pp_layers={list(layers)}: they are {sum(layers)} blocks together, and {stack.shown} has {count} blocks; let the "
@@ -104,6 +111,7 @@ def trace_cut(
     run: Callable[[], Tensor],
     stack: Stack,
     stages: int,
+    rounds: int,
     layers: Sequence[int] | None,
     numel: Mapping[str, int],
 ) -> Cut:
@@ -114,7 +122,8 @@ def trace_cut(
         run: runs it, and returns the loss.
         stack: its blocks.
         stages: over how many stages.
-        layers: how many blocks each stage has; None for stages that cost alike.
+        rounds: how many chunks of blocks each stage has.
+        layers: how many blocks each chunk has; None for chunks that cost alike.
         numel: size of each parameter of the whole model, by name.
 
     Raises:
@@ -163,21 +172,25 @@ def trace_cut(
         costs = [sum(size for name, size in numel.items() if inside(name, block)) for block in stack.blocks]
         # What is behind the blocks (the read set of the loss has the last block's too) is computed by the last stage.
         costs[-1] += sum(numel[name] for name in read[-1] if not any(inside(name, one) for one in stack.blocks))
-        layers = deal_out(costs, stages)
-    starts = [sum(layers[:at]) for at in range(stages + 1)]
+        layers = deal_out(costs, stages * rounds)
+    starts = [sum(layers[:at]) for at in range(stages * rounds + 1)]
     blocks = tuple(tuple(stack.blocks[start:stop]) for start, stop in pairwise(starts))
-    held = [set().union(*read[start + 1 : stop + 1]) for start, stop in pairwise(starts)]
-    held[0] |= read[0]
+    reads = [set().union(*read[start + 1 : stop + 1]) for start, stop in pairwise(starts)]
+    reads[0] |= read[0]
     everything = set(known.values())
     for at, names in enumerate(blocks):
         for other, theirs in enumerate(blocks):
-            crossing = _inside(theirs, held[at])
+            crossing = _inside(theirs, reads[at])
             if other != at and crossing:
-                raise CantInferError(
-                    f"pp={stages}: stage {at} reads {min(crossing)}, which is on stage {other}, or what it made, past the "
-                    "activation between blocks; such a model can't be cut there. Use pp=1"
+                reader, holder = (
+                    (f"stage {at}", f"on stage {other}") if rounds == 1 else (f"{names[0]}", "in a chunk of its own")
                 )
-        held[at] |= _inside(names, everything)
+                raise CantInferError(
+                    f"pp={stages}: {reader} reads {min(crossing)}, which is {holder}, or what it made, past the activation "
+                    "between blocks; such a model can't be cut there. Use pp=1"
+                )
+        reads[at] |= _inside(names, everything)
+    held = [set().union(*reads[stage::stages]) for stage in range(stages)]
     for unread in everything - set().union(*held):  # in the example: whoever reads it later must have it
         for each in held:
             each.add(unread)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MOST_DIMS = 6
 """More dims no activation has: what is told of a tensor before it is sent has a fixed length."""
-_FACTS = 6 + _MOST_DIMS
+_FACTS = 7 + _MOST_DIMS
 
 
 def refuse_nested(x: Any) -> None:
@@ -24,8 +24,23 @@ def refuse_nested(x: Any) -> None:
         )
 
 
-def _facts(x: Tensor, wants_gradient: bool = False, number: int = 0, beside: Tensor | None = None) -> Tensor:
-    """What is told of a tensor before it is sent; ``number`` is its micro-batch's, ``beside`` two numbers in float64.
+class Message(NamedTuple):
+    """What a tensor on its way between stages belongs to.
+
+    Attributes:
+        micro_batch: its number.
+        chunk: the number of the chunk of blocks that takes the activation, or has taken it and sends its gradient.
+    """
+
+    micro_batch: int
+    chunk: int
+
+
+_NONE = Message(0, 0)
+
+
+def _facts(x: Tensor, message: Message = _NONE, wants_gradient: bool = False, beside: Tensor | None = None) -> Tensor:
+    """What is told of a tensor before it is sent; ``beside`` is two numbers in float64.
 
     Raises:
         ValueError: for a tensor of another dtype than floats have, or of too many dims.
@@ -35,17 +50,18 @@ def _facts(x: Tensor, wants_gradient: bool = False, number: int = 0, beside: Ten
             f"an activation of dtype {x.dtype} and shape {list(x.shape)} can't be sent to another stage: it must be of "
             f"floats and have {_MOST_DIMS} dims at most"
         )
-    facts = [number, _DTYPES.index(x.dtype), int(wants_gradient), x.ndim, *x.shape]
+    facts = [*message, _DTYPES.index(x.dtype), int(wants_gradient), x.ndim, *x.shape]
     known = torch.tensor(facts + [0] * (_FACTS - 2 - len(facts)), dtype=torch.int64, device=x.device)
     return torch.cat(
         [torch.zeros(2, dtype=torch.int64, device=x.device) if beside is None else beside.view(torch.int64), known]
     )
 
 
-def _empty(facts: Tensor) -> tuple[Tensor, bool, int]:
-    """Memory for the tensor of which something was told, whether it waits for its gradient, and its micro-batch's number."""
-    number, dtype, wants_gradient, ndim, *shape = facts[2:].tolist()
-    return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=facts.device), bool(wants_gradient), number
+def _empty(facts: Tensor) -> tuple[Tensor, bool, Message]:
+    """Memory for the tensor of which something was told, whether it waits for its gradient, and what it belongs to."""
+    micro_batch, chunk, dtype, wants_gradient, ndim, *shape = facts[2:].tolist()
+    x = torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=facts.device)
+    return x, bool(wants_gradient), Message(micro_batch, chunk)
 
 
 def from_last(x: Tensor | None, group: dist.ProcessGroup, device: torch.device) -> Tensor:
@@ -65,60 +81,76 @@ def from_last(x: Tensor | None, group: dist.ProcessGroup, device: torch.device) 
     return x
 
 
+def count_channels(pp: int, virtual_pp: int) -> int:
+    """How many groups of a pipeline's ranks carry messages between neighbours: one for each direction and kind.
+
+    Activations and gradients overtake each other. So do those on the way from the last stage back to the first, where two ranks
+    are neighbours both ways.
+    """
+    if pp == 1:
+        return 0
+    return 2 if virtual_pp == 1 else 4
+
+
 class Link:
     """The way to a neighbouring stage and back. Tensors arrive in the order in which they were sent, each with its own shape.
 
     Args:
-        group: the process group of the pipeline.
-        peer: the neighbour's rank in it, which is the number of its stage.
+        there: the group that carries what is sent: a process group of the pipeline, used for this and nothing else.
+        back: the group that carries what is received.
+        peer: the neighbour's rank in them, which is the number of its stage.
         device: of this rank.
-        depth: how many tensors may be under way before :meth:`send` waits for the first; as many as the pipeline has stages
-            never make it wait.
+        depth: how many tensors may be under way before :meth:`send` waits for the first. Four times as many as the pipeline has
+            chunks of blocks never make it wait.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device, depth: int) -> None:
-        self._group, self._peer, self._device, self._depth = group, peer, device, depth
+    def __init__(
+        self, there: dist.ProcessGroup, back: dist.ProcessGroup, peer: int, device: torch.device, depth: int
+    ) -> None:
+        self._there, self._back, self._peer, self._device, self._depth = there, back, peer, device, depth
         self._sent: deque[tuple[list[Any], list[Tensor]]] = deque()
 
-    def send(self, x: Tensor, number: int, *, wants_gradient: bool = False, beside: Tensor | None = None) -> None:
-        """Send a tensor of a micro-batch, and two numbers beside it; it must not be changed before it has arrived.
+    def send(self, x: Tensor, message: Message, *, wants_gradient: bool = False, beside: Tensor | None = None) -> None:
+        """Send a tensor, and two numbers beside it; it must not be changed before it has arrived.
 
         Raises:
             ValueError: for a tensor of another dtype than floats have, or of too many dims.
         """
-        tensors = [_facts(x, wants_gradient, number, beside), x.detach().contiguous()]
-        works = [dist.isend(one, group=self._group, group_dst=self._peer) for one in tensors if one.numel()]
+        tensors = [_facts(x, message, wants_gradient, beside), x.detach().contiguous()]
+        works = [dist.isend(one, group=self._there, group_dst=self._peer) for one in tensors if one.numel()]
         self._sent.append((works, tensors))
         while len(self._sent) > self._depth:
             self._wait_for_first()
 
-    def receive(self, what: str, number: int) -> tuple[Tensor, bool, list[float]]:
+    def receive(self, what: str, message: Message) -> tuple[Tensor, bool, list[float]]:
         """The next tensor from the neighbour, whether it waits for its gradient, and the two numbers beside it.
 
         Args:
             what: it is, for messages.
-            number: of the micro-batch that it must be of.
+            message: what it must belong to.
 
         Raises:
             RuntimeError: if the neighbour has ended, does not send in time, or sent what belongs to another micro-batch.
         """
-        what = f"{what} of micro-batch {number}"
+        what = f"{what} of micro-batch {message.micro_batch}"
         facts = torch.empty(_FACTS, dtype=torch.int64, device=self._device)
         try:
-            dist.recv(facts, group=self._group, group_src=self._peer)
+            dist.recv(facts, group=self._back, group_src=self._peer)
             x, wants_gradient, came = _empty(facts)
             if x.numel():
-                dist.recv(x, group=self._group, group_src=self._peer)
+                dist.recv(x, group=self._back, group_src=self._peer)
         except RuntimeError as error:
-            rank = dist.get_global_rank(self._group, self._peer)
+            rank = dist.get_global_rank(self._back, self._peer)
             raise RuntimeError(
-                f"stage {self._group.rank()} waited for {what}, which did not come from stage {self._peer} (rank {rank}): it has "
+                f"stage {self._back.rank()} waited for {what}, which did not come from stage {self._peer} (rank {rank}): it has "
                 f"ended, or is stuck ({str(error).splitlines()[0]})"
             ) from error
-        if came != number:
+        if came != message:
+            chunk = "" if came.chunk == message.chunk else f" for chunk {came.chunk} of blocks, not {message.chunk}"
             raise RuntimeError(
-                f"stage {self._group.rank()} waited for {what}, and stage {self._peer} sent that of micro-batch {came}: the stages "
-                "are not in the same step any more. Each must read the same batches, and call the model as often"
+                f"stage {self._back.rank()} waited for {what}, and stage {self._peer} sent that of micro-batch "
+                f"{came.micro_batch}{chunk}: the stages are not in the same step any more. Each must read the same batches, "
+                "and call the model as often"
             )
         return x, wants_gradient, facts[:2].view(torch.float64).tolist()
 

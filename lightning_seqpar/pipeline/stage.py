@@ -5,11 +5,14 @@ replaced by that of the stage before; where the first block of the stage behind 
 step ends. What lies in front of the blocks runs on every stage. Parameters that a stage does not read are NaN there, without
 memory: what is made of them is thrown away, and would be seen where it is not. A step that evaluates goes on instead, on
 every stage, with what the last block returned on the last one.
+
+A stage may have several chunks of blocks (interleaving, arXiv 2104.04473, section 2.2.2). It runs the step once for each, as
+if each were a stage of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,11 +24,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.autograd import leaf_of, once_differentiable, reach
-from lightning_seqpar.distributed.rng import StageStreams
+from lightning_seqpar.distributed.rng import SavedStreams, StageStreams
 from lightning_seqpar.layout.module_names import Argument, inside
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split, local_rows
-from lightning_seqpar.pipeline.link import Link, from_last, refuse_nested
+from lightning_seqpar.pipeline.link import Link, Message, from_last, refuse_nested
 from lightning_seqpar.region.hooks import find_argument, put_argument
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
@@ -54,7 +57,8 @@ class Cut(NamedTuple):
     """Where a model is cut.
 
     Attributes:
-        blocks: of each stage the names of its blocks, in order.
+        blocks: of each chunk the names of its blocks, in order. Chunks go round the stages: of three stages the first has chunks
+            0, 3, 6, ...
         held: of each stage the names of the parameters that it reads.
         returned: of a block's outputs, how many stand in a tuple, of which the first is the activation; 0 where it returns the
             activation itself.
@@ -73,7 +77,11 @@ class Cut(NamedTuple):
     @property
     def stages(self) -> int:
         """How many stages there are."""
-        return len(self.blocks)
+        return len(self.held)
+
+    def chunks(self, stage: int) -> range:
+        """The numbers of the chunks that a stage has."""
+        return range(stage, len(self.blocks), self.stages)
 
     def passing_by(self, name: str) -> Callable[..., Any]:
         """A forward for a block that hands its activation on, as the block would return it."""
@@ -106,15 +114,15 @@ class _HandOn(torch.autograd.Function):
     """Forward: send an activation to the next stage; what is left stands for the loss. Backward: its gradient comes from there."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, link: Link, number: int, beside: Tensor) -> Tensor:
-        ctx.link, ctx.wants, ctx.number = link, x.requires_grad, number
-        link.send(x, number, wants_gradient=x.requires_grad, beside=beside)
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, link: Link, message: Message, beside: Tensor) -> Tensor:
+        ctx.link, ctx.wants, ctx.message = link, x.requires_grad, message
+        link.send(x, message, wants_gradient=x.requires_grad, beside=beside)
         return x.new_full((), float("nan"), dtype=torch.promote_types(x.dtype, torch.float32))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        x = ctx.link.receive("the gradient", ctx.number)[0] if ctx.wants else None
+        x = ctx.link.receive("the gradient", ctx.message)[0] if ctx.wants else None
         return x, None, None, None, None
 
 
@@ -122,14 +130,14 @@ class _Take(torch.autograd.Function):
     """Forward: the activation that the stage before has sent. Backward: send its gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, link: Link, number: int) -> Tensor:
-        ctx.link, ctx.number = link, number
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, link: Link, message: Message) -> Tensor:
+        ctx.link, ctx.message = link, message
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
-        ctx.link.send(grad, ctx.number)
+        ctx.link.send(grad, ctx.message)
         return None, None, None, None
 
 
@@ -169,59 +177,92 @@ class Stage:
     Args:
         model: the whole model.
         cut: where it is cut.
-        group: the process group of the pipeline.
+        groups: the process groups, of which ``pp`` is the pipeline.
         device: of this rank.
         own_streams: whether the stages draw apart; not in copies that are compared with a whole one.
+
+    Attributes:
+        losses: on the last stage those of the micro-batches that were settled last.
     """
 
     def __init__(
-        self, model: nn.Module, cut: Cut, group: dist.ProcessGroup, device: torch.device, *, own_streams: bool = True
+        self, model: nn.Module, cut: Cut, groups: ParallelGroups, device: torch.device, *, own_streams: bool = True
     ) -> None:
-        self.number, self.count, self._cut = group.rank(), cut.stages, cut
-        self._model, self._group = model, group
-        depth = 2 * cut.stages
-        self._before = Link(group, self.number - 1, device, depth) if self.number > 0 else None
-        self._behind = Link(group, self.number + 1, device, depth) if self.number + 1 < cut.stages else None
+        self.number, self.count, self._cut = groups.rank("pp"), cut.stages, cut
+        self._model, self._group = model, groups["pp"]
+        self._chunks = cut.chunks(self.number)
+        self._chunk = self._chunks[0]  # that is run, of those
+        self._own = {name: chunk for chunk in self._chunks for name in cut.blocks[chunk]}
+        self._elsewhere = {name: at for at, names in enumerate(cut.blocks) for name in names if name not in self._own}
+        self._before, self._behind = self._links(groups, device)
         # What needs a gradient, so that the backward of what is sent and taken runs whatever the model's own tensors need.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._has_begun = False  # a block of its own was called
+        self._begun: int | None = None  # the chunk of which a block was called
         self._is_awaited = False  # and the activation for it is still to come
         self._runs = False  # a step that trains
+        self.losses: list[Tensor] = []
+        self._computed: list[Tensor] = []
         self._ran: set[str] = set()  # its blocks that were called in it
         self._goes_on = False  # behind the last block, on every stage: it evaluates
         self._micro_batch = 0  # the number of the last one since all that was sent had arrived
-        self._streams, self._own_streams = StageStreams(self.number), own_streams
+        self._streams, self._own_streams = StageStreams(), own_streams
         self._handles: list[RemovableHandle] = []
-        self._elsewhere: list[nn.Module] = []
+        self._modules = dict(model.named_modules(remove_duplicate=False))
         self._install()
         self.leave_out(device)
+
+    def _links(self, groups: ParallelGroups, device: torch.device) -> tuple[Link | None, Link | None]:
+        """The ways to the stage before and to the one behind; the first and the last are neighbours where there are more chunks."""
+        activations, gradients, *around = groups.pp_channels
+        depth, last = 4 * len(self._cut.blocks), self.count - 1
+        before = behind = None
+        if self.number > 0:
+            before = Link(gradients, activations, self.number - 1, device, depth)
+        elif len(self._chunks) > 1:
+            before = Link(around[1], around[0], last, device, depth)
+        if self.number < last:
+            behind = Link(activations, gradients, self.number + 1, device, depth)
+        elif len(self._chunks) > 1:
+            behind = Link(around[0], around[1], 0, device, depth)
+        return before, behind
 
     @property
     def is_last(self) -> bool:
         """Whether the loss is computed here."""
-        return self._behind is None
+        return self.number == self.count - 1
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks of blocks this stage has."""
+        return len(self._chunks)
 
     @property
     def stages_behind(self) -> int:
         """How many stages come behind this one."""
         return self.count - 1 - self.number
 
-    def run(self, step: Callable[[], Any]) -> Any:
+    def run(self, step: Callable[[], Any], *, chunk: int = 0, micro_batch: int | None = None) -> Any:
         """Run the user's step as far as this stage goes.
 
+        Args:
+            step: the step.
+            chunk: which of this stage's chunks of blocks is run.
+            micro_batch: number of the micro-batch, from 1 on; None for the next one.
+
         Returns:
-            What it returned on the last stage; on the others what stands for the loss.
+            What it returned where the last chunk was run; else what stands for the loss.
 
         Raises:
             RuntimeError: if it came to its end without having come to this stage's first or last block, or drew random numbers
                 that no example drew.
         """
-        self._has_begun = self._is_awaited = False
-        self._micro_batch += 1
-        self._ran, self._runs = set(), True
+        self._begin_step()
+        self._micro_batch = self._micro_batch + 1 if micro_batch is None else micro_batch
+        self._ran, self._runs, self._chunk = set(), True, self._chunks[chunk]
         self._streams.begin()
         try:
-            out, ended = step(), False
+            with self._passing_by_own():
+                out, ended = step(), False
         except StageEndError as end:
             out, ended = end.loss, True
         finally:
@@ -239,13 +280,35 @@ class Stage:
             )
         if ended:
             return out
-        if not self.is_last or (self._before is not None and not self._has_begun):
-            what = "the blocks of the stage behind" if not self.is_last else "a block of its own"
+        has_loss = self._chunk == len(self._cut.blocks) - 1
+        if not has_loss or self._begun is None:
+            what = "a block of its own" if has_loss else "the blocks of the stage behind"
             raise RuntimeError(
                 f"stage {self.number} of {self.count}: the step ended without calling {what} "
-                f"({self._shown(self.number + (not self.is_last))}), so that nothing went through the pipeline"
+                f"({self._shown(self._chunk + (not has_loss))}), so that nothing went through the pipeline"
             )
+        loss = out.get("loss") if isinstance(out, Mapping) else out
+        if isinstance(loss, Tensor):
+            self._computed.append(loss.detach())
         return out
+
+    def _begin_step(self) -> None:
+        self._begun, self._is_awaited = None, False
+
+    @contextmanager
+    def _passing_by_own(self) -> Iterator[None]:
+        """A context in which this stage's chunks in front of the one that is run pass by too."""
+        passed = {name: self._modules[name] for name, chunk in self._own.items() if chunk < self._chunk}
+        kept = {name: vars(module).get("forward") for name, module in passed.items()}
+        for name, module in passed.items():
+            module.forward = self._elsewhere_at(name, self._own[name])
+        try:
+            yield
+        finally:
+            for name, module in passed.items():
+                del module.forward
+                if kept[name] is not None:
+                    module.forward = kept[name]
 
     def evaluate(self, step: Callable[[], Any]) -> Any:
         """Run a step of the user's to its end on every stage, without gradients.
@@ -256,7 +319,7 @@ class Stage:
         Raises:
             RuntimeError: if it came to its end in the middle of the blocks.
         """
-        self._has_begun = self._is_awaited = False
+        self._begin_step()
         self._goes_on = True
         self._micro_batch += 1
         self._streams.begin()
@@ -264,7 +327,7 @@ class Stage:
             out = step()
         finally:
             self._goes_on = False
-        if self._has_begun:
+        if self._begun is not None:
             raise RuntimeError(
                 f"stage {self.number} of {self.count}: the step ended without calling the last block ({self._last_block}), so "
                 "that the stages would go on with different activations"
@@ -312,9 +375,14 @@ class Stage:
                     "change what they read can't be cut; use pp=1"
                 )
 
+    def put_off(self) -> SavedStreams:
+        """Go on as if a micro-batch had been run, whose run is put off: its random streams, and behind them those of the next."""
+        return self._streams.put_off(seeded=self._switches_streams, host=self._cut.host_draws and self._own_streams)
+
     def settle(self) -> None:
         """Wait until all that was sent has arrived."""
         self._micro_batch = 0
+        self.losses, self._computed = self._computed, []
         for link in (self._before, self._behind):
             if link is not None:
                 link.settle()
@@ -342,9 +410,10 @@ class Stage:
         return self._cut.shared(name)
 
     @property
-    def ends(self) -> dict[int, tuple[str, str]]:
-        """Of each stage its first and its last block."""
-        return {stage: (names[0], names[-1]) for stage, names in enumerate(self._cut.blocks)}
+    def ends(self) -> dict[int, list[tuple[str, str]]]:
+        """Of each stage the first and the last block of its chunks."""
+        ends = [(names[0], names[-1]) for names in self._cut.blocks]
+        return {stage: [ends[chunk] for chunk in self._cut.chunks(stage)] for stage in range(self.count)}
 
     def sum_shared(self) -> None:
         """Sum the gradients of parameters that several stages hold (tied embeddings), over those. Collective over the pipeline."""
@@ -407,43 +476,43 @@ class Stage:
     # ---- the cut -----------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
-        modules = dict(self._model.named_modules(remove_duplicate=False))
-        for stage, names in enumerate(self._cut.blocks):
-            for name in names:
-                if stage == self.number:
-                    # Streams in front of all other hooks, of which some may draw; the activation behind them, in its final form.
-                    self._handles.append(modules[name].register_forward_pre_hook(self._begin_at(name), prepend=True))
-                    if self._before is not None:
-                        self._handles.append(
-                            modules[name].register_forward_pre_hook(self._take_at(name), with_kwargs=True)
-                        )
-                else:
-                    forward = self._pass_by(name) if stage < self.number else self._hand_on_at(name)
-                    modules[name].forward = forward
-                    self._elsewhere.append(modules[name])
+        for name in self._own:
+            # Streams in front of all other hooks, of which some may draw; the activation behind them, in its final form.
+            module, chunk = self._modules[name], self._own[name]
+            self._handles.append(module.register_forward_pre_hook(self._begin_at(name, chunk), prepend=True))
+            if chunk > 0:
+                self._handles.append(module.register_forward_pre_hook(self._take_at(name, chunk), with_kwargs=True))
+        for name, chunk in self._elsewhere.items():
+            self._modules[name].forward = self._elsewhere_at(name, chunk)
         if self.is_last:  # in front of all other hooks, as the others have it from the block's forward
-            self._handles.append(modules[self._last_block].register_forward_hook(self._give_to_all, prepend=True))
+            self._handles.append(self._modules[self._last_block].register_forward_hook(self._give_to_all, prepend=True))
 
     @property
     def _switches_streams(self) -> bool:
         """Whether the stages draw from streams of their own."""
         return self._cut.draws and self._model.training and self._own_streams
 
-    def _begin_at(self, name: str) -> Callable[..., None]:
-        """A pre-hook of this stage's blocks: the first that runs begins the stage."""
+    def _passes_by(self, chunk: int) -> bool:
+        """Whether a chunk of this stage is not the one that a training step runs."""
+        return self._runs and chunk != self._chunk
+
+    def _begin_at(self, name: str, chunk: int) -> Callable[..., None]:
+        """A pre-hook of this stage's blocks: the first that runs begins its chunk."""
 
         def hook(module: nn.Module, args: Any) -> None:
+            if self._passes_by(chunk):
+                return
             if self._runs and name in self._ran:
                 raise RuntimeError(
                     f"stage {self.number} of {self.count}: {name} is called once more in a training step, in which the stages "
                     "before have ended theirs. A model that runs its blocks several times in a step can't be cut; use pp=1"
                 )
             self._ran.add(name)
-            if not self._has_begun:
-                self._has_begun, self._is_awaited = True, True
+            if self._begun != chunk:
+                self._begun, self._is_awaited = chunk, chunk > 0
                 self._streams.enter_blocks()
                 if self._switches_streams:
-                    self._streams.begin_stage()
+                    self._streams.begin_stage(chunk)
 
         return hook
 
@@ -460,47 +529,49 @@ class Stage:
                 "Make it of the batch, generate without a cache (use_cache=False), or use pp=1"
             )
 
-    def _take_at(self, name: str) -> Callable[..., Any]:
+    def _take_at(self, name: str, chunk: int) -> Callable[..., Any]:
         """A pre-hook of this stage's blocks: in front of the first that runs, the activation of the stage before comes in."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not self._is_awaited:
+            if not self._is_awaited or self._passes_by(chunk):
                 return None
             self._is_awaited = False
             assert self._before is not None
             where, nothing = find_argument(name, self._cut.arg, args, kwargs)
-            x, wants, came = self._before.receive("the activation", self._micro_batch)
+            message = Message(self._micro_batch, chunk)
+            x, wants, came = self._before.receive("the activation", message)
             self._check_beside(name, came, _beside(nothing, args, kwargs))
             if wants and torch.is_grad_enabled():
-                x = _Take.apply(self._anchor, x, self._before, self._micro_batch)  # type: ignore[no-untyped-call]
+                x = _Take.apply(self._anchor, x, self._before, message)  # type: ignore[no-untyped-call]
             return put_argument(where, _placed_as(nothing, x), args, kwargs)
 
         return hook
 
-    def _pass_by(self, name: str) -> Callable[..., Any]:
-        """The forward of a block that a stage before runs: what it returns is no number, so that nobody takes it for one."""
+    def _elsewhere_at(self, name: str, chunk: int) -> Callable[..., Any]:
+        """The forward of a block that is not run here.
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._cut.as_returned(_nothing_like(find_argument(name, self._cut.arg, args, kwargs)[1]))
-
-        return forward
-
-    def _hand_on_at(self, name: str) -> Callable[..., Any]:
-        """The forward of a block that a stage behind runs: the activation goes there, and this stage's step ends."""
+        In front of this stage's chunk it passes by: what it returns is no number, so that nobody takes it for one. Behind it the
+        activation goes to the next stage, and this stage's step ends. One that evaluates goes on.
+        """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             x = find_argument(name, self._cut.arg, args, kwargs)[1]
-            if not self._has_begun:
+            is_next = chunk - 1 in self._chunks and name == self._cut.blocks[chunk][0]
+            if not self._goes_on and chunk < self._chunk:
+                return self._cut.as_returned(_nothing_like(x))
+            if self._begun is None if not self._goes_on else is_next and self._begun != chunk - 1:
                 raise RuntimeError(
                     f"stage {self.number} of {self.count}: {name} was called before any block of its own "
-                    f"({self._shown(self.number)})"
+                    f"({self._shown(self._chunk)})"
                 )
-            assert self._behind is not None
+            message = Message(self._micro_batch, chunk)
             if not self._goes_on:
-                sent = local_of(x), self._anchor, self._behind, self._micro_batch, _beside(x, args, kwargs)
+                assert self._behind is not None
+                sent = local_of(x), self._anchor, self._behind, message, _beside(x, args, kwargs)
                 raise StageEndError(_HandOn.apply(*sent))  # type: ignore[no-untyped-call]
-            if name == self._cut.blocks[self.number + 1][0]:
-                self._behind.send(local_of(x), self._micro_batch, beside=_beside(x, args, kwargs))
+            if is_next:
+                assert self._behind is not None
+                self._behind.send(local_of(x), message, beside=_beside(x, args, kwargs))
             x = _placed_as(x, self._rejoin(None)) if name == self._last_block else _nothing_like(x)
             return self._cut.as_returned(x)
 
@@ -520,7 +591,7 @@ class Stage:
         if self._switches_streams:
             self._streams.end()
             self._streams.begin()  # the model may be called once more
-        self._has_begun = False
+        self._begun = None
         return x
 
     @property
@@ -530,10 +601,11 @@ class Stage:
     @property
     def _behind_blocks(self) -> set[str]:
         """The parameters that the last stage reads outside its blocks."""
-        return {name for name in self._cut.held[-1] if not any(inside(name, block) for block in self._cut.blocks[-1])}
+        blocks = [block for chunk in self._cut.chunks(self.count - 1) for block in self._cut.blocks[chunk]]
+        return {name for name in self._cut.held[-1] if not any(inside(name, block) for block in blocks)}
 
-    def _shown(self, stage: int) -> str:
-        names: Sequence[str] = self._cut.blocks[stage]
+    def _shown(self, chunk: int) -> str:
+        names: Sequence[str] = self._cut.blocks[chunk]
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
     def leave_out(self, device: torch.device) -> None:
@@ -556,6 +628,6 @@ class Stage:
         """Let the blocks be the user's again."""
         for handle in self._handles:
             handle.remove()
-        for module in self._elsewhere:
-            del module.forward
-        self._handles, self._elsewhere = [], []
+        for name in self._elsewhere:
+            del self._modules[name].forward
+        self._handles, self._elsewhere = [], {}

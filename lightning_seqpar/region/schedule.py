@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.distributed.rng import STILL
@@ -68,6 +69,20 @@ class WatchSchedule:
         self._steps[loop] += 1
         self._since_start[loop] += 1
 
+    @contextmanager
+    def as_of(self, loop: str, step: int) -> Generator[None, None, None]:
+        """A context in which an earlier step of ``loop`` is the current one: it was put off."""
+        now = self._steps[loop]
+        self._steps[loop] = step
+        try:
+            yield
+        finally:
+            self._steps[loop] = now
+
+    def number(self, loop: str) -> int:
+        """The number of the current step of ``loop``, from 1 on."""
+        return self._steps[loop]
+
     def is_first(self, loop: str) -> bool:
         """Whether the current step is the first of its loop in this run."""
         return self._steps[loop] == 1
@@ -91,13 +106,12 @@ class WatchSchedule:
         return loop == "training" and (self._draws_are_new or self.is_due(loop))
 
     def expects_draws(self, loop: str) -> bool:
-        """Whether the step that begins may draw random numbers: not if no training step of this run has, and it is none to watch.
+        """Whether the current step may draw random numbers: not if no training step of this run has, and it is none to watch.
 
         A step is watched again by the powers of two, and one that draws nonetheless is seen at the end of the block in which it
         does.
         """
-        is_next_due = self.is_due_at(self._steps[loop] + 1)
-        return loop != "training" or self._has_drawn or self._draws_are_new or is_next_due
+        return loop != "training" or self._has_drawn or self._draws_are_new or self.is_due(loop)
 
     def note_draws(self, drawn: Sequence[Sequence[bytes]], *, watched: bool) -> None:
         """What a training step drew: one that draws as none before did (a rate that rises from zero) has the next one watched.

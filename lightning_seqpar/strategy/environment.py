@@ -33,6 +33,7 @@ from lightning_seqpar.distributed.host import default_backend, host_device
 from lightning_seqpar.distributed.phases import Phases
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_start
 from lightning_seqpar.nn.sharded_logits import whole_logits
+from lightning_seqpar.pipeline.link import count_channels
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -197,6 +198,7 @@ class TopologyStrategy(ParallelStrategy):
                     timeout=self.config.timeout,
                     split_rank=self.config.pp_split_rank,
                     gloo_twins=self.config.gloo_twins,
+                    pp_channels=count_channels(self.config.pp, self.config.virtual_pp or 1),
                 )
             self._warn_of_slow_links(topology)
         self._take_over_samplers()

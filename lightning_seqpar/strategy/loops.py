@@ -54,7 +54,7 @@ class LoopStrategy(SteppingStrategy):
         if self.config.pp > 1:
             accumulate = self._trainer.accumulate_grad_batches
             tell = rank_zero_warn if accumulate < self.config.pp else rank_zero_info
-            tell(f"lightning_seqpar: {describe_bubble(accumulate, self.config.pp)}")
+            tell(f"lightning_seqpar: {describe_bubble(accumulate, self.config.pp, self.config.virtual_pp or 1)}")
         loader = self._trainer.train_dataloader
         size = getattr(loader, "batch_size", None)
         if isinstance(size, int):

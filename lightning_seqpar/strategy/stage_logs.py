@@ -55,17 +55,17 @@ class StageLogs:
         self._sent: dict[str, dict[str, tuple[int, Any]]] = {}
 
     @contextmanager
-    def step(self, trainer: Trainer) -> Generator[None, None, None]:
-        """A context manager around a training step."""
+    def step(self, trainer: Trainer, *, has_loss: bool) -> Generator[None, None, None]:
+        """A context manager around a training step, or around the part of one that comes to the loss, or does not."""
         results: Any = trainer._results
         assert results is not None
         should_stop = trainer.should_stop
-        results.log = self._noted(results.log, results) if self._is_last else _log_nothing
+        results.log = self._noted(results.log, results) if has_loss else _log_nothing
         try:
             yield
         finally:
             del results.log  # the class's own again
-        if self._is_last and trainer.should_stop and not should_stop:
+        if has_loss and trainer.should_stop and not should_stop:
             trainer.should_stop, self._stops = False, True  # all stages stop, where the window ends
 
     def share(self, trainer: Trainer, module: LightningModule) -> None:
@@ -144,7 +144,7 @@ class StageLogs:
 
 
 def _log_nothing(*args: Any, **options: Any) -> None:
-    """On all stages but the last."""
+    """Where the loss is not computed."""
 
 
 def _to(value: Any, device: torch.device) -> Any:

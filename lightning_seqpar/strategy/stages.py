@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -14,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.pipeline.schedule import OneForwardOneBackward
+from lightning_seqpar.pipeline.schedule import OneForwardOneBackward, interleave
 from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.region.schedule import WatchSchedule
 from lightning_seqpar.strategy.environment import TopologyStrategy
+from lightning_seqpar.strategy.interleaving import InterleavedWindow, MicroBatch, touch
 from lightning_seqpar.strategy.stage_logs import StageLogs
 from lightning_seqpar.verify.guards.model import check_buffers_of_stages
 
@@ -34,10 +36,13 @@ class StagedStrategy(TopologyStrategy):
         super().__init__(config, **plugins)
         self._schedule = WatchSchedule(config.check_every)
         self._micro_batches = OneForwardOneBackward(0)
+        self._reduced: list[Tensor] = []  # parameters whose gradients DDP reduces over the replicas
         self._logs: StageLogs | None = None
+        self._window: InterleavedWindow | None = None  # where stages have several chunks of blocks
 
     def _begin_stages(self, stage: Stage) -> None:
         """A training begins."""
+        self._window = InterleavedWindow(stage, self._module, self.root_device) if stage.chunks > 1 else None
         self._micro_batches = OneForwardOneBackward(stage.stages_behind)
         self._logs = StageLogs(self.groups["pp"], self.root_device, self.groups["dp"])
 
@@ -54,14 +59,18 @@ class StagedStrategy(TopologyStrategy):
         own, step = vars(self._module).get(name), getattr(self._module, name)
         trains = name == "training_step"
         run: Callable[[Callable[[], Any]], Any] = stage.run if trains else stage.evaluate
+        logs, window = self._logs if trains else None, self._window if trains else None
 
         @functools.wraps(step)
         def in_stages(*args: Any, **kwargs: Any) -> Any:
+            if window is not None:
+                batch = self._trainer._results.batch  # type: ignore[union-attr]
+                return window.put_off(step, (args, kwargs), self._schedule.number("training"), batch)
             return run(lambda: step(*args, **kwargs))
 
         vars(self._module)[name] = in_stages
         try:
-            with self._logs.step(self._trainer) if trains and self._logs is not None else nullcontext():
+            with nullcontext() if logs is None or window else logs.step(self._trainer, has_loss=stage.is_last):
                 yield
         finally:
             del vars(self._module)[name]
@@ -85,6 +94,12 @@ class StagedStrategy(TopologyStrategy):
         begins = self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
         if begins and is_overridden("optimizer_zero_grad", self._module):
             stage.refuse_kept()
+        if self._window is not None:
+            self._window.micro_batches[-1].backward = backward
+            if is_last:
+                self._run_window(self._window, stage, reduces=True)
+                self._end_window(stage)
+            return
 
         def reduced() -> None:  # the window's last backward: DDP reduces what all of them added up
             if isinstance(self.model, DistributedDataParallel):
@@ -93,13 +108,76 @@ class StagedStrategy(TopologyStrategy):
 
         self._micro_batches.add(reduced if is_last else backward, is_last=is_last)
         if is_last:
-            stage.settle()
-            stage.sum_shared()  # once for each window, in which gradients were added up
-            record = record_of(self._module)
-            if record is not None and self._schedule.is_due("training"):
-                check_buffers_of_stages(record, self.groups, self.root_device)
-            if self._logs is not None:
-                self._logs.share(self._trainer, self._module)
+            self._end_window(stage)
+
+    def _end_window(self, stage: Stage) -> None:
+        """All backwards of a window have run. Collective over the pipeline."""
+        stage.settle()
+        stage.sum_shared()  # once for each window, in which gradients were added up
+        record = record_of(self._module)
+        if record is not None and self._schedule.is_due("training"):
+            check_buffers_of_stages(record, self.groups, self.root_device)
+        if self._logs is not None:
+            self._logs.share(self._trainer, self._module)
+
+    def _run_window(self, window: InterleavedWindow, stage: Stage, *, reduces: bool) -> None:
+        """Run the micro-batches that were put off, in turns over the chunks of this stage.
+
+        Args:
+            window: holds them.
+            stage: what this rank runs.
+            reduces: whether gradients are reduced over the replicas behind them.
+        """
+        found = window.micro_batches
+        ddp = self.model if isinstance(self.model, DistributedDataParallel) else None
+        with window.run():
+            for part in interleave(stage.number, stage.count, stage.chunks, len(found)):
+                one = found[part.micro_batch]
+                # DDP reduces each parameter once, and here it has as many backwards as there are chunks.
+                waits = ddp is not None or not reduces or one is not found[-1]
+                with self._schedule.as_of("training", one.number):
+                    if not part.is_backward:
+                        one.losses[part.chunk] = self._run_chunk(window, stage, one, part.chunk)
+                        continue
+                    with self.block_backward_sync() if waits else nullcontext():
+                        self._run_backward(one, part.chunk, stage)
+        if ddp is not None and reduces:
+            nothing = touch([p for p in self._reduced if p.grad is not None])
+            prepare_for_backward(ddp, nothing)
+            nothing.backward()
+
+    def _run_chunk(self, window: InterleavedWindow, stage: Stage, one: MicroBatch, chunk: int) -> Tensor:
+        """Run the forward of a micro-batch through one chunk; returns the loss, or what stands for it."""
+        has_loss = stage.is_last and chunk == stage.chunks - 1
+        logs = nullcontext() if self._logs is None else self._logs.step(self._trainer, has_loss=has_loss)
+        with window.entered(one, chunk, self._trainer) as step, logs, self.precision_plugin.train_step_context():
+            out = self._run_step("training", step, (), {})
+        loss = out.get("loss") if isinstance(out, Mapping) else out
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"training_step returned {type(loss).__name__}, and not a loss: with pp={stage.count} no batch can be "
+                "skipped, since the stages before the last have run it already. Return a loss that is multiplied by 0, or use pp=1"
+            )
+        return loss
+
+    def _run_backward(self, one: MicroBatch, chunk: int, stage: Stage) -> None:
+        """Run the backward of a micro-batch through one chunk."""
+        loss, gradient = one.losses.pop(chunk), None
+        if chunk == stage.chunks - 1:
+            assert one.backward is not None
+            one.backward()
+            if stage.is_last:
+                gradient = one.gradients[-1].to(loss.dtype)
+        self._before_backward(loss, is_loss=gradient is not None)
+        torch.autograd.backward(loss, gradient)
+
+    def _run_step(self, loop: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a step of the user's, checked; a subclass does."""
+        raise NotImplementedError
+
+    def _before_backward(self, loss: Tensor, *, is_loss: bool) -> None:
+        """Check a loss, or what stands for it, and prepare its backward; a subclass does."""
+        raise NotImplementedError
 
     def _finish_micro_batches(self) -> None:
         """Run the backwards that are still to come, in the middle of a window, and share what was logged. Collective over pp.
@@ -108,6 +186,8 @@ class StagedStrategy(TopologyStrategy):
         """
         if (stage := self._stage) is None or self._logs is None:
             return
+        if self._window is not None and self._window.micro_batches:
+            self._run_window(self._window, stage, reduces=False)
         with self.block_backward_sync():
             self._micro_batches.finish()
         stage.settle()

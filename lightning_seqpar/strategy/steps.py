@@ -88,7 +88,6 @@ class SteppingStrategy(StagedStrategy):
         # Optimizers with a hook on steps that bypass the strategy.
         self._guarded: weakref.WeakSet[Optimizer] | None = None
         self._ddp_model: DistributedDataParallel | None = None
-        self._reduced: list[Tensor] = []  # parameters whose gradients DDP reduces over the replicas
         self._split: FullySharded | None = None
         self._outputs = OutputWatch()
         self._scales: StageScales | None = None
@@ -115,7 +114,6 @@ class SteppingStrategy(StagedStrategy):
         record = record_of(self._module)
         if record is None:
             return step(*args, **kwargs)
-        record.reset_calls(draws=self._schedule.expects_draws(loop))
         if self._split is not None:
             self._split.settle()  # whoever changed a parameter since the last step has changed its rows
         schedule = self._schedule
@@ -127,6 +125,15 @@ class SteppingStrategy(StagedStrategy):
             check_batch(args[0], self.groups, self.root_device, loop)
             if loop == "training" and schedule.is_first(loop):
                 warn_of_equal_replicas(args[0], self.groups, self.root_device)
+        if loop == "training" and self._window is not None:
+            return step(*args, **kwargs)  # which puts it off
+        return self._run_step(loop, step, args, kwargs)
+
+    def _run_step(self, loop: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a step of the user's that is the current one, checked, and look at what it returns."""
+        record, schedule = record_of(self._module), self._schedule
+        assert record is not None
+        record.reset_calls(draws=schedule.expects_draws(loop))
         watched = schedule.watches_draws(loop)
         try:
             with DrawWatch(record.check_draw) if watched else nullcontext():
@@ -153,7 +160,7 @@ class SteppingStrategy(StagedStrategy):
             if any(isinstance(tensor, ShardedLogits | SeqPart) for tensor in tensors_in(out)):
                 out = map_tensors(_whole, out)  # gathered here, since it may next be read on one rank alone
             self._outputs.note(out, self.root_device)
-            if due or self._outputs.is_full:
+            if schedule.is_due_in_loop(loop) or self._outputs.is_full:
                 self._outputs.check(self.groups, loop)
         return out
 
@@ -239,26 +246,30 @@ class SteppingStrategy(StagedStrategy):
         Raises:
             RuntimeError: with replicas, if a parameter thawed or froze within the step.
         """
+        if self._window is None:  # else it is no loss yet
+            self._before_backward(closure_loss, is_loss=self._stage is None or self._stage.is_last)
+
+    def _before_backward(self, loss: Tensor, *, is_loss: bool) -> None:
+        """Check a loss, or what stands for it, and prepare its backward."""
         record = record_of(self._module)
         if record is not None:
             assert self._sync is not None
             self._sync.attach()  # once more, since a parameter may have thawed in the step
             self._sync.begin_backward()
             if self._split is not None:
-                self._split.expect_backward(closure_loss)
-            has_loss = record.stage is None or record.stage.is_last
-            if has_loss:
-                self._sync.losses.note(closure_loss)
+                self._split.expect_backward(loss)
+            if is_loss:
+                self._sync.losses.note(loss)
             if self._schedule.is_due("training"):
-                if has_loss:
-                    check_loss(closure_loss, self.groups)
-                    check_readers(closure_loss, record)
+                if is_loss:
+                    check_loss(loss, self.groups)
+                    check_readers(loss, record)
                 if record.stage is not None:
-                    record.stage.check_graph(closure_loss)
+                    record.stage.check_graph(loss)
                 check_parameters(record)
                 check_buffers(record, self.groups, self.root_device)
-            elif record.regions and has_loss:
-                check_readers(closure_loss, record, inside=False)  # a loss may begin to read a parameter at any step
+            elif record.regions and is_loss:
+                check_readers(loss, record, inside=False)  # a loss may begin to read a parameter at any step
         if isinstance(self.model, DistributedDataParallel):
             thawed = self._thawed()
             if thawed or (self._waits(self.model) and not all(p.requires_grad for p in self._reduced)):
@@ -268,7 +279,7 @@ class SteppingStrategy(StagedStrategy):
                     "before the step, in on_train_batch_start or a callback"
                 )
             if not self._module.automatic_optimization:
-                prepare_for_backward(self.model, closure_loss)
+                prepare_for_backward(self.model, loss)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward.

@@ -377,6 +377,7 @@ class SeqParallelStrategy(TuningStrategy):
             *(
                 self.groups.topology,
                 repr(config.pp_layers),
+                config.virtual_pp,
                 config.cp_method,
                 config.sp,
                 config.plan,
@@ -476,7 +477,7 @@ class SeqParallelStrategy(TuningStrategy):
     def _cut(self, record: ShardedModel, cut: Cut) -> None:
         """Keep one stage of a model."""
         record.layout.note_stages(cut.shared)
-        record.stage = Stage(record.model, cut, self.groups["pp"], self.root_device)
+        record.stage = Stage(record.model, cut, self.groups, self.root_device)
 
     def _split_unsharded(self, module: LightningModule, made_by: object) -> ShardedModel:
         """Split a model that tp does not shard along the sequence (cp), into stages (pp), or both, once that is proved."""

@@ -151,7 +151,10 @@ def describe_stages(record: ShardedModel) -> list[str]:
     stage = record.stage
     if stage is None:
         return []
-    named = [f"{one} {first if first == last else f'{first} to {last}'}" for one, (first, last) in stage.ends.items()]
+    named = [
+        f"{one} {' and '.join(first if first == last else f'{first} to {last}' for first, last in ends)}"
+        for one, ends in stage.ends.items()
+    ]
     shared = sorted(name for name in record.layout if len(stage.shared(name)) > 1)
     lines = [
         f"stages: {', '.join(named)}; what is in front of the blocks runs on each, what is behind them on the last"

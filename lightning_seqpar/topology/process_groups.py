@@ -50,6 +50,8 @@ class ParallelGroups:
         split_rank: first pipeline stage of the decoder, in an encoder-decoder model; it holds embeddings too.
         gloo_twins: make a gloo group beside each group of axes (:meth:`gloo`), for objects on the CPU and for threads
             that must not speak between the training's collectives.
+        pp_channels: make so many groups of the ranks of ``pp`` (:attr:`pp_channels`), each for one kind of messages between
+            neighbours.
 
     Raises:
         RuntimeError: if ``torch.distributed`` is not initialised.
@@ -66,6 +68,7 @@ class ParallelGroups:
         timeout: timedelta | None = None,
         split_rank: int | None = None,
         gloo_twins: bool = False,
+        pp_channels: int = 0,
     ) -> None:
         self._place(topology, rank, rank_mapping, split_rank)
         if not dist.is_initialized():
@@ -93,6 +96,8 @@ class ParallelGroups:
         if gloo_twins:
             self._make_axis_groups(self._twins, {**options, "backend": "gloo"})
         self._make_named_groups(options)
+        stages = self.ranks("pp") if pp_channels and self._grid_rank >= 0 else [self._world_rank]
+        self._channels: tuple[ProcessGroup, ...] = tuple(self._new(stages, options) for _ in range(pp_channels))
 
     def _place(
         self,
@@ -186,7 +191,7 @@ class ParallelGroups:
         groups = cls.__new__(cls)
         groups._place(topology, rank, None, split_rank)
         groups._fake = True
-        groups._groups, groups._twins, groups._made = {}, {}, []
+        groups._groups, groups._twins, groups._made, groups._channels = {}, {}, [], ()
         return groups
 
     @classmethod
@@ -228,6 +233,15 @@ class ParallelGroups:
         if self._key(axes) & {"embedding", "position_embedding"}:
             raise ValueError(f"groups.gloo({axes!r}): groups of axes have twins, named ones have none; use gloo('pp')")
         return self._find(self._twins, axes)
+
+    @property
+    def pp_channels(self) -> tuple[ProcessGroup, ...]:
+        """More groups of the ranks of ``pp``, in the same order: as many as were asked for.
+
+        Messages of one kind between two neighbours arrive in the order in which they were sent. NCCL orders all that two ranks of a
+        group send each other, in both directions, so that kinds which overtake each other need groups of their own.
+        """
+        return self._channels
 
     def _find(self, among: Mapping[frozenset[str], ProcessGroup], axes: Axes) -> ProcessGroup:
         """The group along ``axes``; raises RuntimeError with the reason if there is none."""
@@ -344,7 +358,11 @@ class ParallelGroups:
         """
         mapping, rank = tuple(self._mapping), self._world_rank
         return ParallelGroups(
-            self.topology, rank, mapping, backend="gloo", timeout=timeout, split_rank=self._split_rank
+            *(self.topology, rank, mapping),
+            backend="gloo",
+            timeout=timeout,
+            split_rank=self._split_rank,
+            pp_channels=len(self._channels),
         )
 
     def sequence_numbers(self) -> dict[str, int]:
@@ -360,11 +378,11 @@ class ParallelGroups:
         """
         for group in self._made:
             group.shutdown()
-        self._groups, self._twins, self._made = {}, {}, []
+        self._groups, self._twins, self._made, self._channels = {}, {}, [], ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelGroups:
         return self  # a process group can't be copied; a copied model keeps talking over the same one
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled (a sampler's, for a worker or with a Trainer): it answers ranks and sizes, and has no groups."""
-        return {**vars(self), "_fake": True, "_groups": {}, "_twins": {}, "_made": []}
+        return {**vars(self), "_fake": True, "_groups": {}, "_twins": {}, "_made": [], "_channels": ()}

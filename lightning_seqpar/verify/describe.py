@@ -36,6 +36,7 @@ from lightning_seqpar.parallel.recompute import NoAttentionError, recompute_unsh
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
+from lightning_seqpar.pipeline.schedule import warm_up
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import VOCAB_OFF, find_vocabulary, with_vocabulary
@@ -79,9 +80,8 @@ class StageRow:
     """A stage of a pipeline, and what each of its ranks keeps.
 
     Attributes:
-        first: name of its first block.
-        last: name of its last block.
-        blocks: how many they are.
+        ends: of each of its chunks the names of the first and the last block.
+        blocks: how many blocks it has.
         alive: of how many micro-batches it keeps activations at once.
         parameters: number of parameters on a rank.
         parameter_bytes: their bytes.
@@ -91,10 +91,9 @@ class StageRow:
             no step could be traced.
     """
 
-    first: str
-    last: str
+    ends: tuple[tuple[str, str], ...]
     blocks: int
-    alive: int
+    alive: float
     parameters: int
     parameter_bytes: int
     gradient_bytes: int
@@ -302,25 +301,32 @@ def _cut(
     finding = config.model_copy(update={"tp": max(config.tp, 2)})
     plans = plans or resolve_plans(config.plan, copied, lambda: _infer(model, step, finding, known))
     matches = [match for plan in plans for match in plan.match(copied) if match.rule.says_where_blocks_are]
-    stack = check_stacks(PlannedModel(copied, matches, list(STYLES), 1, False).stacks, config.pp, config.pp_layers)
+    stacks, rounds = PlannedModel(copied, matches, list(STYLES), 1, False).stacks, config.virtual_pp or 1
+    stack = check_stacks(stacks, config.pp, rounds, config.pp_layers)
     numel = {name: parameter.numel() for name, parameter in copied.named_parameters()}
-    cut = trace_cut(copied, lambda: step.run(copied), stack, config.pp, config.pp_layers, numel)
+    cut = trace_cut(copied, lambda: step.run(copied), stack, config.pp, rounds, config.pp_layers, numel)
     local = dict(planned.named_parameters())
-    for at, names in enumerate(cut.blocks):
+    for at in range(config.pp):
         held = [local[name] for name in cut.held[at]]
         gradients = sum(p.nbytes for p in held if p.requires_grad)
-        alive, share = config.pp - at, len(names) / len(stack.blocks)
-        kept = None if out.activation_bytes is None else int(alive * share * out.activation_bytes)
+        chunks = [cut.blocks[chunk] for chunk in cut.chunks(at)]
+        count = sum(len(names) for names in chunks)
+        # With many micro-batches; of a chunk at a time where a stage has several.
+        alive = float(config.pp - at)
+        if rounds > 1:
+            alive = (warm_up(at, config.pp, rounds, config.pp * (rounds + 2)) + 1) / rounds
+        kept = None if out.activation_bytes is None else int(alive * count / len(stack.blocks) * out.activation_bytes)
         numbers = (sum(p.numel() for p in held), sum(p.nbytes for p in held), gradients)
         state = OPTIMIZERS[out.optimizer] * gradients
-        out.stages.append(StageRow(names[0], names[-1], len(names), alive, *numbers, state, kept))
+        ends = tuple((names[0], names[-1]) for names in chunks)
+        out.stages.append(StageRow(ends, count, alive, *numbers, state, kept))
     largest = max(out.stages, key=lambda stage: stage.total_bytes)
     out.parameters, out.parameter_bytes = largest.parameters, largest.parameter_bytes
     out.gradient_bytes, out.optimizer_bytes = largest.gradient_bytes, largest.optimizer_bytes
     out.activation_bytes, out.activation_bytes_by_formula = largest.activation_bytes, None
     out.notes += [
         "per rank: of the stage that keeps most; what is sent is that of all stages, without the activations between them",
-        describe_bubble(config.pp, config.pp),
+        describe_bubble(config.pp, config.pp, rounds),
     ]
 
 

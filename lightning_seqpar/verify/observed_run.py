@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_seqpar.context.seq_part import SeqPart
-from lightning_seqpar.distributed.rng import Drawn, drawn_by, draws_apart, seed_streams
+from lightning_seqpar.distributed.rng import Drawn, SavedStreams, drawn_by, draws_apart, seed_streams
 from lightning_seqpar.inference.examples import Example, backward_at_once
 from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
@@ -163,23 +163,32 @@ def observe_run(
 
     noting = _noting_outputs(model, names, outputs), _noting_modules(model, ran, observer)
     with torch.enable_grad(), noting[0], noting[1], example.repeats(model) as repeats, observer:
-        if record is not None:
-            record.reset_calls()
         stage = None if record is None else record.stage
-        loss = example.run(model, backward) if stage is None else stage.run(lambda: example.run(model, backward))
+        streams, losses = SavedStreams(), []
+        for chunk in range(1 if stage is None else stage.chunks):
+            if record is not None:
+                record.reset_calls()
+            if stage is None:
+                losses.append(example.run(model, backward))
+            else:
+                streams.restore()
+                losses.append(stage.run(lambda: example.run(model, backward), chunk=chunk, micro_batch=1))
+            if record is not None:
+                record.check_closed(losses[-1])
+        loss = losses[-1]
         drawn = list(observer.drawn)  # of the forward; an activation checkpoint draws again in the backward
-        if record is not None:
-            record.check_closed(loss)
-            if stage is None or stage.is_last:
-                check_loss(loss, groups)
-                check_readers(loss, record)
-            if stage is not None:
-                stage.check_graph(loss)
+        if record is not None and (stage is None or stage.is_last):
+            check_loss(loss, groups)
+            check_readers(loss, record)
+        if stage is not None:
+            for one in losses:
+                stage.check_graph(one)
         if sync is not None:
             sync.attach()  # a parameter may thaw in the step
         model.zero_grad()
         repeats.compute_all()
-        loss.backward()  # under the observer too, which makes the draws of activation checkpoints constant
+        for one in reversed(losses):  # under the observer too, which makes the draws of activation checkpoints constant
+            one.backward()
     if stage is not None:
         stage.settle()
         stage.sum_shared()

@@ -252,13 +252,18 @@ class ParityRecorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the batch's loss."""
+        """Keep the batch's loss; those of interleaved stages where the accumulation window ends, and they are computed."""
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        value = loss.detach().double() * trainer.accumulate_grad_batches
+        values = loss.detach().double().view(1) * trainer.accumulate_grad_batches
         record = record_of(pl_module)
-        if record is not None and record.stage is not None:
-            value = record.stage.of_last(value)
-        self.trace.losses.append(float(trainer.strategy.reduce(value, reduce_op="mean")))
+        stage = None if record is None else record.stage
+        if stage is not None and stage.chunks > 1:
+            if trainer.fit_loop._should_accumulate():
+                return
+            values = torch.stack(stage.losses).double() if stage.is_last else values
+        if stage is not None:
+            values = stage.of_last(values)
+        self.trace.losses += trainer.strategy.reduce(values, reduce_op="mean").tolist()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the final weights."""

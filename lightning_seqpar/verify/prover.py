@@ -190,6 +190,7 @@ class Prover:
         def work() -> Cut:
             prepare = functools.partial(attach_view, trainer=self._trainer)
             options: dict[str, Any] = {"layers": self._config.pp_layers, "dtype": dtype, "prepare": prepare}
+            options["rounds"] = self._config.virtual_pp or 1
             return find_cut(self._module, example, stacks, self._config.pp, **options)
 
         found: Cut = self._from_first_rank(work)

@@ -88,7 +88,7 @@ def stage_check(
         parts = copied()
         record = how.shard(parts, plans, groups, None)
         record.layout.note_stages(cut.shared)
-        record.stage = Stage(parts, cut, groups["pp"], device, own_streams=False)
+        record.stage = Stage(parts, cut, groups, device, own_streams=False)
         stages = observe_run(parts, record, own, [], groups)
         verdict = Verdict()
         error = abs(dense.loss - stages.loss) / max(abs(dense.loss), 1e-12)

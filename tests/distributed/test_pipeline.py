@@ -110,18 +110,23 @@ def batches(length: int) -> list[Any]:
     return [[data[4 * at : 4 * at + 3 + at % 2, : length - at % 3]] for at in range(STEPS * MICRO)]
 
 
+def groups_of(tp: int = 1) -> ParallelGroups:
+    topology = ProcessTopology(["pp", "dp", "cp", "tp"], [dist.get_world_size() // tp, 1, 1, tp])
+    return ParallelGroups(topology, dist.get_rank(), pp_channels=4)
+
+
 def stage_of(
     module: L.LightningModule, example: Any, groups: ParallelGroups | None = None, *, sp: bool = True
 ) -> Stage:
-    """This rank's stage, of a model that is sharded over tp too if there are groups."""
+    """This rank's stage, of a model that is sharded over tp too where the groups have several such ranks."""
     given = Example("the first batch", "training_step", (example, 0), {})
     plan = infer_blocks(module, given)
     planned = PlannedModel(module, plan.match(module), list(STYLES), 1, False)
-    pipeline = dist.group.WORLD if groups is None else groups["pp"]
-    cut = find_cut(module, given, planned.stacks, pipeline.size())
-    if groups is not None:
+    groups = groups or groups_of()
+    cut = find_cut(module, given, planned.stacks, groups.size("pp"))
+    if groups.size("tp") > 1:
         parallelize(module, [infer_plan(module, given, groups.size("tp")).plan], groups, sp=sp)
-    return Stage(module, cut, pipeline, torch.device("cpu"))
+    return Stage(module, cut, groups, torch.device("cpu"))
 
 
 Found = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
@@ -132,7 +137,7 @@ def train(name: str, args: dict[str, Any], length: int, *, pipelined: bool, tp: 
     module, data = made(name, args), batches(length)
     groups = None
     if tp > 1:
-        groups = ParallelGroups(ProcessTopology(["pp", "dp", "cp", "tp"], [2, 1, 1, tp]), dist.get_rank())
+        groups = groups_of(tp)
     stage = stage_of(module, data[0], groups, sp=sp) if pipelined else None
     record = record_of(module)
     schedule = OneForwardOneBackward(0 if stage is None else stage.stages_behind)
@@ -312,7 +317,7 @@ def test_stages_draw_apart_and_go_on_alike():
 
 def drop_over_tp(sp: bool) -> tuple[int, dict[str, list[Tensor]], Tensor]:
     torch.manual_seed(5)
-    groups = ParallelGroups(ProcessTopology(["pp", "dp", "cp", "tp"], [2, 1, 1, 2]), dist.get_rank())
+    groups = groups_of(2)
     module = dropping.Dropping(depth=2)
     data = [torch.randint(31, (4, 12), generator=torch.Generator().manual_seed(1))]
     stage, record = stage_of(module, data, groups, sp=sp), record_of(module)

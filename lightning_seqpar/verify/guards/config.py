@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_seqpar.config import ParallelConfig, nearest
 
 LATER = {
-    "virtual_pp": "interleaved stages",
     "pp_split_rank": "pipelines of encoder-decoder models",
     "fp8_groups": "fp8 training",
 }
@@ -31,7 +30,7 @@ def refuse_unsupported(config: ParallelConfig) -> None:
     default = ParallelConfig()
     for field, what in LATER.items():
         value, idle = getattr(config, field), getattr(default, field)
-        if value != idle and not (field == "virtual_pp" and value == 1):
+        if value != idle:
             raise ValueError(f"{field}={value!r} does not run yet; use {field}={idle!r} ({what})")
     if config.cp > 1:
         for field, value, why in (("compile", config.compile, "sequences of which ranks hold parts are not traced"),):

@@ -48,20 +48,23 @@ def refuse_in_stages(module: LightningModule, callbacks: Iterable[Any], pp: int)
         )
 
 
-def bubble(micro_batches: int, pp: int) -> float:
-    """The part of a step in which a stage waits for others: ``(p - 1) / (m + p - 1)`` (arXiv 2104.04473, section 2.2)."""
-    return (pp - 1) / (micro_batches + pp - 1)
+def bubble(micro_batches: int, pp: int, virtual_pp: int = 1) -> float:
+    """The part of a step in which a stage waits for others: ``(p - 1) / (v m + p - 1)`` (arXiv 2104.04473, section 2.2)."""
+    return (pp - 1) / (virtual_pp * micro_batches + pp - 1)
 
 
-def describe_bubble(micro_batches: int, pp: int) -> str:
+def describe_bubble(micro_batches: int, pp: int, virtual_pp: int = 1) -> str:
     """A sentence on the bubble, with what would make it small."""
-    share = f"{bubble(micro_batches, pp):.0%}"
+    share = f"{bubble(micro_batches, pp, virtual_pp):.0%}"
     few = micro_batches < pp
     advice = (
-        f"; accumulate_grad_batches={4 * pp} would leave {bubble(4 * pp, pp):.0%}" if micro_batches < 4 * pp else ""
+        f"; accumulate_grad_batches={4 * pp} would leave {bubble(4 * pp, pp, virtual_pp):.0%}"
+        if micro_batches < 4 * pp
+        else ""
     )
+    virtual = f", virtual_pp={virtual_pp}" * (virtual_pp > 1)
     return (
-        f"pp={pp} with accumulate_grad_batches={micro_batches}: each stage waits {share} of the time for others"
+        f"pp={pp}{virtual} with accumulate_grad_batches={micro_batches}: each stage waits {share} of the time for others"
         + (", since there are fewer micro-batches than stages" if few else "")
         + advice
     )
