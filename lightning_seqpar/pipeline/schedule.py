@@ -64,9 +64,9 @@ def warm_up(stage: int, stages: int, chunks: int, micro_batches: int) -> int:
 def interleave(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Part]:
     """The order of forwards and backwards on one stage of which each has several chunks (arXiv 2104.04473, section 2.2.2).
 
-    A round of micro-batches, as many as there are stages or a few more, goes through the first chunks of all stages, then
-    through the second ones, and so on. Behind the first forwards (:func:`warm_up`) forwards and backwards take turns. Rounds are of as equal
-    size as can be: with a short one at the end stages would wait for each other for ever.
+    A round of micro-batches, as many as there are stages or a few more, goes through the first chunks of all stages, then through
+    the second ones, and so on. Behind the first forwards (:func:`warm_up`) forwards and backwards take turns. Rounds are as equal
+    as they can be: with a short one at the end stages would wait for each other for ever.
 
     Args:
         stage: the number of the stage.

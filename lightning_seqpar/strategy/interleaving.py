@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_seqpar.data.batch import own_tensors
 from lightning_seqpar.distributed.autograd import once_differentiable
@@ -96,6 +96,7 @@ class InterleavedWindow:
         self._stage, self._module = stage, module
         self._anchor = torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
         self._trains: tuple[bool, ...] = ()
+        self._modes: list[tuple[nn.Module, bool]] = []
         self._changed: list[dict[str, Any]] = []  # by each chunk's runs: attributes of the module
         self.micro_batches: list[MicroBatch] = []
 
@@ -115,7 +116,7 @@ class InterleavedWindow:
                 "accumulated, which are computed together where the last of them has come. Switch requires_grad where "
                 "batch_idx % accumulate_grad_batches == 0, or leave virtual_pp out"
             )
-        self._trains = trains
+        self._trains, self._modes = trains, [(module, module.training) for module in self._module.modules()]
         kept = own_tensors(given)  # a loader may use its memory again
         one = MicroBatch(step, kept, number, self._stage.put_off(), _plain(self._module), batch)
         self.micro_batches.append(one)
@@ -124,14 +125,16 @@ class InterleavedWindow:
 
     @contextmanager
     def run(self) -> Generator[None, None, None]:
-        """A context in which the micro-batches are run, and behind which there are none.
+        """A context in which the micro-batches are run, with modules in the modes of their steps, and behind which there are none.
 
         Raises:
             RuntimeError: if steps change an attribute of the module that hooks change between them too.
         """
         now, streams = _plain(self._module), SavedStreams()
         self._changed = [{} for _ in range(self._stage.chunks)]
+        modes = [(module, module.training) for module in self._module.modules()]
         try:
+            _set_modes(self._modes)
             yield
             first = self.micro_batches[0].attributes
             for name in self._changed[-1]:
@@ -142,6 +145,7 @@ class InterleavedWindow:
                         "last batch has come. Change it in one of them, or leave virtual_pp out"
                     )
         finally:
+            _set_modes(modes)
             self._set({**now, **self._changed[-1]})
             self.micro_batches = []
             streams.restore()
@@ -173,6 +177,11 @@ class InterleavedWindow:
         """Set attributes of the module, but for those that have become objects of another kind."""
         own = vars(self._module)
         own.update({name: value for name, value in attributes.items() if isinstance(own.get(name), _PLAIN)})
+
+
+def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    for module, trains in modes:
+        module.training = trains
 
 
 _PLAIN = (bool, int, float, str, tuple, Tensor, type(None))

@@ -187,7 +187,11 @@ class StagedStrategy(TopologyStrategy):
         if (stage := self._stage) is None or self._logs is None:
             return
         if self._window is not None and self._window.micro_batches:
-            self._run_window(self._window, stage, reduces=False)
+            now = self._trainer.state.stage
+            self._trainer.training = True  # where a validation begins too
+            with torch.inference_mode(False), torch.enable_grad():
+                self._run_window(self._window, stage, reduces=False)
+            self._trainer.state.stage = now
         with self.block_backward_sync():
             self._micro_batches.finish()
         stage.settle()

@@ -243,8 +243,8 @@ def test_stages_hold_what_is_said_of_them(sizes):
     said = describe(module, ParallelConfig(**sizes), batch=batch)
     found = run_distributed(held_by, math.prod(sizes.values()), sizes)
     assert [(stage.parameters, stage.parameter_bytes) for stage in said.stages] == list(dict.fromkeys(found))
-    assert [(stage.first, stage.blocks, stage.alive) for stage in said.stages] == [
-        ("model.blocks.0", 1, 2), ("model.blocks.1", 1, 1),
+    assert [(stage.ends, stage.blocks, stage.alive) for stage in said.stages] == [
+        ((("model.blocks.0", "model.blocks.0"),), 1, 2), ((("model.blocks.1", "model.blocks.1"),), 1, 1),
     ]  # fmt: skip
     assert said.parameters == max(stage.parameters for stage in said.stages)
     shown = render(said, 140)

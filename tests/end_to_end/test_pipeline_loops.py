@@ -165,8 +165,14 @@ def numbers(row: dict[str, str]) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("world", "sizes", "every"),
     # Behind each epoch, and in the middle of a window, while backwards are still to come.
-    [(2, {"pp": 2}, 4), rest(2, {"pp": 2}, 1.0), rest(4, {"pp": 2, "tp": 2}, 4), rest(4, {"pp": 4}, 1.0)],
-    ids=["pp2-within", "pp2", "pp2-tp2", "pp4"],
+    [
+        (2, {"pp": 2}, 4),
+        (2, {"pp": 2, "virtual_pp": 2}, 4),
+        rest(2, {"pp": 2}, 1.0),
+        rest(4, {"pp": 2, "tp": 2}, 4),
+        rest(4, {"pp": 4}, 1.0),
+    ],
+    ids=["pp2-within", "turns", "pp2", "pp2-tp2", "pp4"],
 )
 def test_all_that_is_logged_and_measured_is_that_of_one_process(world, sizes, every, tmp_path):
     alone, ranks = (

@@ -17,10 +17,14 @@ from tests.helpers.slices import rest
 
 FSDP = {"data_parallel": "fsdp"}
 COMPILED = {"compile": True, "compile_options": {"backend": "aot_eager"}}
+TURNS = {"pp": 2, "virtual_pp": 2}
 HOW = {"steps": 3, "accumulate": 3, "clip": 0.05}
 TIED: tuple[str, dict[str, Any]] = ("GPT", {"tied": True})
 LLAMA = ("HuggingFace", {"family": "llama"})
 CACHED = ("HuggingFace", {"family": "llama", "use_cache": True})  # as the library has it, and with buffers
+DEEP: tuple[str, dict[str, Any]] = ("GPT", {"tied": True, "layers": 4})
+UNTIED: tuple[str, dict[str, Any]] = ("GPT", {"tied": False, "layers": 5})
+DEEP_LLAMA = ("HuggingFace", {"family": "llama", "num_hidden_layers": 4})
 ADAPTED = ("Adapted", {"family": "llama", "targets": ["q_proj", "down_proj"]})
 
 
@@ -44,9 +48,16 @@ def fit_all(cases: list[tuple[str, dict[str, Any], dict[str, Any]]], world: int)
         rest(4, [(*TIED, {"pp": 2, **COMPILED}), (*TIED, {"pp": 2, "order": "dp-pp-cp-tp"}),
                  (*TIED, {"pp": 2, "ddp": {"find_unused_parameters": True}}),
                  (*TIED, {"pp": 2, **FSDP, "fsdp": {"reshard_after_forward": False}})]),
+        (2, [(*DEEP, TURNS), (*UNTIED, {**TURNS, "recompute": "full"}), ("GPT", {"layers": 6}, {"pp": 2, "virtual_pp": 3}),
+             (*DEEP_LLAMA, {**TURNS, "recompute": "selective", "tile_mlp": 4, "loss_chunk": 4})]),
+        (4, [(*DEEP, TURNS), (*UNTIED, {**TURNS, **FSDP}), (*DEEP, {**TURNS, "tp": 2}),
+             ("GPT", {"layers": 8}, {"pp": 4, "virtual_pp": 2})]),
+        rest(4, [(*DEEP, {**TURNS, "cp": 2}), (*DEEP_LLAMA, {**TURNS, "tp": 2, "sp": False}), (*DEEP, {**TURNS, **COMPILED}),
+                 (*DEEP_LLAMA, {**TURNS, **FSDP, "fsdp": {"reshard_after_forward": False}, "recompute": "full"}),
+                 (*DEEP, {**TURNS, "ddp": {"find_unused_parameters": True}}), (*UNTIED, {**TURNS, "pp_layers": [1, 1, 2, 1]})]),
         rest(8, [(*TIED, {"pp": 2, "tp": 2}), (*TIED, {"pp": 2, "tp": 2, **FSDP}), (*TIED, {"pp": 2, "cp": 2, "tp": 2})]),
     ],
-    ids=["recompute", "dp", "cp", "tp", "cp-more", "tp-more", "dp-more", "three axes"],
+    ids=["recompute", "dp", "cp", "tp", "cp-more", "tp-more", "dp-more", "turns", "turns-four", "turns-more", "three axes"],
 )  # fmt: skip
 def test_stages_beside_all_else_are_one_process(world, cases):
     everywhere = run_distributed(fit_all, world, cases, world, timeout=300)
@@ -61,7 +72,7 @@ class Grows(models.GPT):
     """In the second window the gradient of one parameter, which one stage holds, is infinite."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(tied=False)
+        super().__init__(tied=False, layers=4)
         self.seen: list[tuple[bool, float]] = []
         self.get_parameter(name).register_hook(self._spoil)
 
@@ -78,20 +89,28 @@ class Grows(models.GPT):
             self.seen.append((moved, self.trainer.precision_plugin.scaler.get_scale()))
 
 
-def overflow(name: str) -> list[tuple[bool, float]]:
+def overflow(name: str, sizes: dict[str, Any]) -> list[tuple[bool, float]]:
     module = Grows(name)
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3))
     trainer = trainer_of(
-        {"pp": 2}, accumulate_grad_batches=2, max_steps=-1, max_epochs=1, plugins=[plugin], precision=None,
+        sizes, accumulate_grad_batches=2, max_steps=-1, max_epochs=1, plugins=[plugin], precision=None,
         limit_train_batches=6, gradient_clip_val=1.0,
     )  # fmt: skip
     trainer.fit(module, models.loader(2, count=64))
     return module.seen
 
 
-@pytest.mark.parametrize("name", ["model.blocks.0.mlp.up.weight", rest("model.blocks.1.mlp.up.weight")])
-def test_all_stages_skip_the_same_step(name):
-    for seen in run_distributed(overflow, 2, name):
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("model.blocks.0.mlp.up.weight", {"pp": 2}),
+        rest("model.blocks.3.mlp.up.weight", {"pp": 2}),
+        ("model.blocks.2.mlp.up.weight", TURNS),
+    ],
+    ids=["first", "last", "turns"],
+)
+def test_all_stages_skip_the_same_step(name, sizes):
+    for seen in run_distributed(overflow, 2, name, sizes):
         assert seen == [(True, 8.0), (False, 4.0), (True, 4.0)]
 
 

@@ -23,11 +23,17 @@ class GPT(L.LightningModule):
     """The example's GPT with a loss."""
 
     def __init__(
-        self, tied: bool = True, optimizer: str = "adamw", seed: int = 0, n_head: int = 4, dim: int = 16
+        self,
+        tied: bool = True,
+        optimizer: str = "adamw",
+        seed: int = 0,
+        n_head: int = 4,
+        dim: int = 16,
+        layers: int = 2,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.model = ByteGPT(dim=dim, n_head=n_head, n_layer=2, context=16, tied=tied, vocab=31)
+        self.model = ByteGPT(dim=dim, n_head=n_head, n_layer=layers, context=16, tied=tied, vocab=31)
         perturb(self)
         self.optimizer = optimizer
 

@@ -1,0 +1,64 @@
+"""The order of forwards and backwards where stages have several chunks of blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_seqpar.pipeline.schedule import Part, interleave, warm_up
+
+FORWARD, BACKWARD = 1.0, 2.0
+
+
+def ends(stages: int, chunks: int, micro: int) -> tuple[float, int]:
+    """When the last stage is done, with backwards that take twice as long as forwards; how many chunks the first one keeps."""
+    orders = [interleave(stage, stages, chunks, micro) for stage in range(stages)]
+    at, clock, most = [0] * stages, [0.0] * stages, 0
+    done: dict[tuple[int, int, bool], float] = {}
+    last = stages * chunks - 1
+    while any(at[stage] < len(order) for stage, order in enumerate(orders)):
+        before = sum(at)
+        for stage, order in enumerate(orders):
+            while at[stage] < len(order):
+                part = order[at[stage]]
+                number = part.chunk * stages + stage
+                needed = (
+                    (part.micro_batch, number + 1, True) if part.is_backward else (part.micro_batch, number - 1, False)
+                )
+                if part.is_backward and number == last:
+                    needed = (part.micro_batch, number, False)
+                if needed[1] >= 0 and needed not in done:
+                    break
+                clock[stage] = (
+                    max(clock[stage], done.get(needed, 0.0)) + (BACKWARD if part.is_backward else FORWARD) / chunks
+                )
+                done[part.micro_batch, number, part.is_backward] = clock[stage]
+                at[stage] += 1
+        assert sum(at) > before, f"{stages} stages with {chunks} chunks wait for each other: {micro} micro-batches"
+    alive = 0
+    for part in orders[0]:
+        alive += -1 if part.is_backward else 1
+        most = max(most, alive)
+    return max(clock), most
+
+
+@pytest.mark.parametrize("stages", range(2, 9))
+def test_no_stage_waits_for_ever_and_steps_take_what_the_formula_says(stages):
+    for chunks in (2, 3, 4):
+        for micro in range(1, 4 * stages + 2):
+            took, kept = ends(stages, chunks, micro)
+            if micro >= stages:
+                assert took == pytest.approx(3 * (micro + (stages - 1) / chunks)), (chunks, micro)
+            assert kept <= warm_up(0, stages, chunks, micro) + 1
+
+
+@pytest.mark.parametrize(("stages", "chunks", "micro"), [(2, 2, 5), (4, 2, 7), (3, 3, 3), (4, 4, 1)])
+def test_each_part_runs_once_and_in_the_same_order_on_all_stages(stages, chunks, micro):
+    orders = [interleave(stage, stages, chunks, micro) for stage in range(stages)]
+    everything = {Part(at, chunk, back) for at in range(micro) for chunk in range(chunks) for back in (False, True)}
+    for order in orders:
+        assert set(order) == everything
+        assert len(order) == len(everything)
+        for back in (False, True):  # neighbours send in the order in which the other receives
+            assert [part for part in order if part.is_backward is back] == [
+                part for part in orders[0] if part.is_backward is back
+            ]
