@@ -90,19 +90,25 @@ def train_with_constant_draws(sizes: dict[str, Any]) -> Any:
     return train_stateful(sizes)
 
 
+class Dropped(dropping.Dropping):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
 def drop() -> tuple[dict[str, list[Tensor]], list[Tensor], Tensor]:
     """The masks of this stage's blocks and of what is in front of them, and the generator behind the training."""
     torch.manual_seed(1)
-    module = dropping.Dropping(depth=4)
+    module = Dropped(depth=4)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)
     in_front: list[Tensor] = []
     module.on_train_start = in_front.clear  # what copies drew
     next(m for m in module.modules() if isinstance(m, torch.nn.Embedding)).register_forward_hook(
-        lambda layer, args, out: in_front.append(F.dropout(torch.ones(64), 0.5, module.training))
+        lambda layer, args, out: in_front.append(F.dropout(torch.ones(64), 0.5)) if module.training else None
     )
-    trainer_of({**TURNS, "self_check": False}, max_steps=2, accumulate_grad_batches=3, precision="32-true").fit(
-        module, models.loader(2, length=12, count=12)
-    )
+    data = models.loader(2, length=12, count=12)
+    options = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}  # in the middle of windows
+    trainer = trainer_of({**TURNS, "self_check": False}, max_steps=2, precision="32-true", **options)
+    trainer.fit(module, data, data)
     masks = {
         name: m.masks for name, m in module.named_modules() if isinstance(m, dropping.Recorder) and hasattr(m, "masks")
     }
@@ -126,6 +132,17 @@ def test_each_chunk_draws_from_a_stream_of_its_own_and_all_stages_alike_in_front
         assert len({tuple(mask.tolist()) for mask in in_front}) == 6
         assert len(in_front) == 12
     assert [tuple(one.tolist()) for one in found[0][1]] == [tuple(one.tolist()) for one in found[1][1]]
+
+
+class Past(models.GPT):
+    """What the third block makes, which is on the first one's stage, is added to what that has made."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.kept: list[Tensor] = []
+        blocks = self.model.blocks
+        blocks[0].register_forward_hook(lambda module, args, out: self.kept.append(out))
+        blocks[2].register_forward_hook(lambda module, args, out: out + self.kept.pop())
 
 
 class Freezes(Callback):
@@ -158,7 +175,7 @@ class Skips(models.GPT):
 
 
 def refused(kind: str) -> None:
-    module = models.GPT(layers=4) if kind == "Freezes" else {"Both": Both, "Skips": Skips}[kind]()
+    module = models.GPT(layers=4) if kind == "Freezes" else {"Both": Both, "Skips": Skips, "Past": Past}[kind]()
     callbacks = [Freezes()] if kind == "Freezes" else []
     trainer_of({**TURNS, "self_check": False}, callbacks=callbacks).fit(module, models.loader(2, length=9, count=40))
 
@@ -171,8 +188,10 @@ def refused(kind: str) -> None:
             r"virtual_pp=2: a parameter was frozen, or thawed, between batches whose gradients are accumulated",
         ),
         ("Both", r"virtual_pp=2: both training_step and a hook .* change Both\.count"),
+        ("Past", r"pp=2: model\.blocks\.2 reads model\.blocks\.0\..*past the activation between blocks"),
         ("Skips", r"training_step returned NoneType, and not a loss: with pp=2 no batch can be skipped"),
     ],
+    ids=["freezes", "both", "past", "skips"],
 )
 def test_what_can_not_be_put_off_is_told(kind, says):
     with pytest.raises(RankFailedError, match=says):
