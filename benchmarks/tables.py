@@ -323,36 +323,49 @@ def _pipeline(found: dict[str, Any], out: Path) -> list[str]:
     lines = [
         "## Pipeline",
         "",
-        "Four blocks that wait, 40 ms in the forward and 80 ms in the backward, over the stages; `alone` is a stage's own work:",
+        "Eight blocks that wait, 20 ms in the forward and 40 ms in the backward, over the stages, in so many chunks on each "
+        "(`virtual_pp`); `alone` is a stage's own work:",
         "",
-        *_head("stages", "micro-batches", "alone", "formula, (m + p − 1) / m", "step", "of the formula's", "bubble"),
+        *_head(
+            *("stages", "chunks", "micro-batches", "alone", "formula, (m + (p − 1) / v) / m", "step"),
+            *("of the formula's", "bubble"),
+        ),
     ]
     for one in found["steps"]:
         own, formula, step = one["own"], one["formula"], one["step"]
         cells = [f"{own:.2f} s", f"{formula:.2f} s", f"{step:.2f} s", f"{step / formula:.3f}", f"{1 - own / step:.0%}"]
-        lines.append(_row(one["stages"], one["micro"], *cells))
-    figure, panel = plt.subplots(figsize=(11, 2.6))
-    for stage, spans in enumerate(found["spans"]):
-        for what, color in {"forward": COLORS["dtensor"], "backward": COLORS["ours"]}.items():
-            shown = [(a, b - a) for name, a, b in spans if name == what]
-            panel.broken_barh(shown, (stage - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.4, label=what)
-            for number, (begin, length) in enumerate(shown, 1):
-                panel.annotate(
-                    str(number), (begin + length / 2, stage), ha="center", va="center", fontsize=7, color="white"
+        lines.append(_row(one["stages"], one["chunks"], one["micro"], *cells))
+    figure, panels = plt.subplots(len(found["pictures"]), figsize=(11, 4.6), sharex=True)
+    for panel, stages in zip(panels, found["pictures"], strict=True):
+        for stage, spans in enumerate(stages):
+            for what, chunk, number, begin, end in spans:
+                color = COLORS["dtensor" if what == "forward" else "ours"]
+                panel.broken_barh(
+                    [(begin, end - begin)],
+                    (stage - 0.4, 0.8),
+                    facecolors=color,
+                    alpha=1.0 if chunk == 0 else 0.6,
+                    edgecolor="white",
+                    linewidth=0.4,
+                    label=f"{what}{', second chunk' if chunk else ''}",
                 )
-    panel.set(
-        yticks=range(len(found["spans"])), yticklabels=[f"stage {at}" for at in range(len(found["spans"]))], xlabel="s"
-    )
-    panel.invert_yaxis()
-    panel.spines[["top", "right"]].set_visible(False)
-    handles, labels = panel.get_legend_handles_labels()
-    panel.legend(
-        handles[:2], labels[:2], frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2
+                middle = begin + (end - begin) / 2
+                panel.annotate(str(number + 1), (middle, stage), ha="center", va="center", fontsize=7, color="white")
+        panel.set(yticks=range(len(stages)), yticklabels=[f"stage {at}" for at in range(len(stages))])
+        panel.invert_yaxis()
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[-1].set(xlabel="s")
+    shown = {label: handle for handle, label in zip(*panels[-1].get_legend_handles_labels(), strict=True)}
+    panels[0].legend(
+        shown.values(), shown, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4
     )
     figure.tight_layout()
     figure.savefig(out / "pipeline.png", dpi=120)
     plt.close(figure)
-    return [*lines, "", "A step of eight micro-batches over four stages, by number:", "", "![pipeline](pipeline.png)"]
+    below = (
+        "Steps of eight micro-batches over four stages, by number: of one chunk each above, of two chunks each below."
+    )
+    return [*lines, "", below, "", "![pipeline](pipeline.png)"]
 
 
 def _longest(found: dict[str, Any], out: Path) -> list[str]:

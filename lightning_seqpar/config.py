@@ -232,9 +232,9 @@ class ParallelConfig(FrozenModel):
     """Pipeline-parallel size: over how many ranks the blocks are dealt out, as stages. Micro-batches are the batches of
     ``accumulate_grad_batches``."""
     pp_layers: list[int] | None = None
-    """How many blocks each stage has, or none for stages that cost alike."""
+    """How many blocks each stage has, or each chunk in the model's order; none for stages that cost alike."""
     virtual_pp: int | None = None
-    """Stages per pipeline rank (interleaving), or none. Not run yet."""
+    """How many chunks of blocks each stage has (interleaving), or none for one: less waiting, and more is sent."""
     pp_split_rank: int | None = None
     """First pipeline rank of the decoder in an encoder-decoder model. Not run yet."""
     order: str = "pp-dp-cp-tp"

@@ -110,8 +110,8 @@ class SeqParallelStrategy(TuningStrategy):
             fits.
         pp: Pipeline-parallel size: over how many ranks the blocks are dealt out, as stages. Micro-batches are the batches of
             ``accumulate_grad_batches``.
-        pp_layers: How many blocks each stage has, or none for stages that cost alike.
-        virtual_pp: Stages per pipeline rank (interleaving), or none. Not run yet.
+        pp_layers: How many blocks each stage has, or each chunk in the model's order; none for stages that cost alike.
+        virtual_pp: How many chunks of blocks each stage has (interleaving), or none for one: less waiting, and more is sent.
         pp_split_rank: First pipeline rank of the decoder in an encoder-decoder model. Not run yet.
         order: The axes, outermost first; ranks along the last one are adjacent.
         plan: ``auto``, a family's name, the path of a YAML file, or ``{base: ..., rules: [...]}``.
