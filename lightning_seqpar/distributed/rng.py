@@ -491,6 +491,10 @@ class StageStreams:
         """The blocks of a chunk begin, by its number."""
         _reseed(self._before, _STAGE + chunk)
 
+    def begin_between(self, stack: int) -> None:
+        """What lies behind a stack of blocks, and in front of the next, begins; all stages draw alike there."""
+        _reseed(self._before, _BETWEEN + stack)
+
     def end(self) -> None:
         """The forward's part on this stage is done."""
         _reseed(self._before, _BEHIND_STAGES)
@@ -536,6 +540,9 @@ def host_state() -> bytes:
 
 _STAGE = 1 << 17
 """Above any context-parallel rank behind :data:`_APART`."""
+
+_BETWEEN = 3 << 16
+"""Above any chunk of a pipeline's stages behind :data:`_STAGE`."""
 
 _BEHIND_STAGES = 1 << 18
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.distributed.autograd import leaf_of, reach
 from lightning_seqpar.distributed.rng import Drawn, DrawWatch, host_state
 from lightning_seqpar.inference.block_kinds import spread_equal_blocks
@@ -18,20 +19,44 @@ from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import example_copy
 from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.inference.trainer_view import describe_failure
-from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.pipeline.stage import Cut
+from lightning_seqpar.layout.module_names import Argument, inside
+from lightning_seqpar.pipeline.cut import Cut, CutStack
 from lightning_seqpar.region.hooks import find_argument, put_argument
 from lightning_seqpar.styles.style import Stack
+
+
+class HowToCut(NamedTuple):
+    """What the configuration says of a pipeline.
+
+    Attributes:
+        stages: over how many stages.
+        rounds: how many chunks of blocks each stage has.
+        layers: how many blocks each chunk has; None for chunks that cost alike.
+        split: the first stage of the second stack of blocks; None for whatever costs alike.
+    """
+
+    stages: int
+    rounds: int = 1
+    layers: Sequence[int] | None = None
+    split: int | None = None
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks there are."""
+        return self.stages * self.rounds
+
+    @classmethod
+    def of(cls, config: ParallelConfig) -> HowToCut:
+        """What a configuration says."""
+        return cls(config.pp, config.virtual_pp or 1, config.pp_layers, config.pp_split_rank)
 
 
 def find_cut(
     model: nn.Module,
     example: Example,
     stacks: Sequence[Stack],
-    stages: int,
+    how: HowToCut,
     *,
-    rounds: int = 1,
-    layers: Sequence[int] | None = None,
     dtype: torch.dtype | None = torch.float64,
     prepare: Callable[[nn.Module], None] = lambda copied: None,
 ) -> Cut:
@@ -41,78 +66,158 @@ def find_cut(
         model: the whole model.
         example: an input.
         stacks: its blocks.
-        stages: over how many stages.
-        rounds: how many chunks of blocks each stage has.
-        layers: how many blocks each chunk has; None for chunks that cost alike.
+        how: the stages.
         dtype: of the copy.
         prepare: is called with the copy before it runs.
 
     Raises:
-        CantInferError: if there are several stacks of blocks, too few blocks, a block returns more than its activation, or a
-            stage reads what the blocks of another one made.
+        CantInferError: if there are too few blocks, a block returns what no other block takes, or a stage reads what the blocks
+            of another one made.
     """
-    stack = check_stacks(stacks, stages, rounds, layers)
+    check_stacks(stacks, how)
     numel = {name: parameter.numel() for name, parameter in model.named_parameters()}
     drawn: list[Drawn] = []
     in_front: list[int] = []  # how many of them were drawn before the first block
     with example_copy(model, example, dtype, prepare, adapted=True) as (copied, on_cpu):
         spread_equal_blocks(copied)
-        first = copied.get_submodule(stack.blocks[0])
-        first.register_forward_pre_hook(lambda module, args: in_front.append(len(drawn)))
+        for stack in stacks:
+            first = copied.get_submodule(stack.blocks[0])
+            first.register_forward_pre_hook(lambda module, args: in_front.append(len(drawn)))
         with Quiet(draws=on_cpu.draws), DrawWatch(drawn.append):
             try:
-                found = trace_cut(copied, lambda: on_cpu.run(copied), stack, stages, rounds, layers, numel)
+                found = trace_cut(copied, lambda: on_cpu.run(copied), stacks, how, numel)
             except CantInferError:
                 raise
             except Exception as error:
                 raise CantInferError(
-                    f"pp={stages}: to find what each stage reads a copy was run, detached at every block, which raised "
+                    f"pp={how.stages}: to find what each stage reads a copy was run, detached at every block, which raised "
                     f"{describe_failure(error)}; such a model can't be cut. Use pp=1"
                 ) from error
     if any(one.seeded for one in drawn[in_front[0] :]):
         raise CantInferError(
-            f"pp={stages}: the step draws from a torch.Generator of its own in the blocks or behind them, and the stages that do "
-            "not come there would go on from other numbers; draw from torch's own generators (without generator=), or use pp=1"
+            f"pp={how.stages}: the step draws from a torch.Generator of its own in the blocks or behind them, and the stages that "
+            "do not come there would go on from other numbers; draw from torch's own generators (without generator=), or use pp=1"
         )
     return found._replace(draws=bool(drawn))
 
 
-def check_stacks(stacks: Sequence[Stack], stages: int, rounds: int, layers: Sequence[int] | None) -> Stack:
-    """The stack of blocks that is cut.
+def check_stacks(stacks: Sequence[Stack], how: HowToCut) -> None:
+    """Look whether stacks of blocks are there, and can be dealt out so.
 
     Raises:
-        CantInferError: if there are several, or the blocks are too few, or others than ``layers`` says.
+        CantInferError: if the blocks are too few, or others than the configuration says.
     """
-    if len(stacks) != 1:
-        shown = " and ".join(stack.shown for stack in stacks)
+    shown = " and ".join(stack.shown for stack in stacks)
+    counts = [len(stack.blocks) for stack in stacks]
+    count = sum(counts)
+    if not stacks:
+        raise CantInferError(f"pp={how.stages}: the model has no repeated blocks that stages could hold; use pp=1")
+    few = f"{shown} {'has' if len(stacks) == 1 else 'have'} {count} block{'s' * (count > 1)}"
+    if count < how.stages:
+        raise CantInferError(f"pp={how.stages}: {few}, and each stage needs one; use pp={count} at most")
+    if how.rounds > 1 and len(stacks) > 1:
         raise CantInferError(
-            f"pp={stages}: the model has several stacks of blocks ({shown}), which can't be cut yet; use pp=1"
+            f"virtual_pp={how.rounds}: the model has several stacks of blocks ({shown}), whose stages have one chunk each; leave "
+            "virtual_pp out"
         )
-    (stack,) = stacks
-    count = len(stack.blocks)
-    few = f"{count} block{'s' * (count > 1)}"
-    if count < stages:
-        raise CantInferError(f"pp={stages}: {stack.shown} has {few}, and each stage needs one; use pp={count} at most")
-    if count < stages * rounds:
+    if count < how.chunks:
         raise CantInferError(
-            f"virtual_pp={rounds} with pp={stages}: {stack.shown} has {few}, and each stage needs {rounds}; use "
-            f"virtual_pp={count // stages} at most"
+            f"virtual_pp={how.rounds} with pp={how.stages}: {few}, and each stage needs {how.rounds}; use "
+            f"virtual_pp={count // how.stages} at most"
         )
-    if layers is not None and sum(layers) != count:
+    if how.layers is not None and sum(how.layers) != count:
         raise CantInferError(
-            f"pp_layers={list(layers)}: they are {sum(layers)} blocks together, and {stack.shown} has {count} blocks; let the "
-            "numbers add up to that, or leave pp_layers out for stages that cost alike"
+            f"pp_layers={list(how.layers)}: they are {sum(how.layers)} blocks together, and {few}; let the numbers add up to that, "
+            "or leave pp_layers out for stages that cost alike"
         )
-    return stack
+    if how.split is None:
+        return
+    if len(stacks) != 2:
+        raise CantInferError(
+            f"pp_split_rank={how.split}: it says at which stage the decoder begins, and the model has "
+            f"{len(stacks)} stack{'s' * (len(stacks) > 1)} of blocks ({shown}), not an encoder and a decoder; leave it out"
+        )
+    for stack, stages in zip(stacks, (how.split, how.stages - how.split), strict=True):
+        if len(stack.blocks) < stages:
+            raise CantInferError(
+                f"pp_split_rank={how.split} with pp={how.stages}: {stack.shown} has {len(stack.blocks)} blocks for {stages} "
+                "stages, and each stage needs one; split elsewhere, or leave pp_split_rank out for stages that cost alike"
+            )
+    if how.layers is not None and sum(how.layers[: how.split]) != counts[0]:
+        raise CantInferError(
+            f"pp_layers={list(how.layers)} with pp_split_rank={how.split}: the first {how.split} are "
+            f"{sum(how.layers[: how.split])} blocks, and {stacks[0].shown} has {counts[0]}; let them add up to that, or leave one "
+            "out"
+        )
+
+
+class _Traced:
+    """What is noted of a stack while a copy runs that is detached at its blocks.
+
+    Args:
+        stack: the stack.
+        called: gets the names of the blocks that are called.
+    """
+
+    def __init__(self, stack: Stack, called: list[str]) -> None:
+        self.stack, self._called = stack, called
+        self.given: list[list[Tensor]] = []  # of each block what it takes from the one before
+        self.out = self.stand_in = torch.empty(0)  # what the last block returned, and what stands for it behind
+        self.returned: set[int] = set()
+        self.beside: dict[int, Argument] = {}
+        self._left: dict[int, tuple[int, Tensor]] = {}  # by id what the block before returned beside its activation
+
+    def take(self, name: str) -> Callable[..., Any]:
+        """A pre-hook of a block: what it takes from the one before is detached."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._called.append(name)
+            carried: list[Argument] = [self.stack.arg]
+            given: list[tuple[Argument, Any]] = [*enumerate(args), *kwargs.items()]
+            for arg, x in given:
+                if isinstance(x, Tensor) and id(x) in self._left and arg != self.stack.arg:
+                    self.beside[self._left.pop(id(x))[0]] = arg
+                    carried.append(arg)
+            if self._left:
+                raise CantInferError(
+                    f"{name}: the block before it returns more than its activation, and it is not given that"
+                )
+            found = [find_argument(name, arg, args, kwargs) for arg in carried]
+            self.given.append([x for _, x in found])
+            for where, x in found:
+                args, kwargs = put_argument(where, x.detach().requires_grad_(x.is_floating_point()), args, kwargs)
+            return args, kwargs
+
+        return hook
+
+    def look(self, name: str) -> Callable[..., Any]:
+        """A hook of a block: what it returns; behind a stack's last block the activation is detached."""
+
+        def hook(module: nn.Module, args: Any, out: Any) -> Any:
+            x = out[0] if isinstance(out, tuple) and out else out
+            others = out[1:] if isinstance(out, tuple) else ()
+            if not isinstance(x, Tensor) or not all(one is None or _can_go(one) for one in others):
+                raise CantInferError(f"{name} returns more than its activation, which stages behind would not have")
+            self.returned.add(len(others) + 1 if isinstance(out, tuple) else 0)
+            is_last = name == self.stack.blocks[-1]
+            self._left = {} if is_last else {id(one): (at, one) for at, one in enumerate(others, 1) if one is not None}
+            if not is_last:
+                return None
+            self.out, self.stand_in = x, x.detach().requires_grad_()
+            return (self.stand_in, *others) if isinstance(out, tuple) else self.stand_in
+
+        return hook
+
+
+def _can_go(one: Any) -> bool:
+    return isinstance(one, Tensor) and one.is_floating_point()
 
 
 def trace_cut(
     model: nn.Module,
     run: Callable[[], Tensor],
-    stack: Stack,
-    stages: int,
-    rounds: int,
-    layers: Sequence[int] | None,
+    stacks: Sequence[Stack],
+    how: HowToCut,
     numel: Mapping[str, int],
 ) -> Cut:
     """:func:`find_cut` on a model that is run as it is.
@@ -120,81 +225,87 @@ def trace_cut(
     Args:
         model: whose blocks get hooks while it runs.
         run: runs it, and returns the loss.
-        stack: its blocks.
-        stages: over how many stages.
-        rounds: how many chunks of blocks each stage has.
-        layers: how many blocks each chunk has; None for chunks that cost alike.
+        stacks: its blocks.
+        how: the stages.
         numel: size of each parameter of the whole model, by name.
 
     Raises:
         CantInferError: as :func:`find_cut`.
     """
     called: list[str] = []
-    ends: list[Tensor] = []
-    returned: set[int] = set()
     at_blocks: list[bytes] = []  # the state of the host's generators at the first block
-
-    def cut(name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            where, x = find_argument(name, stack.arg, args, kwargs)
-            called.append(name)
-            if not at_blocks:
-                at_blocks.append(host_state())
-            ends.append(x)
-            return put_argument(where, x.detach().requires_grad_(), args, kwargs)
-
-        return hook
-
-    def look(name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            if isinstance(out, Tensor):
-                returned.add(0)
-            elif isinstance(out, tuple) and isinstance(out[0], Tensor) and all(one is None for one in out[1:]):
-                returned.add(len(out))
-            else:
-                raise CantInferError(f"{name} returns more than its activation, which stages behind would not have")
-
-        return hook
-
+    traced = [_Traced(stack, called) for stack in stacks]
     with ExitStack() as hooks:
-        for name in stack.blocks:
-            block = model.get_submodule(name)
-            hooks.callback(block.register_forward_hook(look(name)).remove)
-            hooks.callback(block.register_forward_pre_hook(cut(name), with_kwargs=True).remove)
+        for one in traced:
+            for name in one.stack.blocks:
+                block = model.get_submodule(name)
+                hooks.callback(block.register_forward_hook(one.look(name)).remove)
+                hooks.callback(block.register_forward_pre_hook(one.take(name), with_kwargs=True).remove)
+            first = model.get_submodule(one.stack.blocks[0])
+            noted = first.register_forward_pre_hook(lambda module, args: at_blocks.append(host_state()))
+            hooks.callback(noted.remove)
         loss = run()
     host_draws = at_blocks != [] and at_blocks[0] != host_state()
+    for one in traced:
+        if len(one.returned) != 1:
+            raise CantInferError(f"{one.stack.shown}: its blocks were not called one after the other, each once")
+    traced.sort(key=lambda one: called.index(one.stack.blocks[0]))
+    blocks = [name for one in traced for name in one.stack.blocks]
+    if called != blocks:
+        raise CantInferError(
+            f"{' and '.join(one.stack.shown for one in traced)}: the blocks were not called one after the other, each once"
+        )
+    ends = {id(one.stand_in): at for at, one in enumerate(traced)}
     known = {id(parameter): name for name, parameter in model.named_parameters()}
-    # In front of the blocks, of each block, and behind them.
-    read = [_read_by(root, known) for root in (*ends, loss)]
-    if called != list(stack.blocks) or len(returned) != 1:
-        raise CantInferError(f"{stack.shown}: its blocks were not called one after the other, each once")
+    # Of each block what is read in it, and in front of the first, not across a cut; last of what is behind the blocks.
+    roots: list[list[Tensor]] = []
+    for one in traced:
+        roots += [*one.given[1:], [one.out]]
+        roots[-len(one.given)] = [*roots[-len(one.given)], *one.given[0]]
+    reached = [set().union(*map(_reached, each)) for each in roots]
+    of_loss = _reached(loss)
+    behind = {known[leaf] for leaf in of_loss if leaf in known}
+    reached[-1] |= of_loss
+    read = [{known[leaf] for leaf in leaves if leaf in known} for leaves in reached]
+    takes = [{ends[leaf] for leaf in leaves if leaf in ends} for leaves in reached]  # the stacks whose ends are read
+    layers = how.layers
     if layers is None:
-        costs = [sum(size for name, size in numel.items() if inside(name, block)) for block in stack.blocks]
-        # What is behind the blocks (the read set of the loss has the last block's too) is computed by the last stage.
-        costs[-1] += sum(numel[name] for name in read[-1] if not any(inside(name, one) for one in stack.blocks))
-        layers = deal_out(costs, stages * rounds)
-    starts = [sum(layers[:at]) for at in range(stages * rounds + 1)]
-    blocks = tuple(tuple(stack.blocks[start:stop]) for start, stop in pairwise(starts))
-    reads = [set().union(*read[start + 1 : stop + 1]) for start, stop in pairwise(starts)]
-    reads[0] |= read[0]
+        costs = [sum(size for name, size in numel.items() if inside(name, block)) for block in blocks]
+        # What is behind the blocks is computed by the last stage.
+        costs[-1] += sum(numel[name] for name in behind)
+        border = 0 if how.split is None else len(traced[0].stack.blocks)
+        layers = deal_out(costs[border:], how.chunks - (how.split or 0))
+        layers = [*(deal_out(costs[:border], how.split) if how.split else ()), *layers]
+    borders = [*accumulate(layers, initial=0)]
+    chunks = tuple(tuple(blocks[start:stop]) for start, stop in pairwise(borders))
+    reads = [set().union(*read[start:stop]) for start, stop in pairwise(borders)]
     everything = set(known.values())
-    for at, names in enumerate(blocks):
-        for other, theirs in enumerate(blocks):
+    for at, names in enumerate(chunks):
+        for other, theirs in enumerate(chunks):
             crossing = _inside(theirs, reads[at])
             if other != at and crossing:
                 reader, holder = (
-                    (f"stage {at}", f"on stage {other}") if rounds == 1 else (f"{names[0]}", "in a chunk of its own")
+                    (f"stage {at}", f"on stage {other}") if how.rounds == 1 else (names[0], "in a chunk of its own")
                 )
                 raise CantInferError(
-                    f"pp={stages}: {reader} reads {min(crossing)}, which is {holder}, or what it made, past the activation "
+                    f"pp={how.stages}: {reader} reads {min(crossing)}, which is {holder}, or what it made, past the activation "
                     "between blocks; such a model can't be cut there. Use pp=1"
                 )
         reads[at] |= _inside(names, everything)
-    held = [set().union(*reads[stage::stages]) for stage in range(stages)]
+    held = [set().union(*reads[stage :: how.stages]) for stage in range(how.stages)]
     for unread in everything - set().union(*held):  # in the example: whoever reads it later must have it
         for each in held:
             each.add(unread)
-    return Cut(blocks, tuple(frozenset(names) for names in held), returned.pop(), stack.arg, host_draws=host_draws)
+    found = []
+    for at, one in enumerate(traced):
+        own = next(chunk for chunk, names in enumerate(chunks) if one.stack.blocks[-1] in names)
+        reading = (
+            chunk for chunk, (start, stop) in enumerate(pairwise(borders)) if at in set().union(*takes[start:stop])
+        )
+        readers = tuple(chunk for chunk in reading if chunk != own)
+        beside = tuple(sorted(one.beside.items()))
+        found.append(CutStack(tuple(one.stack.blocks), one.stack.arg, min(one.returned), beside, readers))
+    return Cut(chunks, tuple(frozenset(names) for names in held), tuple(found), host_draws=host_draws)
 
 
 def deal_out(costs: Sequence[int], stages: int) -> list[int]:
@@ -226,9 +337,8 @@ def _inside(blocks: Sequence[str], names: set[str]) -> set[str]:
     return {name for name in names if any(inside(name, block) for block in blocks)}
 
 
-def _read_by(root: Tensor, known: dict[int, str]) -> set[str]:
-    """The names of the parameters that a tensor's graph leads to."""
+def _reached(root: Tensor) -> set[int]:
+    """The ids of the leaves that a tensor's graph leads to."""
     if root.grad_fn is None:
-        return set()
-    leaves = (leaf_of(node) for node in reach(root.grad_fn))
-    return {known[id(leaf)] for leaf in leaves if leaf is not None and id(leaf) in known}
+        return {id(root)}
+    return {id(leaf) for node in reach(root.grad_fn) if (leaf := leaf_of(node)) is not None}

@@ -35,7 +35,7 @@ from lightning_seqpar.parallel.sharded_model import (
     refuse_copies,
 )
 from lightning_seqpar.parallel.tiled_mlps import MLPTiles
-from lightning_seqpar.pipeline.stage import from_holder
+from lightning_seqpar.pipeline.held_parameters import from_holder
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.hooks import draw_alike, note_shards, require_shard, return_whole
 from lightning_seqpar.region.lowered import LoweredRegion, begin_lowered_block

@@ -12,7 +12,7 @@ from torch import Tensor
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MOST_DIMS = 6
 """More dims no activation has: what is told of a tensor before it is sent has a fixed length."""
-_FACTS = 7 + _MOST_DIMS
+_FACTS = 8 + _MOST_DIMS
 
 
 def refuse_nested(x: Any) -> None:
@@ -30,10 +30,13 @@ class Message(NamedTuple):
     Attributes:
         micro_batch: its number.
         chunk: the number of the chunk of blocks that takes the activation, or has taken it and sends its gradient.
+        slot: 0 for the activation between two blocks, 1, 2, ... for what is handed on beside it, -1, -2, ... for the end of a
+            stack.
     """
 
     micro_batch: int
     chunk: int
+    slot: int = 0
 
 
 _NONE = Message(0, 0)
@@ -59,9 +62,9 @@ def _facts(x: Tensor, message: Message = _NONE, wants_gradient: bool = False, be
 
 def _empty(facts: Tensor) -> tuple[Tensor, bool, Message]:
     """Memory for the tensor of which something was told, whether it waits for its gradient, and what it belongs to."""
-    micro_batch, chunk, dtype, wants_gradient, ndim, *shape = facts[2:].tolist()
+    micro_batch, chunk, slot, dtype, wants_gradient, ndim, *shape = facts[2:].tolist()
     x = torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=facts.device)
-    return x, bool(wants_gradient), Message(micro_batch, chunk)
+    return x, bool(wants_gradient), Message(micro_batch, chunk, slot)
 
 
 def from_last(x: Tensor | None, group: dist.ProcessGroup, device: torch.device) -> Tensor:
@@ -108,6 +111,7 @@ class Link:
         self, there: dist.ProcessGroup, back: dist.ProcessGroup, peer: int, device: torch.device, depth: int
     ) -> None:
         self._there, self._back, self._peer, self._device, self._depth = there, back, peer, device, depth
+        self._arrived: dict[Message, tuple[Tensor, bool, list[float]]] = {}  # and was not asked for yet
         self._sent: deque[tuple[list[Any], list[Tensor]]] = deque()
 
     def send(self, x: Tensor, message: Message, *, wants_gradient: bool = False, beside: Tensor | None = None) -> None:
@@ -133,6 +137,20 @@ class Link:
             RuntimeError: if the neighbour has ended, does not send in time, or sent what belongs to another micro-batch.
         """
         what = f"{what} of micro-batch {message.micro_batch}"
+        while message not in self._arrived:
+            came, found = self._next(what)
+            if came.micro_batch != message.micro_batch or (came.chunk != message.chunk and came.slot == message.slot):
+                chunk = "" if came.chunk == message.chunk else f" for chunk {came.chunk} of blocks, not {message.chunk}"
+                raise RuntimeError(
+                    f"stage {self._back.rank()} waited for {what}, and stage {self._peer} sent that of micro-batch "
+                    f"{came.micro_batch}{chunk}: the stages are not in the same step any more. Each must read the same batches, "
+                    "and call the model as often"
+                )
+            self._arrived[came] = found  # a backward sends what it has first, and another one asks for it later
+        return self._arrived.pop(message)
+
+    def _next(self, what: str) -> tuple[Message, tuple[Tensor, bool, list[float]]]:
+        """What the neighbour sent next."""
         facts = torch.empty(_FACTS, dtype=torch.int64, device=self._device)
         try:
             dist.recv(facts, group=self._back, group_src=self._peer)
@@ -145,14 +163,7 @@ class Link:
                 f"stage {self._back.rank()} waited for {what}, which did not come from stage {self._peer} (rank {rank}): it has "
                 f"ended, or is stuck ({str(error).splitlines()[0]})"
             ) from error
-        if came != message:
-            chunk = "" if came.chunk == message.chunk else f" for chunk {came.chunk} of blocks, not {message.chunk}"
-            raise RuntimeError(
-                f"stage {self._back.rank()} waited for {what}, and stage {self._peer} sent that of micro-batch "
-                f"{came.micro_batch}{chunk}: the stages are not in the same step any more. Each must read the same batches, "
-                "and call the model as often"
-            )
-        return x, wants_gradient, facts[:2].view(torch.float64).tolist()
+        return came, (x, wants_gradient, facts[:2].view(torch.float64).tolist())
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived."""

@@ -44,7 +44,8 @@ from lightning_seqpar.parallel.recompute import recompute_unsharded
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.parallel.synced_norms import sync_batch_norms
 from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
-from lightning_seqpar.pipeline.stage import Cut, Stage
+from lightning_seqpar.pipeline.cut import Cut
+from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.choice import check_plan
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.averages import (

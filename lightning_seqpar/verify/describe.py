@@ -25,7 +25,7 @@ from lightning_seqpar.data.batch import map_tensors
 from lightning_seqpar.distributed.counters import SavedBytes, Traffic
 from lightning_seqpar.distributed.rng import OneStream, kept_streams
 from lightning_seqpar.inference.infer import infer_plan
-from lightning_seqpar.inference.pipeline_cut import check_stacks, trace_cut
+from lightning_seqpar.inference.pipeline_cut import HowToCut, check_stacks, trace_cut
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_unlowered
@@ -301,10 +301,11 @@ def _cut(
     finding = config.model_copy(update={"tp": max(config.tp, 2)})
     plans = plans or resolve_plans(config.plan, copied, lambda: _infer(model, step, finding, known))
     matches = [match for plan in plans for match in plan.match(copied) if match.rule.says_where_blocks_are]
-    stacks, rounds = PlannedModel(copied, matches, list(STYLES), 1, False).stacks, config.virtual_pp or 1
-    stack = check_stacks(stacks, config.pp, rounds, config.pp_layers)
+    stacks, how = PlannedModel(copied, matches, list(STYLES), 1, False).stacks, HowToCut.of(config)
+    check_stacks(stacks, how)
+    blocks = sum(len(stack.blocks) for stack in stacks)
     numel = {name: parameter.numel() for name, parameter in copied.named_parameters()}
-    cut = trace_cut(copied, lambda: step.run(copied), stack, config.pp, rounds, config.pp_layers, numel)
+    cut = trace_cut(copied, lambda: step.run(copied), stacks, how, numel)
     local = dict(planned.named_parameters())
     for at in range(config.pp):
         held = [local[name] for name in cut.held[at]]
@@ -313,9 +314,9 @@ def _cut(
         count = sum(len(names) for names in chunks)
         # With many micro-batches; of a chunk at a time where a stage has several.
         alive = float(config.pp - at)
-        if rounds > 1:
-            alive = (warm_up(at, config.pp, rounds, config.pp * (rounds + 2)) + 1) / rounds
-        kept = None if out.activation_bytes is None else int(alive * count / len(stack.blocks) * out.activation_bytes)
+        if how.rounds > 1:
+            alive = (warm_up(at, config.pp, how.rounds, config.pp * (how.rounds + 2)) + 1) / how.rounds
+        kept = None if out.activation_bytes is None else int(alive * count / blocks * out.activation_bytes)
         numbers = (sum(p.numel() for p in held), sum(p.nbytes for p in held), gradients)
         state = OPTIMIZERS[out.optimizer] * gradients
         ends = tuple((names[0], names[-1]) for names in chunks)
@@ -326,7 +327,7 @@ def _cut(
     out.activation_bytes, out.activation_bytes_by_formula = largest.activation_bytes, None
     out.notes += [
         "per rank: of the stage that keeps most; what is sent is that of all stages, without the activations between them",
-        describe_bubble(config.pp, config.pp, rounds),
+        describe_bubble(config.pp, config.pp, how.rounds),
     ]
 
 

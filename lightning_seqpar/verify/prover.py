@@ -18,10 +18,10 @@ from lightning_seqpar.distributed.phases import Phases
 from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import Inference, infer_blocks, infer_plan
-from lightning_seqpar.inference.pipeline_cut import find_cut
+from lightning_seqpar.inference.pipeline_cut import HowToCut, find_cut
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 from lightning_seqpar.layout.adapters import known_limits
-from lightning_seqpar.pipeline.stage import Cut
+from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.plan.vocabulary import (
@@ -189,9 +189,8 @@ class Prover:
 
         def work() -> Cut:
             prepare = functools.partial(attach_view, trainer=self._trainer)
-            options: dict[str, Any] = {"layers": self._config.pp_layers, "dtype": dtype, "prepare": prepare}
-            options["rounds"] = self._config.virtual_pp or 1
-            return find_cut(self._module, example, stacks, self._config.pp, **options)
+            how = HowToCut.of(self._config)
+            return find_cut(self._module, example, stacks, how, dtype=dtype, prepare=prepare)
 
         found: Cut = self._from_first_rank(work)
         return found

@@ -15,7 +15,8 @@ from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, release
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.layout.module_names import inside
-from lightning_seqpar.pipeline.stage import Cut, Stage
+from lightning_seqpar.pipeline.cut import Cut
+from lightning_seqpar.pipeline.stage import Stage
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.observed_run import ObservedRun, observe_run
@@ -65,7 +66,9 @@ def stage_check(
     """
     example = example.to(device, dtype)
     # Of a large model two blocks of each stage are computed, the first one's gradients alone are kept, in both copies.
-    passed_by = [name for names in cut.blocks for name in names[2:]] if example.reduction.skips_repeats else []
+    firsts = {stack.blocks[0] for stack in cut.stacks}  # which make what the others are given
+    passed_by = [name for names in cut.blocks for name in names[2:] if name not in firsts]
+    passed_by = passed_by if example.reduction.skips_repeats else []
     kept = [name for names in cut.blocks for name in names[:1]]
 
     def copied() -> nn.Module:
@@ -74,7 +77,7 @@ def stage_check(
         if example.reduction.skips_repeats:
             spread_equal_blocks(made)
             for name in passed_by:
-                made.get_submodule(name).forward = cut.passing_by(name)
+                made.get_submodule(name).forward = cut.stack_of(name).passing_by(name)
             for name, parameter in made.named_parameters():
                 if any(inside(name, one) for names in cut.blocks for one in names if one not in kept):
                     parameter.requires_grad_(False)

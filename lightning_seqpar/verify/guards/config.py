@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_seqpar.config import ParallelConfig, nearest
 
 LATER = {
-    "pp_split_rank": "pipelines of encoder-decoder models",
     "fp8_groups": "fp8 training",
 }
 """Fields of :class:`ParallelConfig` that the strategy does not run yet, and what each of them would turn on."""

@@ -1,0 +1,100 @@
+"""Where a model is cut into the stages of a pipeline, and what goes from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_seqpar.layout.module_names import Argument
+from lightning_seqpar.region.hooks import find_argument
+
+
+class CutStack(NamedTuple):
+    """One stack of blocks, as stages see it.
+
+    Attributes:
+        blocks: their names, in order.
+        arg: the argument of a block that carries the activation.
+        returned: of a block's outputs, how many stand in a tuple, of which the first is the activation; 0 where it returns the
+            activation itself.
+        beside: what a block hands to the next one beside the activation, such as a bias that the first one makes: the place in
+            the tuple, and the argument that carries it.
+        readers: chunks that read what the last block returns, other than its own.
+    """
+
+    blocks: tuple[str, ...]
+    arg: Argument
+    returned: int = 0
+    beside: tuple[tuple[int, Argument], ...] = ()
+    readers: tuple[int, ...] = ()
+
+    @property
+    def carries(self) -> tuple[Argument, ...]:
+        """The arguments of a block that come from the one before: the activation, and what is handed on beside it."""
+        return (self.arg, *(arg for _, arg in self.beside))
+
+    def as_returned(self, x: Tensor, beside: dict[int, Any] | None = None) -> Any:
+        """An activation as a block returns it.
+
+        Args:
+            x: the activation.
+            beside: what stands at the other places; None for tensors that are no numbers.
+        """
+        if not self.returned:
+            return x
+        if beside is None:
+            beside = {at: torch.full((), float("nan"), dtype=x.dtype, device=x.device) for at, _ in self.beside}
+        return (x, *[beside.get(at) for at in range(1, self.returned)])
+
+    def passing_by(self, name: str) -> Callable[..., Any]:
+        """A forward for a block that hands on what it is given, as the block would return it. Not for the first."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            beside = {at: find_argument(name, arg, args, kwargs)[1] for at, arg in self.beside}
+            return self.as_returned(find_argument(name, self.arg, args, kwargs)[1], beside)
+
+        return forward
+
+
+class Cut(NamedTuple):
+    """Where a model is cut.
+
+    Attributes:
+        blocks: of each chunk the names of its blocks, in order. Chunks go round the stages: of three stages the first has chunks
+            0, 3, 6, ...
+        held: of each stage the names of the parameters that it reads.
+        stacks: the stacks of blocks, in the order in which they run.
+        draws: whether the step draws random numbers while it trains.
+        host_draws: whether it draws from Python's or numpy's generators in the blocks or behind them.
+    """
+
+    blocks: tuple[tuple[str, ...], ...]
+    held: tuple[frozenset[str], ...]
+    stacks: tuple[CutStack, ...]
+    draws: bool = False
+    host_draws: bool = False
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.held)
+
+    def chunks(self, stage: int) -> range:
+        """The numbers of the chunks that a stage has."""
+        return range(stage, len(self.blocks), self.stages)
+
+    def stack_of(self, name: str) -> CutStack:
+        """The stack that a block is in."""
+        return next(stack for stack in self.stacks if name in stack.blocks)
+
+    def goes_on(self, chunk: int) -> bool:
+        """Whether a chunk goes on with a stack that the one before it began: it takes its activation from there."""
+        first = self.blocks[chunk][0]
+        return first != self.stack_of(first).blocks[0]
+
+    def shared(self, name: str) -> tuple[int, ...]:
+        """The stages that read a parameter."""
+        return tuple(stage for stage, names in enumerate(self.held) if name in names)
