@@ -22,6 +22,7 @@ from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.layout.module_names import Argument, inside
 from lightning_seqpar.pipeline.cut import Cut, CutStack
 from lightning_seqpar.region.hooks import find_argument, put_argument
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.styles.style import Stack
 
 
@@ -99,6 +100,20 @@ def find_cut(
             "do not come there would go on from other numbers; draw from torch's own generators (without generator=), or use pp=1"
         )
     return found._replace(draws=bool(drawn))
+
+
+def leaves_blocks(module: nn.Module, plans: Sequence[ShardingPlan]) -> bool:
+    """Whether a list of modules of one class, with parameters, is among no plan's blocks and in none of them."""
+    blocks = {match.name for plan in plans for match in plan.match(module) if match.rule.style == "blocks"}
+    known = {id(one) for block in blocks for one in module.get_submodule(block).modules()}
+    return any(
+        isinstance(modules, nn.ModuleList)
+        and len(modules) > 1
+        and len({type(one) for one in modules}) == 1
+        and next(modules.parameters(), None) is not None
+        and not any(id(one) in known for one in modules)
+        for modules in module.modules()
+    )
 
 
 def check_stacks(stacks: Sequence[Stack], how: HowToCut) -> None:

@@ -302,6 +302,9 @@ class Stage(HeldParameters):
                 self._handles.append(module.register_forward_hook(self._give_at(chunk, stack), prepend=True))
         for name, chunk in self._elsewhere.items():
             self._modules[name].forward = self._elsewhere_at(name, chunk)
+        for number, stack in enumerate(self._cut.stacks[:-1]):  # behind all other hooks, of which some end streams
+            end = self._modules[stack.blocks[-1]]
+            self._handles.append(end.register_forward_hook(self._begin_between(number)))
 
     @property
     def _switches_streams(self) -> bool:
@@ -314,6 +317,8 @@ class Stage(HeldParameters):
 
     def _begin_at(self, name: str, chunk: int) -> Callable[..., None]:
         """A pre-hook of this stage's blocks: the first that runs begins its chunk."""
+        # An encoder whose end this stage has may be left out, where its output is known (a decoder that generates).
+        waits = self._cut.goes_on(chunk) and name in self._cut.stack_of(self._cut.blocks[chunk][0]).blocks
 
         def hook(module: nn.Module, args: Any) -> None:
             if self._passes_by(chunk):
@@ -325,7 +330,7 @@ class Stage(HeldParameters):
                 )
             self._ran.add(name)
             if self._begun != chunk:
-                self._begun, self._is_awaited = chunk, self._cut.goes_on(chunk)
+                self._begun, self._is_awaited = chunk, waits
                 self._streams.enter_blocks()
                 if self._switches_streams:
                     self._streams.begin_stage(chunk)
@@ -426,16 +431,13 @@ class Stage(HeldParameters):
             f"stage {self.number} of {self.count}: {name} was called before any block of its own ({self._shown(self._chunk)})"
         )
 
-    def _from_end(self, chunk: int, stack: CutStack, x: Any) -> Tensor:
+    def _from_end(self, chunk: int, stack: CutStack, x: Any) -> Any:
         """What the last block of a stack returned, which runs elsewhere, or what is no number."""
         if stack is self._cut.stacks[-1]:
-            nothing: Tensor = _nothing_like(x)
-            return _placed_as(x, self._rejoin(None)) if self._goes_on else nothing
-        self._begin_between(stack)
+            return _placed_as(x, self._rejoin(None)) if self._goes_on else _nothing_like(x)
         reader = next((own for own in self._chunks if own in stack.readers), None)
         if reader is None:
-            nothing = _nothing_like(x)
-            return nothing
+            return _nothing_like(x)
         refuse_nested(x)
         return self._take(self._peers[chunk % self.count], self._end_of(stack, reader), x)[0]
 
@@ -447,7 +449,6 @@ class Stage(HeldParameters):
                 return
             x = out[0] if stack.returned else out
             if stack is not self._cut.stacks[-1]:
-                self._begin_between(stack)
                 for reader in stack.readers:
                     refuse_nested(x)
                     self._hand_over(self._peers[reader % self.count], self._end_of(stack, reader), x)
@@ -460,10 +461,14 @@ class Stage(HeldParameters):
         """What carries the last output of a stack to a chunk."""
         return Message(self._micro_batch, reader, -1 - self._cut.stacks.index(stack))
 
-    def _begin_between(self, stack: CutStack) -> None:
-        """Behind a stack all stages draw alike, since each makes what the next stack reads."""
-        if self._switches_streams:
-            self._streams.begin_between(self._cut.stacks.index(stack))
+    def _begin_between(self, number: int) -> Callable[..., None]:
+        """A hook behind the last block of a stack, by its number: all stages draw alike, since each makes what is read behind."""
+
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            if self._switches_streams:
+                self._streams.begin_between(number)
+
+        return hook
 
     def _rejoin(self, x: Tensor | None) -> Tensor:
         """What the last stage's last block returned, on every stage.

@@ -25,7 +25,7 @@ from lightning_seqpar.data.batch import map_tensors
 from lightning_seqpar.distributed.counters import SavedBytes, Traffic
 from lightning_seqpar.distributed.rng import OneStream, kept_streams
 from lightning_seqpar.inference.infer import infer_plan
-from lightning_seqpar.inference.pipeline_cut import HowToCut, check_stacks, trace_cut
+from lightning_seqpar.inference.pipeline_cut import HowToCut, check_stacks, leaves_blocks, trace_cut
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_unlowered
@@ -299,7 +299,10 @@ def _cut(
         return
     copied = without_numbers(model)
     finding = config.model_copy(update={"tp": max(config.tp, 2)})
-    plans = plans or resolve_plans(config.plan, copied, lambda: _infer(model, step, finding, known))
+    if not plans:
+        plans = resolve_plans(config.plan, copied, lambda: _infer(model, step, finding, known))
+        if not isinstance(config.plan, PlanSpec) and leaves_blocks(copied, plans):
+            plans = [_infer(model, step, finding, known)]
     matches = [match for plan in plans for match in plan.match(copied) if match.rule.says_where_blocks_are]
     stacks, how = PlannedModel(copied, matches, list(STYLES), 1, False).stacks, HowToCut.of(config)
     check_stacks(stacks, how)

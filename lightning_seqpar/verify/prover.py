@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.phases import Phases
 from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import Inference, infer_blocks, infer_plan
-from lightning_seqpar.inference.pipeline_cut import HowToCut, find_cut
+from lightning_seqpar.inference.pipeline_cut import HowToCut, find_cut, leaves_blocks
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.pipeline.cut import Cut
@@ -157,9 +158,13 @@ class Prover:
 
         with self._phases.phase("finding the blocks"):
             try:
-                return resolve_plans(spec, self._module, infer)
+                plans = resolve_plans(spec, self._module, infer)
+                if self._config.pp > 1 and not isinstance(spec, PlanSpec) and leaves_blocks(self._module, plans):
+                    plans = [infer()]  # a shipped plan knows one stack of a model that has several
+                return plans
             except ValueError as error:
                 wanted = [f"cp={self._config.cp}"] * (self._config.cp > 1)
+                wanted += [f"pp={self._config.pp}"] * (self._config.pp > 1)
                 wanted += [f"tile_mlp={self._config.tile_mlp}"] * (self._config.tile_mlp is not None)
                 wanted += [f"loss_chunk={self._config.loss_chunk}"] * (self._config.loss_chunk is not None)
                 wanted += [f"recompute={self._config.recompute!r}"] * (self._config.recompute != "none")
