@@ -178,6 +178,7 @@ class _Traced:
         self.stack, self._called = stack, called
         self.given: list[list[Tensor]] = []  # of each block what it takes from the one before
         self.out = self.stand_in = torch.empty(0)  # what the last block returned, and what stands for it behind
+        self.has_graph = True  # else no graph tells who reads it (a teacher)
         self.returned: set[int] = set()
         self.beside: dict[int, Argument] = {}
         self._left: dict[int, tuple[int, Tensor]] = {}  # by id what the block before returned beside its activation
@@ -218,6 +219,7 @@ class _Traced:
             self._left = {} if is_last else {id(one): (at, one) for at, one in enumerate(others, 1) if one is not None}
             if not is_last:
                 return None
+            self.has_graph = torch.is_grad_enabled()
             self.out, self.stand_in = x, x.detach().requires_grad_()
             return (self.stand_in, *others) if isinstance(out, tuple) else self.stand_in
 
@@ -264,6 +266,11 @@ def trace_cut(
     for one in traced:
         if len(one.returned) != 1:
             raise CantInferError(f"{one.stack.shown}: its blocks were not called one after the other, each once")
+    if idle := next((one.stack for one in traced if one.stack.blocks[0] not in called), None):
+        raise CantInferError(
+            f"pp={how.stages}: the step does not run the blocks of {idle.shown} ({idle.blocks[0]}), which each stage would hold whole "
+            "beside its part of the others; use pp=1"
+        )
     traced.sort(key=lambda one: called.index(one.stack.blocks[0]))
     blocks = [name for one in traced for name in one.stack.blocks]
     if called != blocks:
@@ -317,7 +324,7 @@ def trace_cut(
         reading = (
             chunk for chunk, (start, stop) in enumerate(pairwise(borders)) if at in set().union(*takes[start:stop])
         )
-        readers = tuple(chunk for chunk in reading if chunk != own)
+        readers = tuple(chunk for chunk in (reading if one.has_graph else range(own, len(chunks))) if chunk != own)
         beside = tuple(sorted(one.beside.items()))
         found.append(CutStack(tuple(one.stack.blocks), one.stack.arg, min(one.returned), beside, readers))
     return Cut(chunks, tuple(frozenset(names) for names in held), tuple(found), host_draws=host_draws)

@@ -249,9 +249,14 @@ def refused(name: str, args: dict[str, Any]) -> str:
             r"pp=2: stage 1 reads blocks\.0\.\S+, which is on stage 0, or what it made, past the activation",
         ),
         ("GPT", {}, 3, r"pp=3: model has 2 blocks, and each stage needs one; use pp=2 at most"),
-        ("HuggingFace", {"family": "t5"}, 2, r"several stacks of blocks \(model\.encoder and model\.decoder\)"),
+        (
+            "ThirdParty",
+            {"kind": "two_activations"},
+            2,
+            r"net\.blocks\.1: the block before it returns more than its activation",
+        ),
     ],
-    ids=["past the activation", "too few", "two stacks"],
+    ids=["past the activation", "too few", "two activations"],
 )
 def test_what_can_not_be_cut_is_refused(name, args, stages, says):
     for told in run_distributed(refused, stages, name, args):

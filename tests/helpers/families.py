@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from tests import write_families
 from tests.helpers.models import perturb
@@ -52,15 +53,25 @@ class PreciseNorm(Gemma3RMSNorm):
         return self._norm(x) * (1.0 + self.weight)
 
 
+class PreciseT5Norm(T5LayerNorm):
+    """T5's norm likewise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
 def precise_loss(logits: Tensor, labels: Tensor, *args: Any, **more: Any) -> Tensor:
     """The library's loss of a causal model without its cast to float32, in which a mean over replicas rounds at 1e-7."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 class HuggingFace(L.LightningModule):
-    """A model of transformers; the loss is its own, or ``F.cross_entropy`` on its logits."""
+    """A model of transformers; the loss is its own, or ``F.cross_entropy`` on its logits.
 
-    def __init__(self, family: str, loss: str = "model", **settings: Any) -> None:
+    With ``precise`` T5's norms are not those of the library, and no shipped plan fits.
+    """
+
+    def __init__(self, family: str, loss: str = "model", precise: bool = False, **settings: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.model = build(family, **settings)
@@ -72,6 +83,8 @@ class HuggingFace(L.LightningModule):
                     setattr(module, name, 0.0)
             if type(module).__name__ == "Gemma3RMSNorm":
                 module.__class__ = PreciseNorm
+            if precise and type(module).__name__ == "T5LayerNorm":
+                module.__class__ = PreciseT5Norm
         if family not in TASKS:
             self.model.loss_function = precise_loss
         perturb(self)

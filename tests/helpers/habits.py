@@ -950,7 +950,7 @@ class AveragesInside(Learner):
 @habit(
     "an average inside the model",
     "`self.ema = AveragedModel(self.net)` in `__init__`",
-    in_stages=r"several stacks of blocks \(model and average\.module\)",
+    in_stages=r"the step does not run the blocks of average\.module",
 )
 def averages_inside(place: Place) -> Yield:
     out = place.train(AveragesInside(), max_epochs=2, val=8)
