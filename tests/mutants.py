@@ -3790,7 +3790,7 @@ MUTANTS = [
     ),
     Mutant(
         "pp: gradients of tied weights not summed",
-        "Stage.sum_shared",
+        "HeldParameters.sum_shared",
         "        if not shared:\n",
         "        if shared:\n",
         "tests/test_pipeline.py",
@@ -3825,8 +3825,8 @@ MUTANTS = [
     ),
     Mutant(
         "pp: a stage's graph is followed across the cut",
-        "trace_cut",
-        "x.detach().requires_grad_()",
+        "_Traced.take",
+        "x.detach().requires_grad_(x.is_floating_point())",
         "x",
         "tests/test_pipeline.py",
     ),
@@ -3839,14 +3839,14 @@ MUTANTS = [
     ),
     Mutant(
         "pp: a stage holds all parameters",
-        "Stage.leave_out",
+        "HeldParameters.leave_out",
         ".expand(parameter.shape)",
         ".repeat(*parameter.shape)",
         "tests/test_pipeline.py",
     ),
     Mutant(
         "pp: nobody looks at what a stage reads",
-        "Stage.check_graph",
+        "HeldParameters.check_graph",
         "if not self.holds(name)}",
         "if not name}",
         "tests/test_pipeline.py",
@@ -3916,16 +3916,16 @@ MUTANTS = [
     ),
     Mutant(
         "pp: an evaluation without the head",
-        "Stage.begin_evaluation",
+        "HeldParameters.begin_evaluation",
         "if name not in wanted:",
         "if name:",
         "tests/test_pipeline_loops.py -k one_process",
     ),
     Mutant(
         "pp: an evaluation goes on with what passed by",
-        "Stage._elsewhere_at",
-        "x = _placed_as(x, self._rejoin(None))",
-        "self._rejoin(None)",
+        "Stage._from_end",
+        "return _placed_as(x, self._rejoin(None)) if self._goes_on",
+        "return (_nothing_like(x), self._rejoin(None))[0] if self._goes_on",
         "tests/test_pipeline_loops.py -k one_process",
     ),
     Mutant(
@@ -3951,7 +3951,7 @@ MUTANTS = [
     ),
     Mutant(
         "pp: replicas wait for gradients that are elsewhere",
-        "Stage.hiding_from_ddp",
+        "HeldParameters.hiding_from_ddp",
         "if not self.holds(name)]",
         "if not name]",
         "tests/test_pipeline_parity.py -k dp",
@@ -3993,7 +3993,7 @@ MUTANTS = [
     ),
     Mutant(
         "pp: gradients that several stages hold are summed in another order on each",
-        "Stage._sum_over",
+        "HeldParameters._sum_over",
         "            before[0].add_(part)\n",
         "            before[0].sub_(part)\n",
         "tests/test_pipeline.py",
@@ -4029,8 +4029,8 @@ MUTANTS = [
     Mutant(
         "pp: nobody looks whose gradient came",
         "Link.receive",
-        "        if came != message:\n",
-        "        if came is None:\n",
+        "if came.micro_batch != message.micro_batch or",
+        "if came.micro_batch < 0 or",
         "tests/test_pipeline.py -k another_micro",
     ),
     Mutant(
@@ -4043,8 +4043,8 @@ MUTANTS = [
     Mutant(
         "pp: nobody looks what a block is given beside its activation",
         "Stage._take_at",
-        "            self._check_beside(name, came, _beside(nothing, args, kwargs))\n",
-        "",
+        "                    self._check_beside(name, came, beside)\n",
+        "                    pass\n",
         "tests/test_pipeline.py -k from_stage_to_stage",
     ),
     Mutant(
@@ -4141,8 +4141,8 @@ MUTANTS = [
     Mutant(
         "turns: two neighbours send both ways in one group",
         "Stage._links",
-        "Link(around[1], around[0], last, device, depth)",
-        "Link(activations, around[0], last, device, depth)",
+        "Link(around[1], around[0], last, self._device, depth)",
+        "Link(activations, around[0], last, self._device, depth)",
         "tests/test_interleaving.py -k both_ways",
     ),
     Mutant(
@@ -4165,6 +4165,62 @@ MUTANTS = [
         "            if other != at and crossing:\n",
         "            if other % stages != at % stages and crossing:\n",
         "tests/test_interleaving.py -k past",
+    ),
+    Mutant(
+        "stacks: the end of an encoder goes to the next stage alone",
+        "trace_cut",
+        "if chunk != own)",
+        "if chunk == own + 1)",
+        "tests/test_stages_of_stacks.py -k four",
+    ),
+    Mutant(
+        "stacks: nobody sends back the gradient of a bias that blocks hand on",
+        "Stage._hand_on",
+        "self._hand_over(self._behind, message, x, ",
+        "self._hand_over(self._behind, message, x if slot == 0 else x.detach(), ",
+        "tests/test_stages_of_stacks.py -k four",
+    ),
+    Mutant(
+        "stacks: what lies between draws from each stage's own stream",
+        "Stage._begin_between",
+        "                self._streams.begin_between(number)\n",
+        "                pass\n",
+        "tests/test_stages_of_stacks.py -k dropout",
+    ),
+    Mutant(
+        "stacks: a decoder that generates waits for the encoder",
+        "Stage._begin_at",
+        "waits = self._cut.goes_on(chunk) and name in self._cut.stack_of(self._cut.blocks[chunk][0]).blocks",
+        "waits = self._cut.goes_on(chunk)",
+        "tests/test_stages_of_stacks.py -k tokens",
+    ),
+    Mutant(
+        "stacks: blocks that no shipped plan knows are on the last stage",
+        "leaves_blocks",
+        "    return any(\n",
+        "    return False and any(\n",
+        "tests/test_stages_of_stacks.py -k tokens",
+    ),
+    Mutant(
+        "stacks: what a teacher made under no_grad goes nowhere",
+        "_Traced.look",
+        "self.has_graph = torch.is_grad_enabled()",
+        "self.has_graph = True",
+        "tests/test_stages_of_stacks.py -m matrix -k more",
+    ),
+    Mutant(
+        "stacks: blocks that the step does not run are cut",
+        "trace_cut",
+        "if one.stack.blocks[0] not in called",
+        "if not called",
+        "tests/test_trainer_habits.py -m matrix -k pp2-averages_inside",
+    ),
+    Mutant(
+        "stacks: what a block returns and nobody is given is left out",
+        "_Traced.take",
+        "            if self._left:\n",
+        "            if self._left is None:\n",
+        "tests/test_pipeline.py -k can_not_be_cut",
     ),
     Mutant(
         "pp: the head costs nothing",
