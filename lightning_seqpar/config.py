@@ -236,7 +236,7 @@ class ParallelConfig(FrozenModel):
     virtual_pp: int | None = None
     """How many chunks of blocks each stage has (interleaving), or none for one: less waiting, and more is sent."""
     pp_split_rank: int | None = None
-    """First pipeline rank of the decoder in an encoder-decoder model. Not run yet."""
+    """First pipeline rank of the decoder in an encoder-decoder model, or none for stages that cost alike."""
     order: str = "pp-dp-cp-tp"
     """The axes, outermost first; ranks along the last one are adjacent."""
     plan: str | PlanSpec = "auto"

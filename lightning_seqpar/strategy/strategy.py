@@ -113,7 +113,7 @@ class SeqParallelStrategy(TuningStrategy):
             ``accumulate_grad_batches``.
         pp_layers: How many blocks each stage has, or each chunk in the model's order; none for stages that cost alike.
         virtual_pp: How many chunks of blocks each stage has (interleaving), or none for one: less waiting, and more is sent.
-        pp_split_rank: First pipeline rank of the decoder in an encoder-decoder model. Not run yet.
+        pp_split_rank: First pipeline rank of the decoder in an encoder-decoder model, or none for stages that cost alike.
         order: The axes, outermost first; ranks along the last one are adjacent.
         plan: ``auto``, a family's name, the path of a YAML file, or ``{base: ..., rules: [...]}``.
         data_parallel: What synchronises the data-parallel replicas: ``ddp``, or ``fsdp`` (torch's ``fully_shard`` for each block),

@@ -250,3 +250,15 @@ def test_stages_hold_what_is_said_of_them(sizes):
     shown = render(said, 140)
     assert "stage  blocks" in shown
     assert "note: pp=2 with accumulate_grad_batches=2: each stage waits 33% of the time for others" in shown
+
+
+def test_a_description_shows_chunks_and_what_they_save():
+    module, batch = models.GPT(tied=False, layers=5).double(), next(iter(models.loader(2, length=9, count=2)))
+    said = describe(module, ParallelConfig(pp=2, virtual_pp=2, pp_layers=[1, 1, 2, 1]), batch=batch)
+    assert [(stage.ends, stage.alive) for stage in said.stages] == [
+        ((("model.blocks.0", "model.blocks.0"), ("model.blocks.2", "model.blocks.3")), 2.5),
+        ((("model.blocks.1", "model.blocks.1"), ("model.blocks.4", "model.blocks.4")), 1.5),
+    ]
+    shown = render(said, 140)
+    assert "model.blocks.0, 2 to 3 (3)" in shown
+    assert "pp=2, virtual_pp=2 with accumulate_grad_batches=2: each stage waits 20% of the time for others" in shown

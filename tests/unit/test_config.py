@@ -95,8 +95,6 @@ def test_keywords_and_config():
     ("field", "value", "more"),
     [
         ("fp8_groups", True, {}),
-        ("virtual_pp", 2, {"pp": 2}),
-        ("pp_split_rank", 1, {"pp": 2}),
     ],
 )
 def test_what_does_not_run_yet_is_refused_with_the_value_that_does(field, value, more):
