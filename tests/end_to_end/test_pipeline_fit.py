@@ -1,4 +1,4 @@
-"""Stages of a pipeline trained by a Trainer: what the strategy runs of it so far, which is not offered yet (``pp`` is refused)."""
+"""Stages of a pipeline trained by a Trainer: gradients, norms, weights and checkpoints of one process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_trainer_runs_stages_as_one_process(world, sizes):
 
 def go_on(sizes: dict[str, Any] | None, folder: str, start: str | None) -> dict[str, torch.Tensor]:
     """Train for two updates, or from a checkpoint to the fourth; save, and give the plain model back."""
-    module = class_named("GPT")(tied=True)
+    module = class_named("GPT")(tied=True, layers=4)
     trainer = trainer_of(sizes, max_steps=2 if start is None else 4)
     trainer.fit(module, models.loader(4, length=9, count=80), ckpt_path=start, weights_only=False)
     trainer.save_checkpoint(f"{folder}/{0 if start is None else 1}.ckpt")
@@ -92,7 +92,11 @@ def go_on(sizes: dict[str, Any] | None, folder: str, start: str | None) -> dict[
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(2, {"pp": 2}), (4, {"pp": 2, "tp": 2})], ids=["pp2", "pp2-tp2"])
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [(2, {"pp": 2}), (4, {"pp": 2, "tp": 2}), (2, {"pp": 2, "virtual_pp": 2})],
+    ids=["pp2", "pp2-tp2", "turns"],
+)
 def test_checkpoints_are_those_of_one_process(world, sizes, tmp_path):
     for name in ("alone", "stages"):
         (tmp_path / name).mkdir()
