@@ -21,8 +21,8 @@ from lightning_seqpar.inference.model_copy import Quiet
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.layout.module_names import Argument, inside
 from lightning_seqpar.pipeline.cut import Cut, CutStack
-from lightning_seqpar.region.hooks import find_argument, put_argument
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.region.hooks import find_argument, put_argument
 from lightning_seqpar.styles.style import Stack
 
 
@@ -268,8 +268,8 @@ def trace_cut(
             raise CantInferError(f"{one.stack.shown}: its blocks were not called one after the other, each once")
     if idle := next((one.stack for one in traced if one.stack.blocks[0] not in called), None):
         raise CantInferError(
-            f"pp={how.stages}: the step does not run the blocks of {idle.shown} ({idle.blocks[0]}), which each stage would hold whole "
-            "beside its part of the others; use pp=1"
+            f"pp={how.stages}: the step does not run the blocks of {idle.shown} ({idle.blocks[0]}), which each stage would hold "
+            "whole beside its part of the others; use pp=1"
         )
     traced.sort(key=lambda one: called.index(one.stack.blocks[0]))
     blocks = [name for one in traced for name in one.stack.blocks]

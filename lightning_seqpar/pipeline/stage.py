@@ -189,6 +189,7 @@ class Stage(HeldParameters):
         Raises:
             RuntimeError: if it came to its end without having come to this stage's first or last block, or drew random numbers
                 that no example drew.
+            ValueError: if it returned no loss where it should.
         """
         self._begin_step()
         self._micro_batch = self._micro_batch + 1 if micro_batch is None else micro_batch
@@ -222,8 +223,12 @@ class Stage(HeldParameters):
                 f"({self._shown(self._chunk + (not has_loss))}), so that nothing went through the pipeline"
             )
         loss = out.get("loss") if isinstance(out, Mapping) else out
-        if isinstance(loss, Tensor):
-            self._computed.append(loss.detach())
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"the training step returned {type(loss).__name__}, and not a loss: with pp={self.count} no batch can be skipped, "
+                "since the stages before the last have run it already. Return a loss that is multiplied by 0, or use pp=1"
+            )
+        self._computed.append(loss.detach())
         return out
 
     def _begin_step(self) -> None:

@@ -152,12 +152,7 @@ class StagedStrategy(TopologyStrategy):
         logs = nullcontext() if self._logs is None else self._logs.step(self._trainer, has_loss=has_loss)
         with window.entered(one, chunk, self._trainer) as step, logs, self.precision_plugin.train_step_context():
             out = self._run_step("training", step, (), {})
-        loss = out.get("loss") if isinstance(out, Mapping) else out
-        if not isinstance(loss, Tensor):
-            raise ValueError(
-                f"training_step returned {type(loss).__name__}, and not a loss: with pp={stage.count} no batch can be "
-                "skipped, since the stages before the last have run it already. Return a loss that is multiplied by 0, or use pp=1"
-            )
+        loss: Tensor = out["loss"] if isinstance(out, Mapping) else out
         return loss
 
     def _run_backward(self, one: MicroBatch, chunk: int, stage: Stage) -> None:

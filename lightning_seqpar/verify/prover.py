@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
 
 from lightning_seqpar.config import ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.phases import Phases

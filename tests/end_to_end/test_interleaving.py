@@ -174,28 +174,30 @@ class Skips(models.GPT):
         return None if batch_idx == 4 else loss
 
 
-def refused(kind: str) -> None:
+def refused(kind: str, sizes: dict[str, Any]) -> None:
     module = models.GPT(layers=4) if kind == "Freezes" else {"Both": Both, "Skips": Skips, "Past": Past}[kind]()
     callbacks = [Freezes()] if kind == "Freezes" else []
-    trainer_of({**TURNS, "self_check": False}, callbacks=callbacks).fit(module, models.loader(2, length=9, count=40))
+    trainer_of({**sizes, "self_check": False}, callbacks=callbacks).fit(module, models.loader(2, length=9, count=40))
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "sizes", "says"),
     [
         (
             "Freezes",
+            TURNS,
             r"virtual_pp=2: a parameter was frozen, or thawed, between batches whose gradients are accumulated",
         ),
-        ("Both", r"virtual_pp=2: both training_step and a hook .* change Both\.count"),
-        ("Past", r"pp=2: model\.blocks\.2 reads model\.blocks\.0\..*past the activation between blocks"),
-        ("Skips", r"training_step returned NoneType, and not a loss: with pp=2 no batch can be skipped"),
+        ("Both", TURNS, r"virtual_pp=2: both training_step and a hook .* change Both\.count"),
+        ("Past", TURNS, r"pp=2: model\.blocks\.2 reads model\.blocks\.0\..*past the activation between blocks"),
+        ("Skips", TURNS, r"the training step returned NoneType, and not a loss: with pp=2 no batch can be skipped"),
+        ("Skips", {"pp": 2}, r"the training step returned NoneType, and not a loss: with pp=2 no batch can be skipped"),
     ],
-    ids=["freezes", "both", "past", "skips"],
+    ids=["freezes", "both", "past", "skips", "skips without turns"],
 )
-def test_what_can_not_be_put_off_is_told(kind, says):
+def test_what_can_not_be_put_off_is_told(kind, sizes, says):
     with pytest.raises(RankFailedError, match=says):
-        run_distributed(refused, 2, kind)
+        run_distributed(refused, 2, kind, sizes)
 
 
 def ways() -> list[tuple[str, int]]:
