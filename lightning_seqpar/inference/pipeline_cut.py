@@ -263,14 +263,14 @@ def trace_cut(
             hooks.callback(noted.remove)
         loss = run()
     host_draws = at_blocks != [] and at_blocks[0] != host_state()
-    for one in traced:
-        if len(one.returned) != 1:
-            raise CantInferError(f"{one.stack.shown}: its blocks were not called one after the other, each once")
     if idle := next((one.stack for one in traced if one.stack.blocks[0] not in called), None):
         raise CantInferError(
             f"pp={how.stages}: the step does not run the blocks of {idle.shown} ({idle.blocks[0]}), which each stage would hold "
             "whole beside its part of the others; use pp=1"
         )
+    for one in traced:
+        if len(one.returned) != 1:
+            raise CantInferError(f"{one.stack.shown}: its blocks were not called one after the other, each once")
     traced.sort(key=lambda one: called.index(one.stack.blocks[0]))
     blocks = [name for one in traced for name in one.stack.blocks]
     if called != blocks:

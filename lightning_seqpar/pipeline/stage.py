@@ -214,7 +214,7 @@ class Stage(HeldParameters):
                 "would draw other ones from here on. Let it draw from its first step on, or not at all (dropout=0.0); or use pp=1"
             )
         if ended:
-            return torch.stack([self._anchor * float("nan"), *self._sent]).sum()
+            return torch.stack([self._anchor + float("nan"), *self._sent]).sum()
         has_loss = self._chunk == len(self._cut.blocks) - 1
         if not has_loss or self._begun is None:
             what = "a block of its own" if has_loss else "the blocks of the stage behind"

@@ -372,7 +372,7 @@ def profiled(place: Place) -> Yield:
     return out
 
 
-@habit("`detect_anomaly`", "`Trainer(detect_anomaly=True)`")
+@habit("`detect_anomaly`", "`Trainer(detect_anomaly=True)`", suite=("tp2", "pp2"))
 def watched_for_anomalies(place: Place) -> Yield:
     try:
         return place.train(Learner(), detect_anomaly=True)
