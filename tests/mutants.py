@@ -4223,6 +4223,13 @@ MUTANTS = [
         "tests/test_pipeline.py -k can_not_be_cut",
     ),
     Mutant(
+        "pp: what stands for the loss has a gradient that is no number",
+        "Stage.run",
+        'self._anchor + float("nan")',
+        'self._anchor * float("nan")',
+        "tests/test_trainer_habits.py -k pp2-watched",
+    ),
+    Mutant(
         "pp: the head costs nothing",
         "trace_cut",
         "        costs[-1] += ",
