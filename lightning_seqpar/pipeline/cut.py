@@ -36,6 +36,11 @@ class CutStack(NamedTuple):
         """The arguments of a block that come from the one before: the activation, and what is handed on beside it."""
         return (self.arg, *(arg for _, arg in self.beside))
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where what is handed on beside the activation stands in the tuple that a block returns."""
+        return tuple(at for at, _ in self.beside)
+
     def as_returned(self, x: Tensor, beside: dict[int, Any] | None = None) -> Any:
         """An activation as a block returns it.
 
@@ -46,7 +51,7 @@ class CutStack(NamedTuple):
         if not self.returned:
             return x
         if beside is None:
-            beside = {at: torch.full((), float("nan"), dtype=x.dtype, device=x.device) for at, _ in self.beside}
+            beside = {at: torch.full((), float("nan"), dtype=x.dtype, device=x.device) for at in self.places}
         return (x, *[beside.get(at) for at in range(1, self.returned)])
 
     def passing_by(self, name: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split, local_rows
 from lightning_seqpar.pipeline.cut import Cut
-from lightning_seqpar.pipeline.link import from_last
+from lightning_seqpar.pipeline.link import from_stage
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -195,4 +195,4 @@ class HeldParameters:
 
     def of_last(self, x: Tensor) -> Tensor:
         """A tensor of floats that every stage has, as it is on the last one. Collective over the pipeline."""
-        return from_last(x if self.is_last else None, self._group, self._device)
+        return from_stage(self.count - 1, x if self.is_last else None, self._group, self._device)

@@ -67,20 +67,20 @@ def _empty(facts: Tensor) -> tuple[Tensor, bool, Message]:
     return x, bool(wants_gradient), Message(micro_batch, chunk, slot)
 
 
-def from_last(x: Tensor | None, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """A tensor of the last stage, on every stage. Collective over the pipeline.
+def from_stage(stage: int, x: Tensor | None, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """A tensor of one stage, on every stage. Collective over the pipeline.
 
     Args:
-        x: the tensor on the last stage, None on the others.
+        stage: the number of the stage.
+        x: the tensor on that stage, None on the others.
         group: the process group of the pipeline.
         device: of this rank.
     """
-    last = group.size() - 1
     facts = torch.empty(_FACTS, dtype=torch.int64, device=device) if x is None else _facts(x)
-    dist.broadcast(facts, group=group, group_src=last)
+    dist.broadcast(facts, group=group, group_src=stage)
     x = _empty(facts)[0] if x is None else x.detach().contiguous()
     if x.numel():
-        dist.broadcast(x, group=group, group_src=last)
+        dist.broadcast(x, group=group, group_src=stage)
     return x
 
 

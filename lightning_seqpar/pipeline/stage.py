@@ -30,7 +30,7 @@ from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.rng import SavedStreams, StageStreams
 from lightning_seqpar.pipeline.cut import Cut, CutStack
 from lightning_seqpar.pipeline.held_parameters import HeldParameters
-from lightning_seqpar.pipeline.link import Link, Message, from_last, refuse_nested
+from lightning_seqpar.pipeline.link import Link, Message, from_stage, refuse_nested
 from lightning_seqpar.region.hooks import find_argument, put_argument
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
@@ -68,9 +68,9 @@ class _Take(torch.autograd.Function):
     """Forward: the activation that a stage before has sent. Backward: send its gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, link: Link, message: Message) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, came: list[Tensor], link: Link, message: Message) -> Tensor:
         ctx.link, ctx.message = link, message
-        return x.view_as(x)
+        return came.pop()  # no argument, so that the model may change it in place
 
     @staticmethod
     @once_differentiable
@@ -378,7 +378,7 @@ class Stage(HeldParameters):
         """A tensor from another stage, in the place of ``nothing``, and the two numbers beside it."""
         x, wants, came = link.receive("the activation", message)
         if wants and torch.is_grad_enabled():
-            x = _Take.apply(self._anchor, x, link, message)  # type: ignore[no-untyped-call]
+            x = _Take.apply(self._anchor, [x], link, message)  # type: ignore[no-untyped-call]
         return _placed_as(nothing, x), came
 
     def _hand_over(self, link: Link, message: Message, x: Any, beside: Tensor | None = None) -> None:
@@ -427,6 +427,9 @@ class Stage(HeldParameters):
                 self._hand_on(name, chunk, stack, args, kwargs)
             if name != stack.blocks[-1]:
                 return stack.as_returned(_nothing_like(x))
+            if self._goes_on:
+                x, *beside = self._rejoin(chunk, stack, [None] * len(stack.carries), x)
+                return stack.as_returned(x, dict(zip(stack.places, beside, strict=True)))
             return stack.as_returned(self._from_end(chunk, stack, x))
 
         return forward
@@ -437,9 +440,7 @@ class Stage(HeldParameters):
         )
 
     def _from_end(self, chunk: int, stack: CutStack, x: Any) -> Any:
-        """What the last block of a stack returned, which runs elsewhere, or what is no number."""
-        if stack is self._cut.stacks[-1]:
-            return _placed_as(x, self._rejoin(None)) if self._goes_on else _nothing_like(x)
+        """What the last block of a stack returned, which runs elsewhere, where this stage reads it; else what is no number."""
         reader = next((own for own in self._chunks if own in stack.readers), None)
         if reader is None:
             return _nothing_like(x)
@@ -453,12 +454,13 @@ class Stage(HeldParameters):
             if self._passes_by(chunk):
                 return
             x = out[0] if stack.returned else out
-            if stack is not self._cut.stacks[-1]:
-                for reader in stack.readers:
-                    refuse_nested(x)
-                    self._hand_over(self._peers[reader % self.count], self._end_of(stack, reader), x)
-            elif self._goes_on:
-                self._rejoin(local_of(x))
+            refuse_nested(x)
+            if self._goes_on:
+                self._rejoin(chunk, stack, [local_of(x), *(out[at] for at in stack.places)], x)
+                return
+            for reader in stack.readers:  # a copy, since what comes behind may change it in place
+                sent = local_of(x).clone()
+                self._hand_over(self._peers[reader % self.count], self._end_of(stack, reader), sent)
 
         return hook
 
@@ -475,17 +477,19 @@ class Stage(HeldParameters):
 
         return hook
 
-    def _rejoin(self, x: Tensor | None) -> Tensor:
-        """What the last stage's last block returned, on every stage.
+    def _rejoin(self, chunk: int, stack: CutStack, xs: Sequence[Tensor | None], like: Any) -> list[Tensor]:
+        """In an evaluation, what the last block of a stack returned on its own stage, on every stage.
 
-        Random streams go on alike; in evaluation mode blocks draw nothing, and they are left alone.
+        All go on with it. Behind the last stack random streams go on alike; in evaluation mode blocks draw nothing, and they
+        are left alone.
         """
-        x = from_last(x, self._group, self._device)
-        if self._switches_streams:
-            self._streams.end()
-            self._streams.begin()  # the model may be called once more
-        self._begun = None
-        return x
+        found = [from_stage(chunk % self.count, x, self._group, self._device) for x in xs]
+        if stack is self._cut.stacks[-1]:
+            if self._switches_streams:
+                self._streams.end()
+                self._streams.begin()  # the model may be called once more
+            self._begun = None
+        return [_placed_as(like, found[0]), *found[1:]]
 
     @property
     def _last_block(self) -> str:

@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_seqpar.config import ParallelConfig
@@ -46,6 +45,7 @@ class LoopStrategy(SteppingStrategy):
         self._on_loop_start()
         if self._stage is not None:
             self._let_stages_run_ahead()
+            self._finish_in_front_of_hooks()
         if self.dp_size > 1:
             share_losses_of_finders(self._trainer.callbacks)  # type: ignore[attr-defined]
         check_agreement(self._describe_training(), self._world, self.root_device)
@@ -136,8 +136,6 @@ class LoopStrategy(SteppingStrategy):
     def on_validation_start(self) -> None:
         """Compare the number of batches over the ranks of a replica. Collective."""
         checking = self._trainer.sanity_checking
-        if self._trainer.state.fn == TrainerFn.FITTING and not checking:
-            self._finish_micro_batches()
         self._on_loop_start()
         counts = self._trainer.num_sanity_val_batches if checking else self._trainer.num_val_batches
         self._agree_on_batches("validation", list(counts))

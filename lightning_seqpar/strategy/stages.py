@@ -175,17 +175,13 @@ class StagedStrategy(TopologyStrategy):
         raise NotImplementedError
 
     def _finish_micro_batches(self) -> None:
-        """Run the backwards that are still to come, in the middle of a window, and share what was logged. Collective over pp.
-
-        Before the model is evaluated, and where a training ends: what is under way would come to the next one.
-        """
+        """Run the backwards that are still to come, in the middle of a window, and share what was logged. Collective over pp."""
         if (stage := self._stage) is None or self._logs is None:
             return
         if self._window is not None and self._window.micro_batches:
             now = self._trainer.state.stage
             self._trainer.training = True  # where a validation begins too
-            with torch.inference_mode(False), torch.enable_grad():
-                self._run_window(self._window, stage, reduces=False)
+            self._run_window(self._window, stage, reduces=False)
             self._trainer.state.stage = now
         with self.block_backward_sync():
             self._micro_batches.finish()
@@ -205,3 +201,31 @@ class StagedStrategy(TopologyStrategy):
                 ask()
 
         loop.__dict__["_broadcast_sigterm_tensor"] = ask_at_start
+
+    def _finish_in_front_of_hooks(self) -> None:
+        """Let what is under way be finished where a validation begins, and at an epoch's end, before any hook runs there.
+
+        A callback may exchange weights for the validation, or read what the epoch logged; and what an epoch that ended in the
+        middle of a window leaves would come to the next window.
+        """
+        loop = self._trainer.fit_loop
+        for owner, name in ((loop.epoch_loop.val_loop, "run"), (loop, "on_advance_end")):
+            owner.__dict__[name] = self._finishing(getattr(owner, name))
+
+    def _finishing(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        @functools.wraps(call)
+        def finished() -> Any:
+            self._finish_micro_batches()
+            return call()
+
+        return finished
+
+    def _leave_loops(self) -> None:
+        """Undo what :meth:`_let_stages_run_ahead` and :meth:`_finish_in_front_of_hooks` did to Lightning's loops."""
+        loop = self._trainer.fit_loop
+        for owner, name in (
+            (loop.epoch_loop, "_broadcast_sigterm_tensor"),
+            (loop.epoch_loop.val_loop, "run"),
+            (loop, "on_advance_end"),
+        ):
+            owner.__dict__.pop(name, None)

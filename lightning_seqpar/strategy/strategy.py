@@ -697,7 +697,7 @@ class SeqParallelStrategy(TuningStrategy):
     def teardown(self) -> None:
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
         self._is_set_up = False
-        self._trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+        self._leave_loops()
         if self._split is not None:
             self._split.settle()
         self.model, self._ddp_model, self._split = self.lightning_module, None, None
