@@ -94,6 +94,11 @@ def find_cut(
                     f"pp={how.stages}: to find what each stage reads a copy was run, detached at every block, which raised "
                     f"{describe_failure(error)}; such a model can't be cut. Use pp=1"
                 ) from error
+    if how.rounds > 1 and any(one.seeded for one in drawn):
+        raise CantInferError(
+            f"virtual_pp={how.rounds}: the step draws from a torch.Generator of its own, and is run once for each chunk of blocks; "
+            "draw from torch's own generators (without generator=), or leave virtual_pp out"
+        )
     if any(one.seeded for one in drawn[in_front[0] :]):
         raise CantInferError(
             f"pp={how.stages}: the step draws from a torch.Generator of its own in the blocks or behind them, and the stages that "
@@ -196,12 +201,13 @@ class _Traced:
                     carried.append(arg)
             if self._left:
                 raise CantInferError(
-                    f"{name}: the block before it returns more than its activation, and it is not given that"
+                    f"{name}: the block before it returns more than its activation, and it is not given that, so that stages "
+                    "behind would not have it; use pp=1"
                 )
             found = [find_argument(name, arg, args, kwargs) for arg in carried]
             self.given.append([x for _, x in found])
             for where, x in found:
-                args, kwargs = put_argument(where, x.detach().requires_grad_(x.is_floating_point()), args, kwargs)
+                args, kwargs = put_argument(where, _detached(x), args, kwargs)
             return args, kwargs
 
         return hook
@@ -213,7 +219,9 @@ class _Traced:
             x = out[0] if isinstance(out, tuple) and out else out
             others = out[1:] if isinstance(out, tuple) else ()
             if not isinstance(x, Tensor) or not all(one is None or _can_go(one) for one in others):
-                raise CantInferError(f"{name} returns more than its activation, which stages behind would not have")
+                raise CantInferError(
+                    f"{name} returns more than its activation, which stages behind would not have; use pp=1"
+                )
             self.returned.add(len(others) + 1 if isinstance(out, tuple) else 0)
             is_last = name == self.stack.blocks[-1]
             self._left = {} if is_last else {id(one): (at, one) for at, one in enumerate(others, 1) if one is not None}
@@ -221,9 +229,20 @@ class _Traced:
                 return None
             self.has_graph = torch.is_grad_enabled()
             self.out, self.stand_in = x, x.detach().requires_grad_()
-            return (self.stand_in, *others) if isinstance(out, tuple) else self.stand_in
+            behind = _changeable(self.stand_in)
+            return (behind, *others) if isinstance(out, tuple) else behind
 
         return hook
+
+
+def _detached(x: Tensor) -> Tensor:
+    return _changeable(x.detach().requires_grad_(x.is_floating_point()))
+
+
+def _changeable(leaf: Tensor) -> Tensor:
+    """A copy that a block may change in place, as it may what another one returned."""
+    with torch.enable_grad():
+        return leaf.clone()
 
 
 def _can_go(one: Any) -> bool:
@@ -270,12 +289,16 @@ def trace_cut(
         )
     for one in traced:
         if len(one.returned) != 1:
-            raise CantInferError(f"{one.stack.shown}: its blocks were not called one after the other, each once")
+            raise CantInferError(
+                f"pp={how.stages}: the blocks of {one.stack.shown} were not called one after the other, each once, as stages need "
+                "it; use pp=1"
+            )
     traced.sort(key=lambda one: called.index(one.stack.blocks[0]))
     blocks = [name for one in traced for name in one.stack.blocks]
     if called != blocks:
         raise CantInferError(
-            f"{' and '.join(one.stack.shown for one in traced)}: the blocks were not called one after the other, each once"
+            f"pp={how.stages}: the blocks of {' and '.join(one.stack.shown for one in traced)} were not called one after the "
+            "other, each once, as stages need it; use pp=1"
         )
     ends = {id(one.stand_in): at for at, one in enumerate(traced)}
     known = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -347,6 +347,11 @@ class FullySharded:
         self.root.reset_iter_state()
         self._record.layout.drop_computed()
 
+    def begin_window(self) -> None:
+        """An accumulation window begins: gradients that wait are of one that was left in its middle, and zeroed by now."""
+        if self._waiting:
+            self.reset()
+
     def reduce_next(self, reduces: bool) -> None:
         """Whether the next backward reduces gradients over the replicas; otherwise they wait, with all rows."""
         self._reduces = reduces

@@ -351,8 +351,9 @@ class Stage(HeldParameters):
         if any(abs(a - b) > 1e-6 * max(1.0, abs(a), abs(b)) for a, b in zip(came, own.tolist(), strict=True)):
             raise RuntimeError(
                 f"stage {self.number} of {self.count}: what {name} is given beside its activation (a mask, positions) is not what "
-                f"stage {self.number - 1} would give it: it is made of embeddings, or of a cache, that this stage does not have. "
-                "Make it of the batch, generate without a cache (use_cache=False), or use pp=1"
+                f"stage {self.number - 1} would give it: it is made of embeddings, of a cache, or, behind detach() or "
+                "no_grad, of what an encoder returned, which this stage does not have. Make it of the batch, generate without a "
+                "cache (use_cache=False), or use pp=1"
             )
 
     def _take_at(self, name: str, chunk: int, stack: CutStack) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.autograd import in_backward, is_of_checkpoint, saved_tensor_hooks_allowed
 from lightning_seqpar.distributed.rng import HostDraws
+from lightning_seqpar.layout.attributes import ModelAttributes
 from lightning_seqpar.layout.stand_in import StandIn, resolve, stand_in
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
@@ -93,7 +94,7 @@ class RecomputedForward:
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
         before, sizes = self._buffers(), _sizes((*args, *kwargs.values()))
-        call = RecomputedCall(self._forward, args, kwargs, self.region)
+        call = RecomputedCall(self._forward, args, kwargs, self.region, ModelAttributes(self.module, tensors=True))
         out = checkpoint(call, *call.take_kept(), use_reentrant=False)
         self._check_buffers(before)
         if _sizes((*args, *kwargs.values())) != sizes:
@@ -191,12 +192,19 @@ class RecomputedCall:
         args: the arguments of the call.
         kwargs: its named arguments.
         region: the sequence region; None where nothing is sharded.
+        attributes: of the module. A step may set them for each batch, and the recompute may come behind the next one's forward.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], region: SequenceRegion | None
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        region: SequenceRegion | None,
+        attributes: ModelAttributes,
     ) -> None:
         self._forward, self._region = forward, region
+        self._attributes, self._values = attributes, attributes.read()
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         found: dict[int, _Kept] = {}  # by the id of the argument: one that is passed twice is the same again
         self._args = tuple(self._note(value, found) for value in args)
@@ -223,7 +231,7 @@ class RecomputedCall:
             out = self._forward(*args, **kwargs)
             self._draws.end()
             return out
-        with self._repeating(), self._draws.again():
+        with self._repeating(), self._draws.again(), self._attributes.as_of(self._values):
             tensors = [item.restore(tensor) for item, tensor in zip(self._kept, kept, strict=True)]
             args = tuple(_given(value, tensors) for value in self._args)
             return self._forward(*args, **{key: _given(value, tensors) for key, value in self._kwargs.items()})

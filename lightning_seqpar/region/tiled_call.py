@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.autograd import saved_tensor_hooks_allowed
 from lightning_seqpar.distributed.rng import drawn_apart
+from lightning_seqpar.layout.attributes import ModelAttributes
 from lightning_seqpar.region.recompute import RecomputedCall
 from lightning_seqpar.region.sequence_region import SequenceRegion
 
@@ -98,7 +99,9 @@ class TiledCall:
         args = tuple(tile if value is x else value for value in args)
         kwargs = {key: tile if value is x else value for key, value in kwargs.items()}
         if torch.is_grad_enabled() and saved_tensor_hooks_allowed():
-            call = RecomputedCall(self._call(tile, x), args, kwargs, self.region)
+            call = RecomputedCall(
+                self._call(tile, x), args, kwargs, self.region, ModelAttributes(self.module, tensors=True)
+            )
             out = checkpoint(call, *call.take_kept(), use_reentrant=False)
         else:
             out = self._call(tile, x)(*args, **kwargs)

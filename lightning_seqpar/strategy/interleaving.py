@@ -6,6 +6,7 @@ has a number in the place of each loss; its backward tells by what Lightning wou
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_seqpar.data.batch import own_tensors
 from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.rng import SavedStreams
+from lightning_seqpar.layout.attributes import ModelAttributes, Values
 from lightning_seqpar.pipeline.stage import Stage
 
 
@@ -65,7 +68,8 @@ class MicroBatch:
         given: its arguments.
         number: of the training step.
         streams: the random streams at its beginning.
-        attributes: what :func:`_plain` found on the module then.
+        attributes: of the modules then.
+        modes: of the modules then: whether they trained.
         batch: what Lightning counts samples by.
         gradients: what its loss's gradient is multiplied by, once ``backward`` has run.
         backward: Lightning's, of what stands in the loss's place.
@@ -76,7 +80,8 @@ class MicroBatch:
     given: tuple[tuple[Any, ...], dict[str, Any]]
     number: int
     streams: SavedStreams
-    attributes: dict[str, Any]
+    attributes: Values
+    modes: list[tuple[nn.Module, bool]]
     batch: Any
     gradients: list[Tensor] = field(default_factory=list)
     backward: Callable[[], Any] | None = None
@@ -95,9 +100,9 @@ class InterleavedWindow:
     def __init__(self, stage: Stage, module: LightningModule, device: torch.device) -> None:
         self._stage, self._module = stage, module
         self._anchor = torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
-        self._trains: tuple[bool, ...] = ()
-        self._modes: list[tuple[nn.Module, bool]] = []
-        self._changed: list[dict[str, Any]] = []  # by each chunk's runs: attributes of the module
+        self._attributes = ModelAttributes(module)
+        self._begun: dict[str, tuple[Any, ...]] = {}  # what must be the same for all micro-batches
+        self._changed: list[Values] = []  # by each chunk's runs: attributes of modules
         self.micro_batches: list[MicroBatch] = []
 
     def put_off(self, step: Callable[..., Any], given: tuple[Any, Any], number: int, batch: Any) -> Tensor:
@@ -107,46 +112,61 @@ class InterleavedWindow:
             What stands in the place of its loss.
 
         Raises:
-            RuntimeError: if a parameter was frozen, or thawed, since the window's beginning.
+            RuntimeError: if a parameter or buffer was changed since the window's beginning, or a parameter frozen or thawed.
         """
-        trains = tuple(parameter.requires_grad for parameter in self._module.parameters())
-        if self.micro_batches and trains != self._trains:
-            raise RuntimeError(
-                f"virtual_pp={self._stage.chunks}: a parameter was frozen, or thawed, between batches whose gradients are "
-                "accumulated, which are computed together where the last of them has come. Switch requires_grad where "
-                "batch_idx % accumulate_grad_batches == 0, or leave virtual_pp out"
-            )
-        self._trains, self._modes = trains, [(module, module.training) for module in self._module.modules()]
-        kept = own_tensors(given)  # a loader may use its memory again
-        one = MicroBatch(step, kept, number, self._stage.put_off(), _plain(self._module), batch)
+        if not self.micro_batches:
+            self._attributes, self._begun = ModelAttributes(self._module), self._tensors()
+        else:
+            self._check_tensors()
+        kept = _own(given)  # a loader may use its memory again
+        modes = [(module, module.training) for module in self._module.modules()]
+        one = MicroBatch(step, kept, number, self._stage.put_off(), self._attributes.read(), modes, batch)
         self.micro_batches.append(one)
         out: Tensor = _InPlaceOfLoss.apply(self._anchor, one.gradients)  # type: ignore[no-untyped-call]
         return out
 
+    def _tensors(self) -> dict[str, tuple[Any, ...]]:
+        """Of each parameter whether it trains, and of it and each buffer which one it is and how often it was changed."""
+        found: dict[str, tuple[Any, ...]] = {
+            n: (p.requires_grad, p._version) for n, p in self._module.named_parameters()
+        }
+        return found | {name: (id(buffer), buffer._version) for name, buffer in self._module.named_buffers()}
+
+    def _check_tensors(self) -> None:
+        now = self._tensors()
+        for name, was in self._begun.items():
+            if now.get(name, was) != was:
+                what = "was frozen, or thawed," if now[name][0] != was[0] else "was changed"
+                raise RuntimeError(
+                    f"virtual_pp={self._stage.chunks}: {name} {what} between batches whose gradients are accumulated, which are "
+                    "computed together where the last of them has come. Do so where batch_idx % accumulate_grad_batches == 0, "
+                    "or leave virtual_pp out"
+                )
+
     @contextmanager
     def run(self) -> Generator[None, None, None]:
-        """A context in which the micro-batches are run, with modules in the modes of their steps, and behind which there are none.
+        """A context in which the micro-batches are run, and behind which there are none.
 
         Raises:
-            RuntimeError: if steps change an attribute of the module that hooks change between them too.
+            RuntimeError: if steps change an attribute that hooks change between them too.
         """
-        now, streams = _plain(self._module), SavedStreams()
+        now, streams = self._attributes.read(), SavedStreams()
         self._changed = [{} for _ in range(self._stage.chunks)]
         modes = [(module, module.training) for module in self._module.modules()]
         try:
-            _set_modes(self._modes)
             yield
             first = self.micro_batches[0].attributes
-            for name in self._changed[-1]:
-                if name in now and name in first and now[name] is not first[name]:
+            for key in self._changed[-1]:
+                if key in now and key in first and now[key] is not first[key]:
+                    holder, name = key
                     raise RuntimeError(
-                        f"virtual_pp={self._stage.chunks}: both training_step and a hook between the batches of an accumulation "
-                        f"window change {type(self._module).__name__}.{name}; the steps of a window are run together where its "
-                        "last batch has come. Change it in one of them, or leave virtual_pp out"
+                        f"virtual_pp={self._stage.chunks}: both training_step and a hook between the batches of an "
+                        f"accumulation window change {holder or type(self._module).__name__}.{name}; the steps of a "
+                        "window are run together where its last batch has come. Change it in one of them, or leave virtual_pp out"
                     )
         finally:
             _set_modes(modes)
-            self._set({**now, **self._changed[-1]})
+            self._attributes.set({**now, **self._changed[-1]})
             self.micro_batches = []
             streams.restore()
 
@@ -154,42 +174,67 @@ class InterleavedWindow:
     def entered(self, one: MicroBatch, chunk: int, trainer: Trainer) -> Generator[Callable[[], Any], None, None]:
         """A context as it was when a step was put off, and what runs one chunk of it.
 
-        Each chunk has the module's attributes as if it were run by a rank of its own: a counter in the step counts each
-        micro-batch once.
+        Each chunk has the attributes of modules as if it were run by a rank of its own: a counter in the step counts each
+        micro-batch once. Metrics count in the run of the last chunk.
+
+        Raises:
+            RuntimeError: if the step changes a buffer where each run would.
         """
         module, results, own = self._module, trainer._results, self._changed[chunk]
         assert results is not None
         kept = results.batch, results.batch_size, module._current_fx_name
         before = {**one.attributes, **own}
-        self._set(before)
+        self._attributes.set(before)
+        _set_modes(one.modes)
         results.batch, results.batch_size, module._current_fx_name = one.batch, None, "training_step"
         one.streams.restore()
-        args, kwargs = own_tensors(one.given)
+        args, kwargs = _own(one.given)
         number = self.micro_batches.index(one) + 1
+        counts = chunk == self._stage.chunks - 1
+        buffers = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+        metrics = [] if counts else [_MetricState(each) for each in module.modules() if isinstance(each, Metric)]
         try:
             yield lambda: self._stage.run(lambda: one.step(*args, **kwargs), chunk=chunk, micro_batch=number)
         finally:
             results.batch, results.batch_size, module._current_fx_name = kept
-        after = _plain(module)
-        own.update({name: value for name, value in after.items() if before.get(name, own) is not value})
+        after = self._attributes.read()
+        own.update({key: value for key, value in after.items() if before.get(key, own) is not value})
+        for metric in metrics:
+            metric.restore()
+        for name, buffer, version in () if counts else buffers:
+            if buffer._version != version:
+                raise RuntimeError(
+                    f"virtual_pp={self._stage.chunks}: the step changes the buffer {name}, and is run once for each chunk of "
+                    "blocks, so that it would be changed as often. Keep a number in its place, or leave virtual_pp out"
+                )
 
-    def _set(self, attributes: dict[str, Any]) -> None:
-        """Set attributes of the module, but for those that have become objects of another kind."""
-        own = vars(self._module)
-        own.update({name: value for name, value in attributes.items() if isinstance(own.get(name), _PLAIN)})
+
+class _MetricState:
+    """What a metric has counted."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._states = {name: _copied(getattr(metric, name)) for name in metric._defaults}
+        self._rest = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
+
+    def restore(self) -> None:
+        """Let it have counted that."""
+        for name, value in {**self._states, **self._rest}.items():
+            setattr(self._metric, name, value)
+
+
+def _copied(state: Any) -> Any:
+    return list(state) if isinstance(state, list) else state.clone()
+
+
+def _own(given: Any) -> Any:
+    """A step's arguments with tensors, containers and objects of their own."""
+    try:
+        return copy.deepcopy(given)
+    except (TypeError, RuntimeError):  # something in it can't be copied (a handle, a tensor with a graph)
+        return own_tensors(given)
 
 
 def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
     for module, trains in modes:
         module.training = trains
-
-
-_PLAIN = (bool, int, float, str, tuple, Tensor, type(None))
-"""What a step can't change, but only replace."""
-
-_LIGHTNINGS = frozenset(vars(LightningModule()))
-
-
-def _plain(module: LightningModule) -> dict[str, Any]:
-    """The numbers, words, tensors and the like that a module has as attributes; not Lightning's own."""
-    return {name: one for name, one in vars(module).items() if isinstance(one, _PLAIN) and name not in _LIGHTNINGS}

@@ -21,7 +21,8 @@ from lightning_seqpar.region.schedule import WatchSchedule
 from lightning_seqpar.strategy.environment import TopologyStrategy
 from lightning_seqpar.strategy.interleaving import InterleavedWindow, MicroBatch, touch
 from lightning_seqpar.strategy.stage_logs import StageLogs
-from lightning_seqpar.verify.guards.model import check_buffers_of_stages
+from lightning_seqpar.verify.guards.model import check_buffers_of_stages, check_parameters_of_stages
+from lightning_seqpar.verify.guards.pipeline import refuse_hooks_of_reduced, refuse_hooks_on_shared
 
 
 class StagedStrategy(TopologyStrategy):
@@ -116,7 +117,9 @@ class StagedStrategy(TopologyStrategy):
         stage.sum_shared()  # once for each window, in which gradients were added up
         record = record_of(self._module)
         if record is not None and self._schedule.is_due("training"):
+            refuse_hooks_on_shared(record)
             check_buffers_of_stages(record, self.groups, self.root_device)
+            check_parameters_of_stages(record, self.groups, self.root_device)
         if self._logs is not None:
             self._logs.share(self._trainer, self._module)
 
@@ -142,6 +145,7 @@ class StagedStrategy(TopologyStrategy):
                     with self.block_backward_sync() if waits else nullcontext():
                         self._run_backward(one, part.chunk, stage)
         if ddp is not None and reduces:
+            refuse_hooks_of_reduced(record_of(self._module), self._reduced)
             nothing = touch([p for p in self._reduced if p.grad is not None])
             prepare_for_backward(ddp, nothing)
             nothing.backward()
@@ -162,9 +166,23 @@ class StagedStrategy(TopologyStrategy):
             assert one.backward is not None
             one.backward()
             if stage.is_last:
-                gradient = one.gradients[-1].to(loss.dtype)
+                gradient = self._gradient_of(one).to(loss.dtype)
         self._before_backward(loss, is_loss=gradient is not None)
         torch.autograd.backward(loss, gradient)
+
+    def _gradient_of(self, one: MicroBatch) -> Tensor:
+        """By what Lightning multiplies the gradient of a loss that was put off.
+
+        Raises:
+            RuntimeError: if the module's own ``backward`` made it of the loss's value, which was not there yet.
+        """
+        own = is_overridden("backward", self._module)
+        if not one.gradients or (own and not bool(one.gradients[-1].isfinite())):
+            raise RuntimeError(
+                f"{type(self._module).__name__}.backward reads the value of the loss, or runs no backward: with virtual_pp losses "
+                "are computed behind it. Do so in training_step, or leave virtual_pp out"
+            )
+        return one.gradients[-1]
 
     def _run_step(self, loop: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a step of the user's, checked; a subclass does."""

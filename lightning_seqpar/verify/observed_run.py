@@ -14,6 +14,7 @@ from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.distributed.rng import Drawn, SavedStreams, drawn_by, draws_apart, seed_streams
 from lightning_seqpar.inference.examples import Example, backward_at_once
 from lightning_seqpar.inference.model_copy import Quiet
+from lightning_seqpar.layout.attributes import ModelAttributes
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
 from lightning_seqpar.parallel.context import average_gradients
 from lightning_seqpar.parallel.grad_sync import GradSync
@@ -164,7 +165,8 @@ def observe_run(
     noting = _noting_outputs(model, names, outputs), _noting_modules(model, ran, observer)
     with torch.enable_grad(), noting[0], noting[1], example.repeats(model) as repeats, observer:
         stage = None if record is None else record.stage
-        streams, losses = SavedStreams(), []
+        streams, losses, attributes = SavedStreams(), [], ModelAttributes(model)
+        values = attributes.read()
         for chunk in range(1 if stage is None else stage.chunks):
             if record is not None:
                 record.reset_calls()
@@ -172,6 +174,7 @@ def observe_run(
                 losses.append(example.run(model, backward))
             else:
                 streams.restore()
+                attributes.set(values)
                 losses.append(stage.run(lambda: example.run(model, backward), chunk=chunk, micro_batch=1))
             if record is not None:
                 record.check_closed(losses[-1])

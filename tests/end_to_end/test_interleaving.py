@@ -186,7 +186,7 @@ def refused(kind: str, sizes: dict[str, Any]) -> None:
         (
             "Freezes",
             TURNS,
-            r"virtual_pp=2: a parameter was frozen, or thawed, between batches whose gradients are accumulated",
+            r"virtual_pp=2: model\.tokens\.weight was frozen, or thawed, between batches whose gradients are accumulated",
         ),
         ("Both", TURNS, r"virtual_pp=2: both training_step and a hook .* change Both\.count"),
         ("Past", TURNS, r"pp=2: model\.blocks\.2 reads model\.blocks\.0\..*past the activation between blocks"),

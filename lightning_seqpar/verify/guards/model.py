@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_seqpar.layout.replica_rows import local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
@@ -72,6 +73,34 @@ def check_buffers_of_stages(record: ShardedModel, groups: ParallelGroups, device
         raise RuntimeError(
             f"{name}: this buffer is no longer the same on all stages of the pipeline: the step changes it where one stage alone "
             "comes (a batch norm's statistics, a counter), and checkpoints and evaluations would have an old one; use pp=1"
+        )
+
+
+def check_parameters_of_stages(record: ShardedModel, groups: ParallelGroups, device: torch.device) -> None:
+    """Refuse parameters that differ over the stages that hold them; collective over pp, where all stages are equally far.
+
+    Raises:
+        RuntimeError: naming the parameter, on every rank.
+    """
+    stage, layout = record.stage, record.layout
+    assert stage is not None
+    shared = [name for name in layout if len(stage.shared(name)) > 1]
+    if not shared:
+        return
+    with torch.no_grad():
+        sums = torch.stack([local_rows(layout.parameter(name)).double().sum().to(device) for name in shared])
+    held = torch.tensor([stage.holds(name) for name in shared], device=device)
+    sums = sums.nan_to_num(1e300, 1e301, -1e301)  # numbers that differ from those of another stage
+    spread = torch.stack([sums, -sums]).masked_fill(~held, float("-inf"))
+    dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=groups["pp"])
+    largest, smallest = spread[0], -spread[1]
+    apart = largest - smallest > 1e-5 * torch.maximum(largest.abs(), smallest.abs()).clamp_min(1e-30)
+    if bool(apart.any()):
+        name = shared[int(apart.nonzero()[0])]
+        raise RuntimeError(
+            f"{name}: this parameter is no longer the same on the stages of the pipeline that hold it: code of yours "
+            "changes it that reads what one stage alone has (an average of weights towards parameters of another stage). "
+            "Change it on all of them alike, or use pp=1"
         )
 
 
