@@ -68,6 +68,8 @@ class Measured(models.GPT):
 
     def on_validation_epoch_end(self) -> None:
         self.epochs.append(float(torch.stack(self.kept).sum()))
+        if self.losses.update_count:  # of the training, up to the batch before
+            self.epochs.append(float(self.losses.compute().sum()))
         self.kept.clear()
 
     def test_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
