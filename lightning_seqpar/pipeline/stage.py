@@ -301,9 +301,7 @@ class Stage(HeldParameters):
             if self._cut.goes_on(chunk):
                 take = self._take_at(name, chunk, stack)
                 self._handles.append(module.register_forward_pre_hook(take, with_kwargs=True))
-            if (
-                name == stack.blocks[-1]
-            ):  # in front of all other hooks, as other stages have it from the block's forward
+            if name == stack.blocks[-1]:  # in front of all other hooks, as others have it from the block's forward
                 self._handles.append(module.register_forward_hook(self._give_at(chunk, stack), prepend=True))
         for name, chunk in self._elsewhere.items():
             self._modules[name].forward = self._elsewhere_at(name, chunk)

@@ -175,8 +175,8 @@ class SteppingStrategy(StagedStrategy):
             record.versions.clear()  # updates change shards from now on; a learning-rate finder begins another training then
         if isinstance(self.model, DistributedDataParallel):
             self._follow_training_parameters(self.model)
-        loop = self._trainer.fit_loop.epoch_loop
-        if self._split is not None and loop.batch_idx % self._trainer.accumulate_grad_batches == 0:
+        batch_idx, accumulate = self._trainer.fit_loop.epoch_loop.batch_idx, self._trainer.accumulate_grad_batches
+        if self._split is not None and self._module.automatic_optimization and batch_idx % accumulate == 0:
             self._split.begin_window()
         with self._in_stages("training_step"):
             return self._step("training", super().training_step, args, kwargs)
