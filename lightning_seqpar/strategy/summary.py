@@ -92,9 +92,10 @@ def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None
     """
     has_sp = config.sp and tp > 1 and (coverage is None or coverage.sp)
     sp_off = coverage.sp_off if coverage is not None else ""
+    chunks = f" of {config.virtual_pp} chunks" if (config.virtual_pp or 1) > 1 else ""
     entries = [
         ("tp", "linears split", tp > 1),
-        *([("pp", f"{config.pp} stages, one forward and one backward in turns", True)] * (config.pp > 1)),
+        *([("pp", f"{config.pp} stages{chunks}, one forward and one backward in turns", True)] * (config.pp > 1)),
         *([("cp", f"parts of the sequence, attention: {config.cp_method}", True)] * (config.cp > 1)),
         ("sp", f"sequence parallelism{f'; not in {sp_off}' if sp_off else ''}", has_sp),
         (config.data_parallel, "over the replicas", dp > 1),
