@@ -4300,6 +4300,13 @@ MUTANTS = [
         "tests/test_stage_habits.py -k left",
     ),
     Mutant(
+        "turns: weights that are changed past their versions pass",
+        "InterleavedWindow._check_tensors",
+        "seen[:2] != was[:2] or moved",
+        "seen[:2] != was[:2]",
+        "tests/test_stage_habits.py -k weights_that_a_hook",
+    ),
+    Mutant(
         "pp: the head costs nothing",
         "trace_cut",
         "        costs[-1] += ",

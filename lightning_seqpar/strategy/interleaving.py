@@ -21,6 +21,7 @@ from lightning_seqpar.data.batch import own_tensors
 from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.rng import SavedStreams
 from lightning_seqpar.layout.attributes import ModelAttributes, Values
+from lightning_seqpar.layout.replica_rows import local_rows
 from lightning_seqpar.pipeline.stage import Stage
 
 
@@ -105,8 +106,17 @@ class InterleavedWindow:
         self._changed: list[Values] = []  # by each chunk's runs: attributes of modules
         self.micro_batches: list[MicroBatch] = []
 
-    def put_off(self, step: Callable[..., Any], given: tuple[Any, Any], number: int, batch: Any) -> Tensor:
+    def put_off(
+        self, step: Callable[..., Any], given: tuple[Any, Any], number: int, batch: Any, *, is_due: bool
+    ) -> Tensor:
         """Keep a step for the window's end.
+
+        Args:
+            step: the user's.
+            given: its arguments.
+            number: of the training step.
+            batch: what Lightning counts samples by.
+            is_due: whether run-time checks are: what writes through ``.data`` shows in the numbers alone.
 
         Returns:
             What stands in the place of its loss.
@@ -115,9 +125,9 @@ class InterleavedWindow:
             RuntimeError: if a parameter or buffer was changed since the window's beginning, or a parameter frozen or thawed.
         """
         if not self.micro_batches:
-            self._attributes, self._begun = ModelAttributes(self._module), self._tensors()
+            self._attributes, self._begun = ModelAttributes(self._module), self._tensors(is_due)
         else:
-            self._check_tensors()
+            self._check_tensors(is_due)
         kept = _own(given)  # a loader may use its memory again
         modes = [(module, module.training) for module in self._module.modules()]
         one = MicroBatch(step, kept, number, self._stage.put_off(), self._attributes.read(), modes, batch)
@@ -125,18 +135,29 @@ class InterleavedWindow:
         out: Tensor = _InPlaceOfLoss.apply(self._anchor, one.gradients)  # type: ignore[no-untyped-call]
         return out
 
-    def _tensors(self) -> dict[str, tuple[Any, ...]]:
-        """Of each parameter whether it trains, and of it and each buffer which one it is and how often it was changed."""
-        found: dict[str, tuple[Any, ...]] = {
-            n: (p.requires_grad, p._version) for n, p in self._module.named_parameters()
+    def _tensors(self, is_due: bool) -> dict[str, tuple[Any, ...]]:
+        """Of parameters whether they train, how often they were changed, and, where due, their sums; of buffers likewise."""
+        parameters = dict(self._module.named_parameters())
+        held = [name for name in parameters if self._stage.holds(name)] if is_due else []
+        sums: dict[str, float] = {}
+        if held:
+            with torch.no_grad():
+                found = [local_rows(parameters[name]).sum(dtype=torch.float64) for name in held]
+                sums = dict(
+                    zip(held, torch.stack([one.to(self._anchor.device) for one in found]).tolist(), strict=True)
+                )
+        return {
+            **{name: (one.requires_grad, one._version, sums.get(name)) for name, one in parameters.items()},
+            **{name: (id(one), one._version, None) for name, one in self._module.named_buffers()},
         }
-        return found | {name: (id(buffer), buffer._version) for name, buffer in self._module.named_buffers()}
 
-    def _check_tensors(self) -> None:
-        now = self._tensors()
+    def _check_tensors(self, is_due: bool) -> None:
+        now = self._tensors(is_due)
         for name, was in self._begun.items():
-            if now.get(name, was) != was:
-                what = "was frozen, or thawed," if now[name][0] != was[0] else "was changed"
+            seen = now.get(name, was)
+            moved = None not in (seen[2], was[2]) and seen[2] != was[2]
+            if seen[:2] != was[:2] or moved:
+                what = "was frozen, or thawed," if seen[0] != was[0] else "was changed"
                 raise RuntimeError(
                     f"virtual_pp={self._stage.chunks}: {name} {what} between batches whose gradients are accumulated, which are "
                     "computed together where the last of them has come. Do so where batch_idx % accumulate_grad_batches == 0, "

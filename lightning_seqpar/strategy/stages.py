@@ -66,7 +66,8 @@ class StagedStrategy(TopologyStrategy):
         def in_stages(*args: Any, **kwargs: Any) -> Any:
             if window is not None:
                 batch = self._trainer._results.batch  # type: ignore[union-attr]
-                return window.put_off(step, (args, kwargs), self._schedule.number("training"), batch)
+                number, is_due = self._schedule.number("training"), self._schedule.is_due("training")
+                return window.put_off(step, (args, kwargs), number, batch, is_due=is_due)
             return run(lambda: step(*args, **kwargs))
 
         vars(self._module)[name] = in_stages

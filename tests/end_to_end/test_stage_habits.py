@@ -299,10 +299,7 @@ def a_buffer_that_later_steps_change() -> Made:
 class Moves(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *more: Any) -> None:
         if trainer.strategy.holds(module.model.tokens.weight):
-            module.model.tokens.weight.data.mul_(0.9)
-            torch._C._autograd._unsafe_set_version_counter(
-                [module.model.tokens.weight], [module.model.tokens.weight._version + 1]
-            )
+            module.model.tokens.weight.data.mul_(0.9)  # which no version tells
 
 
 @told(r"virtual_pp=2: model\.tokens\.weight was changed between batches whose gradients are accumulated")
