@@ -32,12 +32,14 @@ from lightning_seqpar.checkpoint.convert import (
 )
 from lightning_seqpar.checkpoint.huggingface import HuggingFaceSource, HuggingFaceTarget, inspect_folder, is_huggingface
 from lightning_seqpar.cli.report import human, render, render_contents, render_tensors
+from lightning_seqpar.cli.verify import verify_parser, verify_target
 from lightning_seqpar.config import ParallelConfig, nearest
 from lightning_seqpar.init.model_source import load_target
 from lightning_seqpar.verify.describe import OPTIMIZERS, describe
 
 OWN = {
     "plan": "show what a configuration makes of a model: shards, bytes kept and sent",
+    "verify": "train one process and several ranks on this machine, and compare losses, gradients and weights",
     "inspect": "show what a checkpoint holds, and who wrote it",
     "convert": "write a checkpoint in another form: one ordinary file, a folder in parts, or Hugging Face's safetensors",
     "schema": "print the JSON schema of ParallelConfig, for editors",
@@ -257,6 +259,21 @@ def print_plan(args: Sequence[str]) -> None:
     print(text.rstrip())  # noqa: T201
 
 
+def print_verification(args: Sequence[str]) -> None:
+    """Run ``seqpar verify`` with its arguments; exits with code 1 if something differs, with 2 if there is no trial to make."""
+    parser = verify_parser()
+    given = parser.parse_args(list(args))
+    try:
+        found = verify_target(given)
+    except (ValueError, ImportError) as error:
+        parser.exit(2, f"error: {_cause(str(error))}\ntip: seqpar verify --help\n")
+    print(json.dumps(found.to_dict(), indent=2) if given.json else found)  # noqa: T201
+    if given.verbose and found.trace:
+        print(found.trace, file=sys.stderr)  # noqa: T201
+    if not found.ok:
+        sys.exit(1)
+
+
 def print_contents(args: Sequence[str]) -> None:
     """Run ``seqpar inspect`` with its arguments; exits with code 2 if the checkpoint can't be read."""
     parser = argparse.ArgumentParser(prog="seqpar inspect", description=OWN["inspect"])
@@ -398,6 +415,9 @@ def _run(args: Sequence[str] | None) -> None:
         sys.path.insert(0, "")  # so that the user's classes are found in the current folder, as with python -m
     if given[:1] == ["plan"]:
         print_plan(given[1:])
+        return
+    if given[:1] == ["verify"]:
+        print_verification(given[1:])
         return
     if given[:1] == ["inspect"]:
         print_contents(given[1:])

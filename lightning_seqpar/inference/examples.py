@@ -134,7 +134,7 @@ class Example:
         found = [tensor for tensor in (*tensors_in(out), *logged) if tensor.requires_grad]
         if not found:
             raise NoExampleError(f"{self.method} with {self.source} gives nothing that has a gradient")
-        return torch.stack([_project(leaf) for leaf in found]).sum()
+        return torch.stack([project(leaf) for leaf in found]).sum()
 
 
 def _batches(given: tuple[Any, ...]) -> Iterator[tuple[Any, int, int]]:
@@ -144,7 +144,7 @@ def _batches(given: tuple[Any, ...]) -> Iterator[tuple[Any, int, int]]:
         yield own_tensors(batch), number, loader
 
 
-def _project(tensor: Tensor) -> Tensor:
+def project(tensor: Tensor) -> Tensor:
     """A scalar of a tensor's numbers with fixed weights, so that every number has a gradient of its own."""
     # The weights are computed: under Quiet, random ones would all be zero, and with them every gradient.
     places = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device)

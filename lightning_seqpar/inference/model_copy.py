@@ -112,7 +112,7 @@ def detached_copy(
     copied = copied.to(device)
     if dtype is not None:
         copied = copied.double() if dtype is torch.float64 else copied.float()  # complex tables stay complex
-    _move_weights(copied)
+    move_weights(copied)
     if not frozen:
         for parameter in copied.parameters():
             parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
@@ -219,7 +219,7 @@ def _without_meta(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = torch.zeros_like(buffer, device=device)
 
 
-def _move_weights(model: nn.Module) -> None:
+def move_weights(model: nn.Module) -> None:
     """Add seeded noise to every floating-point parameter, in place."""
     generator = torch.Generator().manual_seed(20220505)
     with torch.no_grad():

@@ -1,10 +1,11 @@
-"""The model that ``seqpar plan`` is given: of a YAML file, a Hugging Face folder, or a factory."""
+"""The model that ``seqpar plan`` and ``seqpar verify`` are given: of a YAML file, a Hugging Face folder, or a factory."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class TargetModel:
         fields: fields of :class:`~lightning_seqpar.config.ParallelConfig` that the file sets.
         world_size: the number of ranks; None if the target does not say.
         batch: the first training batch; None if there is none.
+        strategy: class path and arguments of a strategy that is not ours; None if there is none.
         notes: sentences on what could not be read.
     """
 
@@ -35,31 +37,49 @@ class TargetModel:
     fields: dict[str, Any] = field(default_factory=dict)
     world_size: int | None = None
     batch: Any = None
+    strategy: tuple[str, dict[str, Any]] | None = None
     notes: list[str] = field(default_factory=list)
 
 
 _FORMS = "a YAML file with a model, a Hugging Face folder (with config.json), or package.module:factory"
 
 
-def load_target(target: str, dtype: torch.dtype | None = None) -> TargetModel:
+def load_target(
+    target: str,
+    dtype: torch.dtype | None = None,
+    *,
+    memory: bool = False,
+    change: Callable[[Any], Any] | None = None,
+    foreign: bool = False,
+) -> TargetModel:
     """Make the model that ``target`` names, on the meta device where its code allows that.
 
     Args:
         target: the path of a YAML file of Lightning's command line, the folder of a Hugging Face model (or its
             ``config.json``), or ``package.module:factory``, a class or function that takes no arguments.
         dtype: the dtype of the parameters; None for the model's own.
+        memory: make it on the CPU, with numbers.
+        change: is called with the configuration of a Hugging Face folder before its model is made.
+        foreign: allow a YAML file to name a strategy that is not ours.
 
     Raises:
         ValueError: if the target names no model, or the model can't be made.
         ImportError: without the extra that the target needs.
     """
     path = Path(target)
+    is_folder = path.is_dir() or path.name == "config.json"
+    if change is not None and not is_folder:
+        raise ValueError(f"target={target!r}: only a Hugging Face folder has a configuration that can be changed")
     if target.endswith((".yaml", ".yml")):
-        made = _from_yaml(path)
-    elif path.is_dir() or path.name == "config.json":
-        made = TargetModel(model_from_folder(path if path.is_dir() else path.parent, dtype))
+        made = _from_yaml(path, memory, foreign)
+    elif is_folder:
+        made = TargetModel(model_from_folder(path if path.is_dir() else path.parent, dtype, memory, change))
     elif ":" in target:
-        made = TargetModel(_from_factory(target))
+        factory = function_named(target, "target")
+        try:
+            made = TargetModel(_make(factory, target, memory))
+        except TypeError as error:
+            raise ValueError(f"target={target!r}: it must be callable without arguments ({error})") from None
     else:
         raise ValueError(f"target={target!r} is nothing that is known; give {_FORMS}")
     if dtype is not None:
@@ -67,48 +87,64 @@ def load_target(target: str, dtype: torch.dtype | None = None) -> TargetModel:
     return made
 
 
-def _without_memory(make: Any, what: str) -> nn.Module:
+def _make(make: Any, what: str, memory: bool) -> nn.Module:
     """Make a model on the meta device, or, where its code needs numbers, on the CPU.
 
     Args:
         make: makes the model.
         what: what is called, for the error.
+        memory: make it on the CPU at once.
 
     Raises:
         ValueError: if it makes something else.
     """
     try:
-        with torch.device("meta"):
+        with contextlib.nullcontext() if memory else torch.device("meta"):
             made = make()
     except (NotImplementedError, RuntimeError):
+        if memory:
+            raise
         made = make()
     if not isinstance(made, nn.Module):
         raise ValueError(f"{what} made a {type(made).__name__}; it must make an nn.Module")
     return made
 
 
-def _from_factory(target: str) -> nn.Module:
-    """The model that ``package.module:factory`` makes; raises ValueError if there is no such factory, or it needs arguments."""
-    module, _, name = target.partition(":")
+def function_named(path: str, what: str) -> Callable[[], Any]:
+    """The function or class that ``package.module:name`` names.
+
+    Args:
+        path: its path.
+        what: the option that gave it, for the error.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    module, _, name = path.partition(":")
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ValueError(f"target={target!r}: {error}; run it where {module} can be imported") from None
+        raise ValueError(f"{what}={path!r}: {error}; run it where {module} can be imported") from None
     if not hasattr(imported, name):
         known = [key for key in vars(imported) if not key.startswith("_")]
-        raise ValueError(f"target={target!r}: {module} has no {name!r}; did you mean {nearest(name, known)}?")
-    try:
-        return _without_memory(getattr(imported, name), target)
-    except TypeError as error:
-        raise ValueError(f"target={target!r}: it must be callable without arguments ({error})") from None
+        raise ValueError(f"{what}={path!r}: {module} has no {name!r}; did you mean {nearest(name, known)}?")
+    found: Callable[[], Any] = getattr(imported, name)
+    return found
 
 
-def model_from_folder(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
+def model_from_folder(
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    memory: bool = False,
+    change: Callable[[Any], Any] | None = None,
+) -> nn.Module:
     """Make the model of a Hugging Face folder's ``config.json`` on the meta device; no weights are read.
 
     Args:
         folder: the folder.
         dtype: the dtype of the parameters; None for that of the config.
+        memory: make it on the CPU, with numbers.
+        change: is called with the configuration before the model is made.
 
     Raises:
         ValueError: if there is no such file, or it is no configuration of a model.
@@ -130,10 +166,12 @@ def model_from_folder(folder: Path, dtype: torch.dtype | None = None) -> nn.Modu
     architecture: Any = named[0] if named else None
     make = transformers.AutoModelForCausalLM.from_config if architecture is None else architecture._from_config
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
-    return _without_memory(lambda: make(config, dtype=dtype), str(file))
+    if change is not None:
+        change(config)
+    return _make(lambda: make(config, dtype=dtype), str(file), memory)
 
 
-def _from_yaml(file: Path) -> TargetModel:
+def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
     """The model of a YAML file of Lightning's command line, with the strategy's fields and the first batch.
 
     Raises:
@@ -166,9 +204,13 @@ def _from_yaml(file: Path) -> TargetModel:
         parsed = parser.parse_object({"model": data["model"]})
     except Exception as error:  # jsonargparse's own type, with a page of causes in its message
         raise ValueError(f"{file}: the model can't be made: {' '.join(str(error).split())[:400]}") from None
-    model = _without_memory(lambda: parser.instantiate_classes(parsed).model, f"{file}: model")
+    model = _make(lambda: parser.instantiate_classes(parsed).model, f"{file}: model", memory)
     trainer = data.get("trainer") or {}
-    target = TargetModel(model, _strategy_of(trainer.get("strategy"), file), _world_of(trainer))
+    target = TargetModel(model, world_size=_world_of(trainer))
+    setting = trainer.get("strategy")
+    target.strategy = _strategy_beside_ours(setting) if foreign else None
+    if target.strategy is None:
+        target.fields = _strategy_of(setting, file)
     if "data" in data:
         try:
             target.batch = _first_batch(data["data"])
@@ -203,6 +245,15 @@ def _strategy_of(setting: Any, file: Path) -> dict[str, Any]:
     raise ValueError(
         f"{file}: trainer.strategy={setting!r} is none of ours; name lightning_seqpar.SeqParallelStrategy or seqpar_tp2"
     )
+
+
+def _strategy_beside_ours(setting: Any) -> tuple[str, dict[str, Any]] | None:
+    """Class path (or registered name) and arguments of a strategy that is not ours; None for one of ours, or none."""
+    if isinstance(setting, str) and setting in StrategyRegistry and not setting.startswith("seqpar"):
+        return setting, {}
+    if isinstance(setting, Mapping) and (path := str(setting.get("class_path", ""))):
+        return None if path.endswith("SeqParallelStrategy") else (path, dict(setting.get("init_args") or {}))
+    return None
 
 
 def _world_of(trainer: Mapping[str, Any]) -> int | None:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_seqpar.parallel.apply import whole_tensor
@@ -77,20 +78,28 @@ def each_gradient(model: nn.Module, only: Collection[int] | None = None) -> Iter
             yield name, whole_tensor(local, record.layout[name], record.groups).cpu()
         else:
             assert parameter.grad is not None
-            yield name, parameter.grad.detach().clone().cpu()
+            yield name, own_whole(parameter.grad).cpu()
 
 
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
     """Whole weights by parameter name, on the CPU, of a parallelised model (collective over tp) or a plain one."""
+    return dict(each_weight(model))
+
+
+def each_weight(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The items of :func:`gather_weights` one by one, each gathered when it is asked for; every rank must ask for all."""
     record = record_of(model)
-    return {
-        name: (
-            whole_tensor(parameter, record.layout[name], record.groups)
-            if record is not None
-            else parameter.detach().clone()
-        ).cpu()
-        for name, parameter in model.named_parameters()
-    }
+    for name, parameter in model.named_parameters():
+        if record is not None:
+            yield name, whole_tensor(parameter, record.layout[name], record.groups).cpu()
+        else:
+            yield name, own_whole(parameter).cpu()
+
+
+def own_whole(tensor: Tensor) -> Tensor:
+    """A copy of a plain tensor, detached; of a DTensor, whole (collective over its mesh)."""
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached.clone()
 
 
 def norm_of(grads: Mapping[str, Tensor | None]) -> float:
@@ -254,7 +263,7 @@ class ParityRecorder(Callback):
     ) -> None:
         """Keep the batch's loss; those of interleaved stages where the accumulation window ends, and they are computed."""
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        values = loss.detach().double().view(1) * trainer.accumulate_grad_batches
+        values = own_whole(loss).double().view(1) * trainer.accumulate_grad_batches
         record = record_of(pl_module)
         stage = None if record is None else record.stage
         if stage is not None and stage.chunks > 1:

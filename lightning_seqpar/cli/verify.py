@@ -1,0 +1,181 @@
+"""``seqpar verify``: its arguments, and how they become a trial."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from omegaconf import OmegaConf
+from torch import nn
+
+from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.init.model_source import TargetModel, function_named, load_target
+from lightning_seqpar.init.shrink import shrink, shrink_depth
+from lightning_seqpar.trial.batches import make_batch
+from lightning_seqpar.trial.verify import Verification, verify_parity
+
+_COPIES = 7
+"""How many times its weights a process of a trial holds at most: weights, gradients, two moments, and what it gathers."""
+
+
+def verify_parser() -> argparse.ArgumentParser:
+    """The parser of ``seqpar verify``."""
+    parser = argparse.ArgumentParser(
+        prog="seqpar verify",
+        description="Is a parallel run right? Trains one process and several ranks on this machine's CPU, in float64, with the "
+        "same weights and batches: two steps, a checkpoint, and a third step resumed from it. Exits with 0 if losses, gradients, "
+        "norm and weights are the same, with 1 if they are not.",
+        epilog="examples:\n"
+        "  seqpar verify conf/cli.yaml\n"
+        "  seqpar verify llama-folder tp=2 --shrink --world-size 4\n"
+        "  seqpar verify my_package.models:make tp=2 pp=2 --batch my_package.models:batch\n"
+        "  seqpar verify my_package.models:make --strategy ddp\n"
+        "  seqpar verify my_package.models:make --strategy my_package.models:my_strategy",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "target", help="YAML file with a model, Hugging Face folder (config.json is enough), or package.module:factory"
+    )
+    parser.add_argument("overrides", nargs="*", help="fields of ParallelConfig: tp=4 sp=false plan=my_plan.yaml")
+    parser.add_argument("--config", help="YAML file of a ParallelConfig; the overrides come on top")
+    parser.add_argument(
+        "--strategy", help="another strategy, whose plan is in question: a name that Lightning knows, or package.module:factory"
+    )
+    parser.add_argument("--world-size", type=int, help="ranks (default: the smallest, or as the YAML says if 8 at most)")
+    parser.add_argument("--batch", metavar="FACTORY", help="package.module:function that returns the first batch")
+    parser.add_argument("--batch-size", type=int, default=1, help="samples of a micro-batch that is made up (1)")
+    parser.add_argument("--length", type=int, help="positions of a sample that is made up (32)")
+    parser.add_argument("--micro-batches", type=int, help="that a replica accumulates for a step (the stages of pp)")
+    parser.add_argument(
+        "--shrink", action="store_true", help="narrow heads, few blocks, a short vocabulary (Hugging Face folders)"
+    )
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each side (600)")
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show the traceback of a refusal or a failure")
+    return parser
+
+
+def verify_target(given: argparse.Namespace) -> Verification:
+    """Carry out ``seqpar verify``.
+
+    Args:
+        given: the parsed arguments.
+
+    Raises:
+        ValueError: for arguments that make no trial.
+        ImportError: without the extra that the target needs.
+    """
+    notes: list[str] = []
+    change = _shrinking(given.target, notes) if given.shrink else None
+    target = load_target(given.target, change=change, foreign=True)
+    _check_room(target.model, given)
+    config = _config_of(given, target)
+    world_size = given.world_size
+    if world_size is None and target.world_size is not None and not given.overrides and target.world_size <= 8:
+        world_size = target.world_size
+    found = verify_parity(
+        functools.partial(_make_target, given.target, change),
+        _batch_of(given, target),
+        config,
+        world_size=world_size,
+        samples=given.batch_size,
+        length=given.length,
+        micro_batches=given.micro_batches,
+        dtype=given.dtype,
+        timeout=given.timeout,
+    )
+    found.notes = [*notes, *target.notes, *found.notes]
+    return found
+
+
+def _make_target(target: str, change: Callable[[Any], Any] | None) -> nn.Module:
+    return load_target(target, memory=True, change=change, foreign=True).model
+
+
+def _shrinking(target: str, notes: list[str]) -> Callable[[Any], Any]:
+    """What makes the configuration of a folder small: in width too, if its model still runs then.
+
+    Raises:
+        ValueError: if it does not run in any smaller form.
+    """
+    failures = []
+    for way in (shrink, shrink_depth):
+        changes: list[str] = []
+
+        def change(config: Any, way: Callable[[Any], list[str]] = way, changes: list[str] = changes) -> None:
+            changes += way(config)
+
+        try:
+            model = load_target(target, memory=True, change=change).model
+            batch = make_batch(model, 1, None)
+            with torch.no_grad():
+                model(**batch) if isinstance(batch, Mapping) else model(batch)
+        except ImportError:
+            raise
+        except Exception as error:  # of the model's code, which did not expect such numbers
+            if not changes:
+                raise
+            failures.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            continue
+        notes.append(f"shrunk: {', '.join(changes) or 'nothing, it is small already'}")
+        return way
+    raise ValueError(f"--shrink: the model does not run when it is smaller ({failures[-1]}); give it a small config.json instead")
+
+
+def _config_of(given: argparse.Namespace, target: TargetModel) -> ParallelConfig | Callable[[], Strategy] | str:
+    """The strategy that is asked for: by option, by fields, or by the YAML file.
+
+    Raises:
+        ValueError: if there are two, or it is none.
+    """
+    if given.strategy is not None:
+        if given.overrides or given.config:
+            raise ValueError(f"--strategy={given.strategy!r} beside fields of ParallelConfig: which of them is meant? Leave one out")
+        name: str = given.strategy
+        return function_named(name, "--strategy") if ":" in name else name
+    if target.strategy is not None and not given.overrides and not given.config:
+        path, arguments = target.strategy
+        return path if path in StrategyRegistry else functools.partial(_make_strategy, path, arguments)
+    fields = ParallelConfig.from_yaml(given.config).model_dump() if given.config else target.fields
+    for override in given.overrides:
+        if "=" not in override:
+            raise ValueError(f"override {override!r}: write it as field=value, such as tp=4")
+    return ParallelConfig.from_omegaconf(OmegaConf.merge(fields, OmegaConf.from_dotlist(given.overrides)))
+
+
+def _make_strategy(path: str, arguments: Mapping[str, Any]) -> Strategy:
+    """The strategy of a YAML file's class path."""
+    module, _, name = path.rpartition(".")
+    made: Strategy = getattr(importlib.import_module(module or "lightning.pytorch.strategies"), name)(**arguments)
+    return made
+
+
+def _batch_of(given: argparse.Namespace, target: TargetModel) -> Any:
+    """The first batch, or what makes it; None where it is made up."""
+    return target.batch if given.batch is None else function_named(given.batch, "--batch")
+
+
+def _check_room(model: nn.Module, given: argparse.Namespace) -> None:
+    """Check that this machine has memory for the processes of a trial.
+
+    Raises:
+        ValueError: if it has not.
+    """
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    width = 8 if given.dtype == "float64" else 4
+    size = sum(parameter.numel() for parameter in model.parameters()) * width
+    # One process alone holds it whole; the ranks make it whole before they cut it.
+    if (needed := size * _COPIES) > free:
+        fix = "--shrink makes it small" if Path(given.target).is_dir() else "give a smaller one, with the same blocks"
+        raise ValueError(
+            f"target={given.target!r}: a trial of it would need about {needed / 2**30:.0f} GiB in one process, and "
+            f"{free / 2**30:.0f} GiB are free; {fix}"
+        )

@@ -1,0 +1,150 @@
+"""The batches of a trial run: three of them, dealt out over replicas and micro-batches as one process reads them in turn."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_seqpar.data.batch import map_tensors, tensors_in
+from lightning_seqpar.inference.reduction import IDS
+
+DEFAULT_LENGTH = 32
+"""Positions of a sample that is made up."""
+
+
+def count_samples(batch: Any) -> int:
+    """How many samples a batch holds: the first dim of its tensors; 0 if they have none in common."""
+    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def split_samples(batch: Any, count: int) -> list[Any]:
+    """``count`` equal parts of a batch, each with as many of its samples.
+
+    Raises:
+        ValueError: if its samples can't be dealt out evenly.
+    """
+    if count == 1:
+        return [batch]
+    samples = count_samples(batch)
+    if samples == 0 or samples % count:
+        has = f"{samples} samples" if samples else "tensors whose first dims differ"
+        raise ValueError(
+            f"batch: it has {has}, and it must be dealt out over {count} parts (replicas × micro-batches); give one whose tensors "
+            f"all begin with the samples, {count} of them or a multiple"
+        )
+    each = samples // count
+
+    def part(tensor: Tensor, at: int) -> Tensor:
+        return tensor[at * each : (at + 1) * each] if tensor.ndim else tensor
+
+    return [map_tensors(lambda tensor, at=at: part(tensor, at), batch) for at in range(count)]
+
+
+def reverse_samples(batch: Any) -> Any:
+    """The batch with its samples in reverse order, so that each replica reads others."""
+    if not count_samples(batch):
+        return batch
+    return map_tensors(lambda tensor: tensor.flip(0) if tensor.ndim else tensor, batch)
+
+
+def length_of(batch: Any) -> int | None:
+    """How long the sequences of a batch are: the second dim of its tokens, or else of its tensors ``[b, s, h]``; None without."""
+    tensors = list(tensors_in(batch))
+    tokens = [tensor.shape[1] for tensor in tensors if tensor.ndim > 1 and tensor.dtype in IDS]
+    features = [tensor.shape[1] for tensor in tensors if tensor.ndim == 3 and tensor.is_floating_point()]
+    return next(iter(tokens or features), None)
+
+
+def shorten(batch: Any) -> Any:
+    """The batch with sequences cut to an odd length of about three quarters, so that no axis divides it; None if there are none."""
+    length = length_of(batch)
+    if length is None or (short := (3 * length // 4 - 1) | 1) >= length or short < 2:
+        return None
+
+    def cut(tensor: Tensor) -> Tensor:
+        for dim in range(1, tensor.ndim):  # masks [b, 1, s, s] have the length twice
+            if tensor.shape[dim] == length:
+                tensor = tensor.narrow(dim, 0, short)
+        return tensor
+
+    return map_tensors(cut, batch)
+
+
+def make_batch(model: nn.Module, samples: int, length: int | None) -> Any:
+    """A batch for a plain module: random tokens or pixels for one of Hugging Face's, else its ``example_input_array``.
+
+    Args:
+        model: the module.
+        samples: how many samples.
+        length: positions of a sample; None for 32, or the model's own limit if that is shorter.
+
+    Raises:
+        ValueError: if the module does not say what it takes.
+    """
+    config = getattr(model, "config", None)
+    takes = inspect.signature(model.forward).parameters
+    generator = torch.Generator().manual_seed(1234)
+    vocab = getattr(config, "vocab_size", None)
+    if "input_ids" in takes and isinstance(vocab, int):
+        limits = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions")]
+        length = length or min([DEFAULT_LENGTH, *(n for n in limits if isinstance(n, int) and n > 0)])
+        ids = torch.randint(0, vocab, (samples, length), generator=generator)
+        heads = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "DoubleHeads")
+        if "labels" in takes and any(word in type(model).__name__ for word in heads):
+            return {"input_ids": ids, "labels": ids.clone()}
+        return {"input_ids": ids, **({"decoder_input_ids": ids.clone()} if "decoder_input_ids" in takes else {})}
+    size = getattr(config, "image_size", None)
+    if "pixel_values" in takes and size is not None:
+        height, width = (size, size) if isinstance(size, int) else size
+        channels = getattr(config, "num_channels", 3)
+        return {"pixel_values": torch.randn(samples, channels, height, width, generator=generator)}
+    example = getattr(model, "example_input_array", None)
+    if example is None:
+        raise ValueError(
+            "batch: nothing says what the model takes; give a batch (--batch package.module:function that returns one, or a YAML "
+            "file with data), or set example_input_array on the module"
+        )
+    return example
+
+
+class Feed(LightningDataModule):
+    """Gives every replica its parts of the batches of an epoch.
+
+    The parts of a batch are numbered replica by replica: replica ``r`` reads ``micro_batches`` of them, from
+    ``r * micro_batches`` on, and one process reads all.
+
+    Args:
+        batches: makes the three batches for a number of replicas; two are the first epoch's.
+        micro_batches: how many parts a replica reads of each batch.
+    """
+
+    def __init__(self, batches: Callable[[int], Sequence[Any]], micro_batches: int) -> None:
+        super().__init__()
+        self._batches, self._micro_batches = batches, micro_batches
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """The parts of the epoch that begins, of this rank's replica."""
+        assert self.trainer is not None
+        replicas, own = replica_of(self.trainer.strategy)
+        mine = slice(own * self._micro_batches, (own + 1) * self._micro_batches)
+        batches = self._batches(replicas)
+        batches = batches[2:] if self.trainer.current_epoch else batches[:2]
+        parts = [part for batch in batches for part in split_samples(batch, replicas * self._micro_batches)[mine]]
+        return DataLoader(parts, batch_size=None, collate_fn=_as_it_is)  # type: ignore[arg-type]
+
+
+def replica_of(strategy: Any) -> tuple[int, int]:
+    """How many replicas read batches of their own under a strategy, and which of them this rank is in."""
+    told = getattr(strategy, "distributed_sampler_kwargs", None)
+    return (told["num_replicas"], told["rank"]) if told else (1, 0)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

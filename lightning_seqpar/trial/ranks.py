@@ -1,0 +1,198 @@
+"""Run a function on several gloo ranks of this machine, as a test would call it."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import traceback
+import typing
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+
+class RankFailure(NamedTuple):
+    """How one process ended.
+
+    Attributes:
+        text: the type and message of what it raised, or what became of it.
+        trace: the traceback; empty if there is none.
+        refused: whether it raised a ``ValueError``: it was given something that can't be done.
+    """
+
+    text: str
+    trace: str = ""
+    refused: bool = False
+
+    @property
+    def message(self) -> str:
+        """The message alone, without the type."""
+        return self.text.partition(": ")[2] if self.trace else self.text
+
+
+class RankFailedError(AssertionError):
+    """A rank of :func:`run_distributed` raised or died; the message holds every rank's own.
+
+    Attributes:
+        failures: how each rank that failed ended, by rank.
+    """
+
+    def __init__(self, failures: Mapping[int, RankFailure], world_size: int) -> None:
+        self.failures = dict(sorted(failures.items()))
+        report = "\n".join(f"--- rank {rank}: {one.text}\n{one.trace}" for rank, one in self.failures.items())
+        super().__init__(f"{len(failures)} of {world_size} ranks failed\n{report}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.failures, len(self.failures))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _tell(sender: Connection, good: bool, value: Any) -> None:
+    # By value: multiprocessing would share a tensor's memory with a process that is about to end.
+    sender.send_bytes(pickle.dumps((good, value)))
+
+
+def _rank_main(
+    sender: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str | None,
+    env: dict[str, str],
+    timeout: timedelta,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    os.setsid()  # so that what this rank starts (data workers) ends with it
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    try:
+        if store is None:
+            _tell(sender, True, fn(*args, **kwargs))
+            return
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), NODE_RANK="0")
+        meeting = FileStore(store, world_size)
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=timeout)
+        # A rank that fails at once would end while others still connect to it, and they would tell of that alone.
+        meeting.set(f"connected/{rank}", "")
+        meeting.wait([f"connected/{each}" for each in range(world_size)], timeout)
+        result = fn(*args, **kwargs)
+        dist.barrier()
+        _tell(sender, True, result)
+        dist.destroy_process_group()
+    except BaseException as error:  # told to the parent, which raises
+        text = f"{type(error).__name__}: {error}"
+        _tell(sender, False, RankFailure(text, traceback.format_exc(), isinstance(error, ValueError)))
+    finally:
+        sender.close()
+
+
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on ``world_size`` gloo ranks and return what each returned, in rank order.
+
+    The processes meet through a file (no ports to lose a race for), use one thread each, and see the environment
+    of an external launcher, so that a ``Trainer(devices=world_size)`` in ``fn`` starts no others.
+
+    Args:
+        fn: a function at the top of a module; it and its arguments are pickled.
+        world_size: number of ranks.
+        timeout: seconds for the whole call and for each collective.
+
+    Raises:
+        RankFailedError: if any rank raised, died or ran past the timeout.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+        return _run(fn, world_size, str(Path(folder, "store")), env, timeout, args, kwargs)
+
+
+def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> Any:
+    """Call ``fn(*args, **kwargs)`` in one process of its own, which is no rank of anything, and return what it returned.
+
+    Args:
+        fn: a function at the top of a module; it and its arguments are pickled.
+        timeout: seconds for the whole call.
+
+    Raises:
+        RankFailedError: if it raised, died or ran past the timeout.
+    """
+    return _run(fn, 1, None, {"OMP_NUM_THREADS": "1"}, timeout, args, kwargs)[0]
+
+
+def _run(
+    fn: Callable[..., Any],
+    world_size: int,
+    store: str | None,
+    env: dict[str, str],
+    timeout: float,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[Any]:
+    """Call a function in ``world_size`` processes, which meet at the file ``store``, or nowhere, and return their results."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_seqpar.strategy"])
+    procs, receivers = [], []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        rest = (rank, world_size, store, env, timedelta(seconds=timeout), args, kwargs)
+        proc = context.Process(target=_rank_main, args=(sender, fn, *rest))
+        proc.start()
+        sender.close()
+        procs.append(proc)
+        receivers.append(receiver)
+    try:
+        return _collect(receivers, timeout)
+    finally:
+        for proc in procs:
+            proc.join(timeout=5)
+            if proc.is_alive():
+                proc.kill()
+                with contextlib.suppress(ProcessLookupError):  # it had not got a session of its own yet
+                    os.killpg(typing.cast("int", proc.pid), signal.SIGKILL)
+                proc.join()
+
+
+def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, RankFailure] = {}
+    open_ends = {receiver: rank for rank, receiver in enumerate(receivers)}
+    while open_ends:
+        # Once a rank has failed the others only wait for it.
+        ready = wait(list(open_ends), timeout=5.0 if failures else timeout)
+        if not ready:
+            for rank in open_ends.values():
+                text = "did not end in time" if not failures else "waited for the failed rank"
+                failures.setdefault(rank, RankFailure(text))
+            break
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = open_ends.pop(receiver)
+            try:
+                good, value = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                good, value = False, RankFailure("the process died")
+            if good:
+                results[rank] = value
+            else:
+                failures[rank] = value
+    if failures:
+        raise RankFailedError(failures, len(receivers))
+    return [results[rank] for rank in range(len(receivers))]

@@ -1,0 +1,444 @@
+"""One side of a trial: a module that trains for three steps, alone or on ranks, and what it did, in files.
+
+Two steps in a first epoch, with batches of two lengths; then a third, which on ranks is taken by a fresh module that resumes
+from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from lightning_seqpar.data.batch import map_tensors, tensors_in
+from lightning_seqpar.inference.examples import peek_batch, project
+from lightning_seqpar.inference.model_copy import default_dtype, move_weights
+from lightning_seqpar.parallel.grad_norm import global_grad_norm
+from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.trial.batches import (
+    Feed,
+    length_of,
+    make_batch,
+    replica_of,
+    reverse_samples,
+    shorten,
+    split_samples,
+)
+from lightning_seqpar.trial.determinism import KeepFloat64, switch_off_dropout
+from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_weight, norm_of, own_whole
+
+SEED = 20_260_101
+
+
+class PlainModule(L.LightningModule):
+    """A plain module as it is trained in a trial: by its own loss, or by a fixed projection of what it returns."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if isinstance(batch, Mapping):
+            out = self.model(**batch)
+        else:
+            out = self.model(*batch) if isinstance(batch, tuple | list) else self.model(batch)
+        loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss.sum()
+        return torch.stack([project(leaf) for leaf in tensors_in(out) if leaf.requires_grad]).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What both sides train; pickled once, for all processes.
+
+    Attributes:
+        make: makes the module, without arguments.
+        reference: makes the one that a single process trains; None for the same.
+        batch: makes the first batch, for all replicas together; None to make one up or to read the module's own.
+        second: makes the second one; None for a shorter one of other samples.
+        samples: samples of a micro-batch that is made up.
+        length: positions of a sample that is made up.
+        strategy: makes the strategy of the ranks.
+        alone: makes that of the single process.
+        micro_batches: how many micro-batches a replica accumulates in a step.
+        trainer: more arguments of both trainers.
+        dtype: of weights and batches: float64 or float32.
+        folder: where the processes leave what they did.
+    """
+
+    make: Callable[[], nn.Module]
+    reference: Callable[[], nn.Module] | None
+    batch: Callable[[], Any] | None
+    second: Callable[[], Any] | None
+    samples: int
+    length: int | None
+    strategy: Callable[[], Any]
+    alone: Callable[[], Any]
+    micro_batches: int
+    trainer: Mapping[str, Any]
+    dtype: torch.dtype
+    folder: str
+
+    def path(self, side: str, what: str) -> Path:
+        """The file in which a side leaves something."""
+        return Path(self.folder, f"{side}-{what}.pt")
+
+
+class Digest(NamedTuple):
+    """Two linear functionals of a tensor, by which ranks are compared without sending tensors."""
+
+    first: float
+    second: float
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Digest:
+        """The digest of a tensor; the weights depend on its name alone."""
+        flat = tensor.detach().double().flatten()
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+        places = torch.arange(1, flat.numel() + 1, dtype=torch.float64) + seed % 1000
+        return cls(float(flat @ (places * 12.9898).sin()), float(flat @ (places * 78.233).cos()))
+
+
+@dataclass
+class Outcome:
+    """What one process of a trial did; tensors are in files of the trial's folder, written by the first rank.
+
+    Attributes:
+        losses: of each step, averaged over replicas and micro-batches.
+        own_losses: of each step, as this rank's replica saw it.
+        norms: the global gradient norm of each step, as the strategy computes it.
+        digests: of each step, the digest of every whole gradient on this rank.
+        weight_digests: of the weights after two steps.
+        replicas: how many replicas read batches of their own.
+        replica: the one of this rank.
+        lengths: of the batches, if they are sequences.
+        kinds: of each parameter, the class of the module that holds it.
+        sharded: names of parameters that the ranks split.
+        notes: sentences for the user.
+        casts: how many casts to narrower types were turned down.
+        draws: whether a step drew random numbers.
+        failed_length: why the shorter batch could not be trained on; empty if it could.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    own_losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    digests: list[dict[str, Digest]] = field(default_factory=list)
+    weight_digests: dict[str, Digest] = field(default_factory=dict)
+    replicas: int = 1
+    replica: int = 0
+    lengths: list[int | None] = field(default_factory=list)
+    kinds: dict[str, str] = field(default_factory=dict)
+    sharded: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    casts: int = 0
+    draws: bool = False
+    failed_length: str = ""
+
+
+class TrialRecorder(ParityRecorder):
+    """Records every optimizer step, and leaves whole tensors in files one step at a time.
+
+    Args:
+        trial: the trial.
+        side: the prefix of the files.
+        parts: how many micro-batches this process reads in a step.
+        stops: whether the run ends with the first epoch, for a checkpoint.
+    """
+
+    def __init__(self, trial: Trial, side: str, parts: int, *, stops: bool = False) -> None:
+        super().__init__(tensors=False)
+        self.outcome = Outcome()
+        self._trial, self._side, self._parts, self._stops = trial, side, parts, stops
+        self._of: dict[int, int] = {}  # steps that each optimizer has taken
+        self._grads: dict[str, Tensor | None] = {}
+        self._own: list[float] = []
+        self._written = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note what the ranks split."""
+        # What configure_model made has its dropout still.
+        switch_off_dropout(pl_module)
+        self.outcome.replicas, self.outcome.replica = replica_of(trainer.strategy)
+        self.outcome.kinds = {
+            f"{path}.{name}".lstrip("."): type(module).__name__
+            for path, module in pl_module.named_modules()
+            for name in module._parameters
+        }
+        record = record_of(pl_module)
+        if record is not None:
+            self.outcome.sharded = sorted(name for name, layout in record.layout.items() if layout.is_sharded)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Seed what the step draws by the number of its part, which is the same on both sides."""
+        step, part = divmod(batch_idx, self._parts)
+        seed = SEED + 1000 * (step + 2 * trainer.current_epoch) + self.outcome.replica * self._parts + part
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        self._drawn = torch.get_rng_state()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        """Gather the gradients of the first epoch; several optimizers' of one step are put together."""
+        if trainer.current_epoch:
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        number = self._of[id(optimizer)] = self._of.get(id(optimizer), 0) + 1
+        record = record_of(pl_module)
+        norm = None if record is None else float(global_grad_norm(parameters, record.layout, record.groups))
+        if len(self.outcome.digests) < number:
+            self._write_gradients(trainer)
+            self.outcome.digests.append({})
+            self.outcome.norms.append(0.0)
+        keep: dict[str, Tensor | None] = {}
+        digests = self.outcome.digests[-1]
+        for name, grad in each_gradient(pl_module, {id(parameter) for parameter in parameters}):
+            if grad is not None:
+                digests[name] = Digest.of(name, grad)
+            if trainer.is_global_zero:
+                keep[name] = grad
+        self._grads.update(keep)
+        self.outcome.norms[-1] = max(self.outcome.norms[-1], norm_of(keep) if norm is None else norm)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep losses, and whether the step drew random numbers."""
+        self.outcome.draws |= not torch.equal(self._drawn, torch.get_rng_state())
+        loss = outputs if isinstance(outputs, Tensor) else (outputs or {}).get("loss")
+        if loss is None:  # of a step that optimizes by itself, or skips
+            return
+        self._own.append(float(own_whole(loss)) * trainer.accumulate_grad_batches)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave the weights."""
+        self._write_gradients(trainer)
+        kept: dict[str, Tensor] = {}
+        for name, weight in each_weight(pl_module):
+            self.outcome.weight_digests[name] = Digest.of(name, weight)
+            if trainer.is_global_zero:
+                kept[name] = weight
+        if trainer.is_global_zero:
+            torch.save(kept, self._trial.path(self._side, f"weights-{trainer.current_epoch}"))
+        if self._stops:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Sum the losses of micro-batches up to steps."""
+        self.outcome.losses = _means(self.trace.losses, self._parts)
+        self.outcome.own_losses = _means(self._own, self._parts)
+
+    def _write_gradients(self, trainer: L.Trainer) -> None:
+        """Leave the gradients of the last step in a file."""
+        if self._written == len(self.outcome.digests):
+            return
+        self._written += 1
+        if trainer.is_global_zero:
+            torch.save(self._grads, self._trial.path(self._side, f"gradients-{self._written}"))
+        self._grads = {}
+
+
+def _means(values: list[float], each: int) -> list[float]:
+    """The mean of every ``each`` numbers."""
+    return [sum(values[at : at + each]) / each for at in range(0, len(values), each)]
+
+
+def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> L.LightningModule:
+    """Make the module of a trial as a LightningModule without dropout.
+
+    It gets ``dtype`` at once: Lightning would load weights, also a checkpoint's, before it converts a module.
+
+    Raises:
+        ValueError: if what was made is no module.
+    """
+    L.seed_everything(SEED, verbose=False)
+    module = make()
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module_or_factory made a {type(module).__name__}; it must make an nn.Module")
+    if not isinstance(module, L.LightningModule):
+        module = PlainModule(module)
+    switch_off_dropout(module)
+    return module.double() if dtype is torch.float64 else module
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """While open, neither Lightning's lines nor warnings appear."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning_seqpar")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _trainer(trial: Trial, strategy: Any, devices: int, recorder: Callback, accumulate: int) -> L.Trainer:
+    return L.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": devices,
+            "strategy": strategy,
+            # It refuses float64, which module and batches have without it too.
+            "precision": "32-true" if isinstance(strategy, ModelParallelStrategy) or trial.dtype is torch.float32 else "64-true",
+            "max_epochs": 2,
+            "reload_dataloaders_every_n_epochs": 1,
+            "accumulate_grad_batches": accumulate,
+            "callbacks": [recorder],
+            "use_distributed_sampler": False,
+            "limit_val_batches": 0,
+            "num_sanity_val_steps": 0,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **trial.trainer,
+        }
+    )
+
+
+def _batches(trial: Trial, module: L.LightningModule, replicas: int, same_length: bool) -> list[Any]:
+    """The three batches of a trial."""
+    if trial.batch is not None:
+        first = trial.batch()
+    elif isinstance(module, PlainModule):
+        first = make_batch(module.model, trial.samples * replicas * trial.micro_batches, trial.length)
+    else:
+        first = _own_batch(module)
+    if trial.second is not None:
+        second = trial.second()
+    else:
+        second = reverse_samples(first)
+        if not same_length and (shorter := shorten(second)) is not None:
+            second = shorter
+    return [first, second, reverse_samples(first)]
+
+
+def train_alone(given: bytes, replicas: int, same_length: bool) -> Outcome:
+    """Train the module in this process, which reads the parts of all replicas.
+
+    Args:
+        given: the pickled :class:`Trial`.
+        replicas: of the other side.
+        same_length: give the second batch the length of the first.
+
+    Raises:
+        Exception: what the module raises; not for a shorter batch, of which the outcome tells.
+    """
+    trial: Trial = pickle.loads(given)
+    with quiet(), default_dtype(trial.dtype):
+        module = build(trial.reference or trial.make, trial.dtype)
+        initial = trial.path("initial", "weights")
+        if not initial.exists():
+            move_weights(module)
+            torch.save({name: p.detach() for name, p in module.named_parameters()}, initial)
+        _load(module, initial)
+        batches = make_batches(trial, module, replicas, same_length)
+        parts = replicas * trial.micro_batches if module.automatic_optimization else 1
+        for batch in batches:
+            split_samples(batch, parts)  # what can't be dealt out is told before anything runs
+        recorder = TrialRecorder(trial, "alone", parts)
+        trainer = _trainer(trial, trial.alone(), 1, recorder, parts)
+        mode = KeepFloat64() if trial.dtype is torch.float64 else contextlib.nullcontext()
+        outcome = recorder.outcome
+        try:
+            with mode:
+                trainer.fit(module, Feed(lambda count: batches, parts))
+        except Exception as error:
+            if not outcome.digests or same_length or trial.second is not None:
+                raise
+            outcome.failed_length = f"{type(error).__name__}: {error}"
+        outcome.casts = getattr(mode, "casts", 0)
+        outcome.lengths = [length_of(batch) for batch in batches]
+    return outcome
+
+
+def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome, Outcome]:
+    """Train the module on this rank for two steps, save a checkpoint, and resume from it with a fresh one for a third.
+
+    Args:
+        given: the pickled :class:`Trial`.
+        same_length: give the second batch the length of the first.
+        wide: whether the other side turned down casts to narrower types.
+
+    Returns:
+        what the two steps did, and what the third did.
+    """
+    trial: Trial = pickle.loads(given)
+    checkpoint = Path(trial.folder, "trial.ckpt")
+    outcomes = []
+    with quiet(), default_dtype(trial.dtype), KeepFloat64() if wide else contextlib.nullcontext():
+        for resumed in (False, True):
+            module = build(trial.make, trial.dtype)
+            # The second time with other weights, so that only the checkpoint can bring the right ones.
+            _load(module, trial.path("initial", "weights"), factor=1.5 if resumed else 1.0)
+            micro_batches = trial.micro_batches if module.automatic_optimization else 1
+            recorder = TrialRecorder(trial, "resumed" if resumed else "ranks", micro_batches, stops=not resumed)
+            trainer = _trainer(trial, trial.strategy(), dist.get_world_size(), recorder, micro_batches)
+            feed = Feed(lambda replicas, module=module: make_batches(trial, module, replicas, same_length), micro_batches)
+            trainer.fit(module, feed, ckpt_path=str(checkpoint) if resumed else None)
+            if not resumed:
+                trainer.save_checkpoint(checkpoint)
+            outcomes.append(recorder.outcome)
+    return outcomes[0], outcomes[1]
+
+
+def make_batches(trial: Trial, module: L.LightningModule, replicas: int, same_length: bool) -> list[Any]:
+    """The three batches of a trial: the first, a shorter one of its samples in another order, and that order at full length.
+
+    Raises:
+        ValueError: if there is no first batch.
+    """
+    if trial.batch is not None:
+        first = trial.batch()
+    elif isinstance(module, PlainModule):
+        first = make_batch(module.model, trial.samples * replicas * trial.micro_batches, trial.length)
+    elif is_overridden("train_dataloader", module):
+        first = peek_batch(module.train_dataloader, "training")
+    else:
+        raise ValueError(
+            f"batch: {type(module).__name__} has no train_dataloader, so nothing says what its training_step takes; give a batch "
+            "(--batch package.module:function that returns one, or a YAML file with data)"
+        )
+    first = map_tensors(lambda one: one.to(trial.dtype) if one.is_floating_point() else one, first)
+    turned = reverse_samples(first)
+    second = turned
+    if trial.second is not None:
+        second = trial.second()
+    elif not same_length and (shorter := shorten(turned)) is not None:
+        second = shorter
+    return [first, second, turned]
+
+
+def _load(module: nn.Module, file: Path, factor: float = 1.0) -> None:
+    """Give a module the weights that all sides begin with; one that makes its model later has none to be given yet."""
+    saved = torch.load(file, weights_only=True)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name in saved:
+                parameter.copy_(saved[name] * factor if parameter.is_floating_point() else saved[name])

@@ -1,0 +1,517 @@
+"""``verify_parity``: is my parallel loss right? One process beside several, for any model and any strategy of Lightning's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
+from torch import Tensor, nn
+
+from lightning_seqpar.config import ParallelConfig, nearest
+from lightning_seqpar.strategy.strategy import SeqParallelStrategy
+from lightning_seqpar.topology.grid import ProcessTopology
+from lightning_seqpar.trial.hints import Group, Wrong, describe_difference, describe_ranks, group_alike
+from lightning_seqpar.trial.ranks import RankFailedError, RankFailure, run_alone, run_distributed
+from lightning_seqpar.trial.training import Digest, Outcome, Trial, train_alone, train_on_ranks
+from lightning_seqpar.verify.parity import FLOAT32_LOSS_TOLERANCE, FLOAT64_TOLERANCE, Row, norm_of
+
+DType = Literal["float64", "float32"]
+
+_GRADIENTS32 = 1e-4
+"""Largest error of gradients in float32, of the global norm."""
+
+
+@dataclass
+class Verification:
+    """What :func:`verify_parity` found; ``str()`` is its verdict, a table and, if something differs, hints.
+
+    Attributes:
+        status: ``right``, ``wrong``, ``refused`` (the strategy will not train this, and says why) or ``failed``.
+        setting: the topology in words.
+        rows: what was compared, and the largest error of each.
+        wrong: the tensors that differ.
+        groups: the same, put together by what they look like.
+        message: why it was refused or failed.
+        trace: the traceback of that.
+        notes: what else one should know.
+    """
+
+    status: Literal["right", "wrong", "refused", "failed"]
+    setting: str
+    rows: list[Row] = field(default_factory=list)
+    wrong: list[Wrong] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    message: str = ""
+    trace: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the ranks train as one process does."""
+        return self.status == "right"
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if self.status == "refused":
+            return f"REFUSED: {self.setting}: {self.message}"
+        if self.status == "failed":
+            return f"FAILED: {self.setting}: {self.message}"
+        worst = max(self.rows, key=lambda row: float("inf") if row.error != row.error else row.error / row.limit)
+        if self.status == "right":
+            return (
+                f"RIGHT: {self.setting} trains as one process does (largest error {worst.error:.1e} of {worst.quantity}, "
+                f"limit {worst.limit:.0e})"
+            )
+        names = {one.name for one in self.wrong}
+        count = f"{len(names)} parameter{'s' * (len(names) > 1)} differ{'s' * (len(names) == 1)}" if names else ""
+        first = next(row for row in self.rows if not row.ok)
+        detail = count or f"the {first.quantity} differs"
+        return f"WRONG: {self.setting} does not train as one process does: {detail}" + (
+            f"; {self.groups[0].what}: {self.groups[0].worst.hint}" if self.groups else ""
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for JSON."""
+        data = asdict(self)
+        data["rows"] = [{**asdict(row), "ok": row.ok} for row in self.rows]
+        return {"ok": self.ok, "verdict": self.verdict, **data}
+
+    def raise_if_wrong(self) -> None:
+        """Raise ``AssertionError`` with everything that is known, unless the ranks train as one process does."""
+        if not self.ok:
+            raise AssertionError(str(self))
+
+    def __str__(self) -> str:
+        lines = [self.verdict]
+        if self.rows:
+            lines += ["", f"{'compared':<44} {'largest error':>13} {'limit':>8}"]
+            lines += [
+                f"{row.quantity:<44} {row.error:>13.1e} {row.limit:>8.0e}  {'ok' if row.ok else 'DIFFERS'}"
+                + (f"  {row.where}" if row.where != "-" and not row.ok else "")
+                for row in self.rows
+            ]
+        if self.groups:
+            lines += ["", "what differs"]
+            for group in self.groups:
+                one = group.worst
+                lines.append(f"  {one.quantity}, {group.count} ×: {group.what}")
+                lines.append(
+                    f"    {one.hint} (error {one.error:.1e}, {one.own_error:.1e} of its own size)"
+                )
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def verify_parity(
+    module_or_factory: nn.Module | Callable[[], nn.Module],
+    batch: Any = None,
+    config: ParallelConfig | Mapping[str, Any] | Strategy | str | Callable[[], Strategy] | None = None,
+    *,
+    world_size: int | None = None,
+    second_batch: Any = None,
+    reference: nn.Module | Callable[[], nn.Module] | None = None,
+    samples: int = 1,
+    length: int | None = None,
+    micro_batches: int | None = None,
+    dtype: DType = "float64",
+    trainer: Mapping[str, Any] | None = None,
+    timeout: float = 600.0,
+) -> Verification:
+    """Train a module in one process and on several gloo ranks of this machine, on its CPU, and compare all that they did.
+
+    Both begin with the same weights and read the same batches: two optimizer steps, the second with shorter sequences, then a
+    checkpoint from which fresh processes' modules resume for a third step. Losses, every gathered gradient, the global norm and
+    the weights are compared. Dropout is off. One process reads the parts of all replicas as micro-batches, as data parallelism
+    averages them; a module that optimizes by itself reads the whole batch there.
+
+    Args:
+        module_or_factory: a ``LightningModule``, or any module (it is trained by the loss that it returns, or by a fixed
+            projection of its outputs), or a function that makes one. It is pickled: a factory must stand at the top of a module.
+        batch: the first batch, for all replicas together; its tensors begin with the samples. The default is the first of the
+            module's ``train_dataloader``, or random tokens for a Hugging Face model.
+        config: fields of :class:`~lightning_seqpar.ParallelConfig`, or any strategy of Lightning's: one that has not been used,
+            its registered name, or a function that makes one.
+        world_size: number of ranks; the default is the smallest that a ParallelConfig fits, and 2 for other strategies.
+        second_batch: the second batch; the default is the first with its samples reversed and its sequences cut.
+        reference: the module as one process trains it, if that is another one.
+        samples: samples of a micro-batch that is made up.
+        length: positions of a sample that is made up; the default is 32.
+        micro_batches: how many a replica accumulates for a step; the default is the number of pipeline stages.
+        dtype: ``float64`` (limit 1e-9), or ``float32`` (1e-5 for losses, 1e-4 for gradients; weights are not compared).
+        trainer: more arguments of both Trainers, such as ``{"gradient_clip_val": 1.0}``.
+        timeout: seconds for each side.
+
+    Returns:
+        what was compared and what differs.
+
+    Raises:
+        ValueError: for arguments that make no trial, or a module that one process can't train.
+    """
+    strategy, alone, parallel = _strategies(config)
+    world_size = world_size or _default_world(parallel)
+    if world_size < 2:
+        raise ValueError(f"world_size={world_size}: there is nothing to compare one process with; give 2 or more")
+    replicas = 1
+    if parallel is not None:
+        replicas = ProcessTopology.from_config(parallel, world_size).get_dim("dp")
+        micro_batches = micro_batches or parallel.pp
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Trial(
+            make=_maker(module_or_factory, "module_or_factory"),
+            reference=None if reference is None else _maker(reference, "reference"),
+            batch=_giver(batch),
+            second=_giver(second_batch),
+            samples=samples,
+            length=length,
+            strategy=strategy,
+            alone=alone,
+            micro_batches=micro_batches or 1,
+            trainer=dict(trainer or {}),
+            dtype=torch.float64 if dtype == "float64" else torch.float32,
+            folder=folder,
+        )
+        given = _pickled(trial)
+        setting = _in_words(parallel, config, world_size)
+        whole, same_length, notes = _train_alone(given, replicas, timeout)
+        try:
+            ranks = run_distributed(train_on_ranks, world_size, given, same_length, whole.casts > 0, timeout=timeout)
+        except RankFailedError as error:
+            return _not_trained(error, setting, notes)
+        first = ranks[0][0]
+        if first.replicas != replicas:
+            whole, same_length, notes = _train_alone(given, first.replicas, timeout)
+        sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp} if parallel is not None else {}
+        sizes |= {"dp": first.replicas}
+        if parallel is None:
+            sizes = {"model-parallel": world_size // first.replicas, **sizes}
+        return _compare(trial, whole, ranks, sizes, setting, notes, dtype)
+
+
+def assert_parity(
+    module_or_factory: nn.Module | Callable[[], nn.Module],
+    batch: Any = None,
+    config: ParallelConfig | Mapping[str, Any] | Strategy | str | Callable[[], Strategy] | None = None,
+    **options: Any,
+) -> Verification:
+    """:func:`verify_parity` for a test: fails with the verdict, the table and the hints unless all is right.
+
+    Raises:
+        AssertionError: if the ranks do not train as one process does, or refuse to.
+        ValueError: as :func:`verify_parity`.
+    """
+    found = verify_parity(module_or_factory, batch, config, **options)
+    found.raise_if_wrong()
+    return found
+
+
+def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], ParallelConfig | None]:
+    """What makes the strategy of the ranks and that of one process, and the configuration if the strategy is ours.
+
+    Raises:
+        ValueError: if it is no strategy.
+    """
+    if isinstance(config, SeqParallelStrategy):
+        config = config.config
+    if isinstance(config, str):
+        known = StrategyRegistry.available_strategies()
+        if config not in known:
+            raise ValueError(f"config={config!r} is no strategy that Lightning knows; did you mean {nearest(config, known)}?")
+        entry = StrategyRegistry[config]
+        if entry["strategy"] is SeqParallelStrategy:
+            config = dict(entry["init_params"])
+        else:
+            return functools.partial(_itself, config), functools.partial(_itself, "auto"), None
+    if config is None or isinstance(config, Mapping):
+        config = ParallelConfig(**(config or {}))
+    if isinstance(config, ParallelConfig):
+        return functools.partial(SeqParallelStrategy, config=config), functools.partial(_itself, "auto"), config
+    if isinstance(config, Strategy):
+        make: Callable[[], Any] = functools.partial(copy.deepcopy, config)
+        sharded = isinstance(config, ModelParallelStrategy)
+    elif callable(config):
+        make, sharded = config, isinstance(config(), ModelParallelStrategy)
+    else:
+        raise ValueError(
+            f"config={config!r} is no strategy; give fields of ParallelConfig, a strategy of Lightning's, its registered name, or "
+            "a function that makes one"
+        )
+    # A module that shards itself in configure_model asks for a mesh: in one process for one of one rank.
+    alone = functools.partial(ModelParallelStrategy, data_parallel_size=1, tensor_parallel_size=1)
+    return make, alone if sharded else functools.partial(_itself, "auto"), None
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _default_world(parallel: ParallelConfig | None) -> int:
+    """The smallest world of a configuration; 2 for other strategies."""
+    if parallel is None:
+        return 2
+    dp = parallel.dp if isinstance(parallel.dp, int) else 1
+    return parallel.tp * parallel.cp * parallel.pp * dp
+
+
+def _maker(module_or_factory: Any, name: str) -> Callable[[], nn.Module]:
+    """What makes the module anew, as often as it is called."""
+    if isinstance(module_or_factory, nn.Module):
+        return functools.partial(copy.deepcopy, module_or_factory)
+    if not callable(module_or_factory):
+        raise ValueError(
+            f"{name}={module_or_factory!r} is neither a module nor a function that makes one; give one of them"
+        )
+    made: Callable[[], nn.Module] = module_or_factory
+    return made
+
+
+def _giver(batch: Any) -> Callable[[], Any] | None:
+    """What gives a batch: a function as it is."""
+    if batch is None:
+        return None
+    return batch if callable(batch) and not isinstance(batch, Mapping | Sequence) else functools.partial(_itself, batch)
+
+
+def _pickled(trial: Trial) -> bytes:
+    """The trial as bytes, for the processes.
+
+    Raises:
+        ValueError: if something in it can't be pickled.
+    """
+    try:
+        return pickle.dumps(trial)
+    except Exception as error:  # pickle raises errors of many types, and so do objects that refuse it
+        raise ValueError(
+            f"the module, its batch or the strategy can't be sent to other processes ({error}); give a function that makes it, "
+            "which stands at the top of a module (no lambda, no function within another)"
+        ) from None
+
+
+def _train_alone(given: bytes, replicas: int, timeout: float) -> tuple[Outcome, bool, list[str]]:
+    """Train in one process: what it did, whether the second batch is as long as the first, and notes.
+
+    Raises:
+        ValueError: if one process can't train the module.
+    """
+    notes: list[str] = []
+    same_length = False
+    try:
+        whole = run_alone(train_alone, given, replicas, False, timeout=timeout)
+        if whole.failed_length:
+            same_length = True
+            notes.append(f"the second batch has the length of the first: the model itself takes no shorter one ({whole.failed_length})")
+            whole = run_alone(train_alone, given, replicas, True, timeout=timeout)
+    except RankFailedError as error:
+        failure = error.failures[0]
+        text = failure.message if failure.refused else f"{failure.text}\n{failure.trace}".rstrip()
+        raise ValueError(text if failure.refused else f"one process can't train this: {text}") from None
+    if len(set(whole.lengths)) == 1 and not notes:
+        notes.append("the second batch has the length of the first: no sequence was found in it that could be cut")
+    if whole.casts:
+        notes.append("what the model's own code computes in narrower types was computed in float64 on both sides")
+    if whole.draws:
+        notes.append(
+            "a step draws random numbers in spite of dropout that is off; they are seeded alike, but what is drawn within the "
+            "blocks may differ on the ranks, and then so does the result"
+        )
+    return whole, same_length, notes
+
+
+def _not_trained(error: RankFailedError, setting: str, notes: list[str]) -> Verification:
+    """What it says that ranks raised: a refusal if all of them did, with one sentence."""
+    first: RankFailure = next(
+        (one for one in error.failures.values() if one.trace and not one.text.startswith("RuntimeError: [")),
+        next(iter(error.failures.values())),
+    )
+    refused = all(one.refused for one in error.failures.values())
+    message = first.message if refused else first.text
+    return Verification("refused" if refused else "failed", setting, message=message, trace=str(error), notes=notes)
+
+
+def _in_words(parallel: ParallelConfig | None, config: Any, world_size: int) -> str:
+    """The topology: its axes of more than one rank, and the number of ranks; or the name of the strategy."""
+    if parallel is None:
+        made = config if isinstance(config, str) else type(config).__name__ if isinstance(config, Strategy) else None
+        return f"{made or getattr(config, '__name__', 'the strategy')} on {world_size} ranks"
+    topology = ProcessTopology.from_config(parallel, world_size)
+    axes = [f"{axis} {size}" for axis in ("tp", "cp", "pp", "dp") if (size := topology.get_dim(axis)) > 1]
+    sp = "" if parallel.tp == 1 else " with sp" if parallel.sp else " without sp"
+    return f"{' × '.join(axes) or 'one rank'}{sp} on {world_size} ranks"
+
+
+def _compare(
+    trial: Trial,
+    whole: Outcome,
+    ranks: Sequence[tuple[Outcome, Outcome]],
+    sizes: Mapping[str, int],
+    setting: str,
+    notes: list[str],
+    dtype: DType,
+) -> Verification:
+    """Compare both sides."""
+    narrow = dtype == "float32"
+    limit = _GRADIENTS32 if narrow else FLOAT64_TOLERANCE
+    loss_limit = FLOAT32_LOSS_TOLERANCE if narrow else FLOAT64_TOLERANCE
+    first, resumed = ranks[0]
+    found = Verification("right", setting, notes=notes)
+    for step, length in enumerate(whole.lengths[:2], start=1):
+        of = f" (length {length})" if length is not None else ""
+        found.rows.append(_loss_row(f"the loss of step {step}{of}", whole.losses, first.losses, step - 1, loss_limit))
+    for step in range(1, len(whole.digests) + 1):
+        found.rows += _gradient_rows(found, trial, whole, ranks, sizes, step, limit)
+    if not narrow:
+        row = _tensor_row(found, trial, whole, sizes, "ranks", 0, limit)
+        found.rows.append(row)
+    found.rows.append(_agreement_row(ranks, whole, limit, sizes))
+    found.rows.append(
+        _loss_row("the loss of step 3, resumed from a checkpoint", whole.losses[2:], resumed.losses, 0, loss_limit)
+    )
+    if not narrow:
+        found.rows.append(_tensor_row(found, trial, whole, sizes, "resumed", 1, limit))
+    if not all(row.ok for row in found.rows):
+        found.status = "wrong"
+    found.groups = group_alike(found.wrong, whole.kinds)
+    return found
+
+
+def _loss_row(quantity: str, right: Sequence[float], got: Sequence[float], at: int, limit: float) -> Row:
+    """The row of one step's loss: relative to it, or absolute where it is below 1."""
+    if at >= len(right) and at >= len(got):
+        return Row(quantity, 0.0, limit, "the step returns none")
+    if at >= len(right) or at >= len(got):
+        return Row(quantity, float("inf"), limit, f"{len(got)} steps instead of {len(right)}")
+    error = abs(right[at] - got[at]) / max(1.0, abs(right[at]))
+    return Row(quantity, error, limit, f"{got[at]:.9g} instead of {right[at]:.9g}")
+
+
+def _gradient_rows(
+    found: Verification,
+    trial: Trial,
+    whole: Outcome,
+    ranks: Sequence[tuple[Outcome, Outcome]],
+    sizes: Mapping[str, int],
+    step: int,
+    limit: float,
+) -> list[Row]:
+    """The rows of a step's gradients and of their norm; what differs is added to ``found``."""
+    quantity = f"gradient {step}"
+    if len(ranks[0][0].digests) < step:
+        return [Row(f"the gradients of step {step}", float("inf"), limit, "the ranks took no such step")]
+    right = _read(trial, "alone", f"gradients-{step}")
+    got = _read(trial, "ranks", f"gradients-{step}")
+    scale = max(norm_of(right), 1e-30)
+    worst, where = 0.0, "-"
+    for name in sorted(set(right) | set(got)):
+        a, b = right.get(name), got.get(name)
+        error = _error(a, b) / scale
+        if not error <= worst:
+            worst, where = error, name
+        if not error <= limit:
+            found.wrong.append(_wrong(name, quantity, a, b, error, whole, ranks, sizes, step))
+    norms = [outcome.norms[step - 1] for outcome in (whole, ranks[0][0])]
+    return [
+        Row(f"the gradients of step {step} (of their norm)", worst, limit, where),
+        Row(f"the global norm of step {step} (relative)", abs(norms[0] - norms[1]) / scale, limit, f"{norms[1]:.9g} instead of {norms[0]:.9g}"),
+    ]
+
+
+def _wrong(
+    name: str,
+    quantity: str,
+    right: Tensor | None,
+    got: Tensor | None,
+    error: float,
+    whole: Outcome,
+    ranks: Sequence[tuple[Outcome, Outcome]],
+    sizes: Mapping[str, int],
+    step: int = 0,
+) -> Wrong:
+    """A wrong tensor with what it looks like; of gradients, also beside those of the other ranks."""
+    own = error if right is None or got is None else _error(right, got) / max(float(right.abs().max()), 1e-300)
+    hint = describe_difference(right, got, sizes)
+    if step and right is not None:
+        digests = [rank.digests[step - 1].get(name) for rank, _ in ranks]
+        seen = [digest for digest in digests if digest is not None]
+        if len(seen) == len(ranks) and _spread(seen) > _EXACT_RANKS:
+            hint = describe_ranks(seen, whole.digests[step - 1][name], sizes["dp"])
+    return Wrong(name, whole.kinds.get(name, ""), quantity, error, own, hint)
+
+
+_EXACT_RANKS = 1e-9
+"""Relative difference of two ranks' digests from which on they hold different tensors."""
+
+
+def _spread(digests: Sequence[Digest]) -> float:
+    """How far ranks are from each other, relative to the largest of their digests."""
+    scale = max(abs(value) for digest in digests for value in digest)
+    return max(max(values) - min(values) for values in zip(*digests, strict=True)) / max(scale, 1e-300)
+
+
+def _tensor_row(
+    found: Verification,
+    trial: Trial,
+    whole: Outcome,
+    sizes: Mapping[str, int],
+    side: str,
+    epoch: int,
+    limit: float,
+) -> Row:
+    """The row of the weights at the end of an epoch; what differs is added to ``found``, unless its gradient is there."""
+    right, got = _read(trial, "alone", f"weights-{epoch}"), _read(trial, side, f"weights-{epoch}")
+    known = {one.name for one in found.wrong}
+    worst, where = 0.0, "-"
+    what = "weights after 2 steps" if epoch == 0 else "weights after step 3, resumed"
+    for name in sorted(set(right) | set(got)):
+        error = _error(right.get(name), got.get(name))
+        if not error <= worst:
+            worst, where = error, name
+        if not error <= limit and name not in known:
+            a, b = right.get(name), got.get(name)
+            found.wrong.append(_wrong(name, what, a, b, error, whole, (), sizes))
+    return Row(f"the {what} (absolute)", worst, limit, where)
+
+
+def _agreement_row(
+    ranks: Sequence[tuple[Outcome, Outcome]], whole: Outcome, limit: float, sizes: Mapping[str, int]
+) -> Row:
+    """The row of what ranks must hold alike: losses within a replica, whole gradients and weights on all."""
+    worst, where = 0.0, "-"
+    for replica in {rank.replica for rank, _ in ranks}:
+        losses = [rank.own_losses for rank, _ in ranks if rank.replica == replica]
+        for step, values in enumerate(zip(*losses, strict=False), start=1):
+            error = (max(values) - min(values)) / max(1.0, *map(abs, values))
+            if sizes.get("pp", 1) == 1 and not error <= worst:
+                worst, where = error, f"the loss of step {step} within replica {replica}"
+    for what, of in (
+        *((f"gradient {at + 1}", [rank.digests[at] for rank, _ in ranks]) for at in range(min(len(r.digests) for r, _ in ranks))),
+        ("weight", [rank.weight_digests for rank, _ in ranks]),
+    ):
+        scale = max((abs(value) for digests in of for digest in digests.values() for value in digest), default=1.0)
+        for name in of[0]:
+            held = [digests[name] for digests in of if name in digests]
+            error = max(max(values) - min(values) for values in zip(*held, strict=True)) / max(scale, 1e-300)
+            if not error <= worst:
+                worst, where = error, f"{what} of {name}"
+    return Row("what the ranks hold alike (of the largest)", worst, limit, where)
+
+
+def _read(trial: Trial, side: str, what: str) -> dict[str, Tensor | None]:
+    """The tensors that a side left, mapped into memory."""
+    read: dict[str, Tensor | None] = torch.load(trial.path(side, what), weights_only=True, mmap=True)
+    return read
+
+
+def _error(right: Tensor | None, got: Tensor | None) -> float:
+    """The largest difference of two tensors; infinite if only one of them is there, or their shapes differ."""
+    if right is None and got is None:
+        return 0.0
+    if right is None or got is None or right.shape != got.shape:
+        return float("inf")
+    return float((right.double() - got.double()).abs().max()) if right.numel() else 0.0
