@@ -10,6 +10,7 @@ from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy, grad_norm
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
+from lightning_seqpar.trial.verify import Verification, verify_parity
 from lightning_seqpar.verify.describe import Description, describe
 
 __version__ = VERSION
@@ -27,8 +28,10 @@ __all__ = [
     "ProcessTopology",
     "SeqParallelStrategy",
     "ShardingPlan",
+    "Verification",
     "describe",
     "grad_norm",
     "unshard",
+    "verify_parity",
     "weights_from",
 ]

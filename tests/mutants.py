@@ -1348,7 +1348,7 @@ MUTANTS = [
     ),
     Mutant(
         "a forward's outputs weighed by what is drawn",
-        "_project",
+        "project",
         "    weights = (places * 12.9898).sin().view(tensor.shape)\n",
         "    weights = torch.randn(tensor.shape, dtype=torch.float64)\n",
         "tests/test_selfcheck.py -k weighed",

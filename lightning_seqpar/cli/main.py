@@ -228,7 +228,7 @@ def _plan_parser() -> argparse.ArgumentParser:
 def print_plan(args: Sequence[str]) -> None:
     """Run ``seqpar plan`` with its arguments; exits with code 2 if the target or a field is wrong."""
     parser = _plan_parser()
-    given = parser.parse_args(list(args))
+    given = parser.parse_intermixed_args(list(args))
     try:
         target = load_target(given.target, getattr(torch, given.dtype) if given.dtype else None)
         fields = target.fields
@@ -262,11 +262,12 @@ def print_plan(args: Sequence[str]) -> None:
 def print_verification(args: Sequence[str]) -> None:
     """Run ``seqpar verify`` with its arguments; exits with code 1 if something differs, with 2 if there is no trial to make."""
     parser = verify_parser()
-    given = parser.parse_args(list(args))
+    given = parser.parse_intermixed_args(list(args))
     try:
         found = verify_target(given)
     except (ValueError, ImportError) as error:
-        parser.exit(2, f"error: {_cause(str(error))}\ntip: seqpar verify --help\n")
+        trace = f"{error.__cause__}\n" if given.verbose and error.__cause__ is not None else ""
+        parser.exit(2, f"{trace}error: {_cause(str(error))}\ntip: seqpar verify --help\n")
     print(json.dumps(found.to_dict(), indent=2) if given.json else found)  # noqa: T201
     if given.verbose and found.trace:
         print(found.trace, file=sys.stderr)  # noqa: T201

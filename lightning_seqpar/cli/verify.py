@@ -29,9 +29,10 @@ def verify_parser() -> argparse.ArgumentParser:
     """The parser of ``seqpar verify``."""
     parser = argparse.ArgumentParser(
         prog="seqpar verify",
-        description="Is a parallel run right? Trains one process and several ranks on this machine's CPU, in float64, with the "
-        "same weights and batches: two steps, a checkpoint, and a third step resumed from it. Exits with 0 if losses, gradients, "
-        "norm and weights are the same, with 1 if they are not.",
+        description="Is a parallel run right? Trains one process and several ranks on this machine's CPU, in\n"
+        "float64, with the same weights and batches: two steps, a checkpoint, and a third step\n"
+        "resumed from it. Exits with 0 if losses, gradients, norm and weights are the same, with 1 if\n"
+        "they are not or if the ranks refuse, with 2 if there is nothing to compare.",
         epilog="examples:\n"
         "  seqpar verify conf/cli.yaml\n"
         "  seqpar verify llama-folder tp=2 --shrink --world-size 4\n"
@@ -44,20 +45,28 @@ def verify_parser() -> argparse.ArgumentParser:
         "target", help="YAML file with a model, Hugging Face folder (config.json is enough), or package.module:factory"
     )
     parser.add_argument("overrides", nargs="*", help="fields of ParallelConfig: tp=4 sp=false plan=my_plan.yaml")
-    parser.add_argument("--config", help="YAML file of a ParallelConfig; the overrides come on top")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of a ParallelConfig; the overrides come on top")
     parser.add_argument(
-        "--strategy", help="another strategy, whose plan is in question: a name that Lightning knows, or package.module:factory"
+        "--strategy",
+        metavar="NAME",
+        help="another strategy, whose plan is in question: a name that Lightning knows, or package.module:factory",
     )
-    parser.add_argument("--world-size", type=int, help="ranks (default: the smallest, or as the YAML says if 8 at most)")
+    parser.add_argument(
+        "--world-size", metavar="N", type=int, help="ranks (default: the smallest, or as the YAML says if 8 at most)"
+    )
     parser.add_argument("--batch", metavar="FACTORY", help="package.module:function that returns the first batch")
-    parser.add_argument("--batch-size", type=int, default=1, help="samples of a micro-batch that is made up (1)")
-    parser.add_argument("--length", type=int, help="positions of a sample that is made up (32)")
-    parser.add_argument("--micro-batches", type=int, help="that a replica accumulates for a step (the stages of pp)")
+    parser.add_argument(
+        "--batch-size", metavar="N", type=int, default=1, help="samples of a micro-batch that is made up (1)"
+    )
+    parser.add_argument("--length", metavar="N", type=int, help="positions of a sample that is made up (32)")
+    parser.add_argument(
+        "--micro-batches", metavar="N", type=int, help="that a replica accumulates for a step (the stages of pp)"
+    )
     parser.add_argument(
         "--shrink", action="store_true", help="narrow heads, few blocks, a short vocabulary (Hugging Face folders)"
     )
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each side (600)")
+    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=600.0, help="seconds for each side (600)")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
     parser.add_argument("-v", "--verbose", action="store_true", help="show the traceback of a refusal or a failure")
     return parser
@@ -127,7 +136,9 @@ def _shrinking(target: str, notes: list[str]) -> Callable[[Any], Any]:
             continue
         notes.append(f"shrunk: {', '.join(changes) or 'nothing, it is small already'}")
         return way
-    raise ValueError(f"--shrink: the model does not run when it is smaller ({failures[-1]}); give it a small config.json instead")
+    raise ValueError(
+        f"--shrink: the model does not run when it is smaller ({failures[-1]}); give it a small config.json instead"
+    )
 
 
 def _config_of(given: argparse.Namespace, target: TargetModel) -> ParallelConfig | Callable[[], Strategy] | str:
@@ -138,7 +149,9 @@ def _config_of(given: argparse.Namespace, target: TargetModel) -> ParallelConfig
     """
     if given.strategy is not None:
         if given.overrides or given.config:
-            raise ValueError(f"--strategy={given.strategy!r} beside fields of ParallelConfig: which of them is meant? Leave one out")
+            raise ValueError(
+                f"--strategy={given.strategy!r} beside fields of ParallelConfig: which of them is meant? Leave one out"
+            )
         name: str = given.strategy
         return function_named(name, "--strategy") if ":" in name else name
     if target.strategy is not None and not given.overrides and not given.config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,10 @@ DEFAULT_LENGTH = 32
 """Positions of a sample that is made up."""
 
 
+class TrialError(ValueError):
+    """What was given makes no trial."""
+
+
 def count_samples(batch: Any) -> int:
     """How many samples a batch holds: the first dim of its tensors; 0 if they have none in common."""
     sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim}
@@ -28,14 +33,14 @@ def split_samples(batch: Any, count: int) -> list[Any]:
     """``count`` equal parts of a batch, each with as many of its samples.
 
     Raises:
-        ValueError: if its samples can't be dealt out evenly.
+        TrialError: if its samples can't be dealt out evenly.
     """
     if count == 1:
         return [batch]
     samples = count_samples(batch)
     if samples == 0 or samples % count:
         has = f"{samples} samples" if samples else "tensors whose first dims differ"
-        raise ValueError(
+        raise TrialError(
             f"batch: it has {has}, and it must be dealt out over {count} parts (replicas × micro-batches); give one whose tensors "
             f"all begin with the samples, {count} of them or a multiple"
         )
@@ -44,7 +49,7 @@ def split_samples(batch: Any, count: int) -> list[Any]:
     def part(tensor: Tensor, at: int) -> Tensor:
         return tensor[at * each : (at + 1) * each] if tensor.ndim else tensor
 
-    return [map_tensors(lambda tensor, at=at: part(tensor, at), batch) for at in range(count)]
+    return [map_tensors(functools.partial(part, at=at), batch) for at in range(count)]
 
 
 def reverse_samples(batch: Any) -> Any:
@@ -62,10 +67,18 @@ def length_of(batch: Any) -> int | None:
     return next(iter(tokens or features), None)
 
 
-def shorten(batch: Any) -> Any:
-    """The batch with sequences cut to an odd length of about three quarters, so that no axis divides it; None if there are none."""
+def shorten(batch: Any, unit: int | None = None) -> Any:
+    """The batch with sequences cut to about three quarters of their length; None if there are none, or they are too short.
+
+    Args:
+        batch: the batch.
+        unit: cut off a multiple of this; None to leave an odd length, which no axis divides.
+    """
     length = length_of(batch)
-    if length is None or (short := (3 * length // 4 - 1) | 1) >= length or short < 2:
+    if length is None:
+        return None
+    short = (3 * length // 4 - 1) | 1 if unit is None else length - unit * max(1, round(length / 4 / unit))
+    if not 2 <= short < length:
         return None
 
     def cut(tensor: Tensor) -> Tensor:
@@ -86,7 +99,7 @@ def make_batch(model: nn.Module, samples: int, length: int | None) -> Any:
         length: positions of a sample; None for 32, or the model's own limit if that is shorter.
 
     Raises:
-        ValueError: if the module does not say what it takes.
+        TrialError: if the module does not say what it takes.
     """
     config = getattr(model, "config", None)
     takes = inspect.signature(model.forward).parameters
@@ -107,7 +120,7 @@ def make_batch(model: nn.Module, samples: int, length: int | None) -> Any:
         return {"pixel_values": torch.randn(samples, channels, height, width, generator=generator)}
     example = getattr(model, "example_input_array", None)
     if example is None:
-        raise ValueError(
+        raise TrialError(
             "batch: nothing says what the model takes; give a batch (--batch package.module:function that returns one, or a YAML "
             "file with data), or set example_input_array on the module"
         )

@@ -24,7 +24,7 @@ class Wrong:
     Attributes:
         name: the parameter's.
         kind: the class of the module that holds it.
-        quantity: what of it is wrong: ``gradient 1``, ``gradient 2`` or ``weight``.
+        quantity: what of it is wrong: ``gradient of step 1``, ``weight after 2 steps``, ....
         error: its largest error, of gradients relative to the global norm.
         own_error: the same relative to its own largest element.
         hint: what it looks like, in words.
@@ -73,14 +73,18 @@ def describe_difference(right: Tensor | None, got: Tensor | None, sizes: Mapping
     multiple = _multiple(right, got)
     if multiple is not None:
         return _of_multiple(multiple, sizes)
-    if right.numel() > 1 and bool(torch.allclose(right.flatten().sort()[0], got.flatten().sort()[0], rtol=1e-6, atol=0)):
+    if right.numel() > 1 and bool(
+        torch.allclose(right.flatten().sort()[0], got.flatten().sort()[0], rtol=1e-6, atol=0)
+    ):
         return "the same numbers in other places: are rows, heads or parts of a fused weight in another order?"
     for parts in dict.fromkeys((*sorted(size for size in sizes.values() if size > 1), 2, 3, 4)):
         for dim, length in enumerate(right.shape):
             if length % parts == 0 and length > parts and (text := _in_parts(right, got, dim, parts, sizes)):
                 return text
     similar = float((right * got).sum() / (right.norm() * got.norm()).clamp_min(1e-300))
-    return f"no multiple of the right one (cosine {similar:.2f}): is something left out of a sum, or counted twice in it?"
+    return (
+        f"no multiple of the right one (cosine {similar:.4f}): is something left out of a sum, or counted twice in it?"
+    )
 
 
 def _multiple(right: Tensor, got: Tensor) -> float | None:
@@ -148,6 +152,8 @@ def describe_ranks(digests: Sequence[Digest], right: Digest, replicas: int) -> s
     count = len(digests)
     mean = Digest(*(value / count for value in total))
     summed = Digest(*(value / replicas for value in total))
+    if close(mean, right) and count == replicas:
+        return "each replica holds its own, and their mean is the right one: they are not averaged"
     if close(summed, right):
         return "each rank holds a part of it, and the parts add up to the right one: the sum over the ranks is missing"
     if close(mean, right):

@@ -11,15 +11,18 @@ import socket
 import tempfile
 import traceback
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
+
+_WAITED = "waited for the failed rank"
 
 
 class RankFailure(NamedTuple):
@@ -34,6 +37,11 @@ class RankFailure(NamedTuple):
     text: str
     trace: str = ""
     refused: bool = False
+
+    @property
+    def lost_another(self) -> bool:
+        """Whether it only waited for a rank that failed, or lost its connection to one."""
+        return "gloo" in self.text or self.text == _WAITED
 
     @property
     def message(self) -> str:
@@ -159,7 +167,7 @@ def _run(
         procs.append(proc)
         receivers.append(receiver)
     try:
-        return _collect(receivers, timeout)
+        return _collect(receivers, procs, timeout)
     finally:
         for proc in procs:
             proc.join(timeout=5)
@@ -170,7 +178,14 @@ def _run(
                 proc.join()
 
 
-def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
+def _how_it_died(status: int | None) -> str:
+    """What the exit status of a process says that ended without a word."""
+    if status is None or status >= 0:
+        return f"the process ended with {status} and said nothing"
+    return f"the process died: {signal.Signals(-status).name}"
+
+
+def _collect(receivers: list[Connection], procs: Sequence[BaseProcess], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, RankFailure] = {}
     open_ends = {receiver: rank for rank, receiver in enumerate(receivers)}
@@ -179,7 +194,7 @@ def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
         ready = wait(list(open_ends), timeout=5.0 if failures else timeout)
         if not ready:
             for rank in open_ends.values():
-                text = "did not end in time" if not failures else "waited for the failed rank"
+                text = "did not end in time" if not failures else _WAITED
                 failures.setdefault(rank, RankFailure(text))
             break
         for receiver in ready:
@@ -188,7 +203,8 @@ def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
             try:
                 good, value = pickle.loads(receiver.recv_bytes())
             except EOFError:
-                good, value = False, RankFailure("the process died")
+                procs[rank].join(timeout=5)
+                good, value = False, RankFailure(_how_it_died(procs[rank].exitcode))
             if good:
                 results[rank] = value
             else:

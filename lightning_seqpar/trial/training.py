@@ -7,6 +7,7 @@ from a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import pickle
@@ -33,6 +34,7 @@ from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.trial.batches import (
     Feed,
+    TrialError,
     length_of,
     make_batch,
     replica_of,
@@ -54,6 +56,7 @@ class PlainModule(L.LightningModule):
         self.model = model
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss; mappings are named arguments of the module, tuples and lists its positional ones."""
         if isinstance(batch, Mapping):
             out = self.model(**batch)
         else:
@@ -64,6 +67,7 @@ class PlainModule(L.LightningModule):
         return torch.stack([project(leaf) for leaf in tensors_in(out) if leaf.requires_grad]).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW, which turns small wrong gradients into large wrong steps."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
@@ -81,6 +85,7 @@ class Trial:
         strategy: makes the strategy of the ranks.
         alone: makes that of the single process.
         micro_batches: how many micro-batches a replica accumulates in a step.
+        unit: of what the second batch is shorter; None for an odd length.
         trainer: more arguments of both trainers.
         dtype: of weights and batches: float64 or float32.
         folder: where the processes leave what they did.
@@ -95,6 +100,7 @@ class Trial:
     strategy: Callable[[], Any]
     alone: Callable[[], Any]
     micro_batches: int
+    unit: int | None
     trainer: Mapping[str, Any]
     dtype: torch.dtype
     folder: str
@@ -180,16 +186,17 @@ class TrialRecorder(ParityRecorder):
         # What configure_model made has its dropout still.
         switch_off_dropout(pl_module)
         self.outcome.replicas, self.outcome.replica = replica_of(trainer.strategy)
+        modules = dict(pl_module.named_modules())
         self.outcome.kinds = {
-            f"{path}.{name}".lstrip("."): type(module).__name__
-            for path, module in pl_module.named_modules()
-            for name in module._parameters
+            name: type(modules[name.rpartition(".")[0]]).__name__ for name, _ in pl_module.named_parameters()
         }
         record = record_of(pl_module)
         if record is not None:
             self.outcome.sharded = sorted(name for name, layout in record.layout.items() if layout.is_sharded)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Seed what the step draws by the number of its part, which is the same on both sides."""
         step, part = divmod(batch_idx, self._parts)
         seed = SEED + 1000 * (step + 2 * trainer.current_epoch) + self.outcome.replica * self._parts + part
@@ -270,12 +277,12 @@ def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> L.LightningModul
     It gets ``dtype`` at once: Lightning would load weights, also a checkpoint's, before it converts a module.
 
     Raises:
-        ValueError: if what was made is no module.
+        TrialError: if what was made is no module.
     """
     L.seed_everything(SEED, verbose=False)
     module = make()
     if not isinstance(module, nn.Module):
-        raise ValueError(f"module_or_factory made a {type(module).__name__}; it must make an nn.Module")
+        raise TrialError(f"module_or_factory made a {type(module).__name__}; it must make an nn.Module")
     if not isinstance(module, L.LightningModule):
         module = PlainModule(module)
     switch_off_dropout(module)
@@ -305,7 +312,9 @@ def _trainer(trial: Trial, strategy: Any, devices: int, recorder: Callback, accu
             "devices": devices,
             "strategy": strategy,
             # It refuses float64, which module and batches have without it too.
-            "precision": "32-true" if isinstance(strategy, ModelParallelStrategy) or trial.dtype is torch.float32 else "64-true",
+            "precision": "32-true"
+            if isinstance(strategy, ModelParallelStrategy) or trial.dtype is torch.float32
+            else "64-true",
             "max_epochs": 2,
             "reload_dataloaders_every_n_epochs": 1,
             "accumulate_grad_batches": accumulate,
@@ -320,23 +329,6 @@ def _trainer(trial: Trial, strategy: Any, devices: int, recorder: Callback, accu
             **trial.trainer,
         }
     )
-
-
-def _batches(trial: Trial, module: L.LightningModule, replicas: int, same_length: bool) -> list[Any]:
-    """The three batches of a trial."""
-    if trial.batch is not None:
-        first = trial.batch()
-    elif isinstance(module, PlainModule):
-        first = make_batch(module.model, trial.samples * replicas * trial.micro_batches, trial.length)
-    else:
-        first = _own_batch(module)
-    if trial.second is not None:
-        second = trial.second()
-    else:
-        second = reverse_samples(first)
-        if not same_length and (shorter := shorten(second)) is not None:
-            second = shorter
-    return [first, second, reverse_samples(first)]
 
 
 def train_alone(given: bytes, replicas: int, same_length: bool) -> Outcome:
@@ -358,7 +350,7 @@ def train_alone(given: bytes, replicas: int, same_length: bool) -> Outcome:
             move_weights(module)
             torch.save({name: p.detach() for name, p in module.named_parameters()}, initial)
         _load(module, initial)
-        batches = make_batches(trial, module, replicas, same_length)
+        batches = make_batches(trial, module, replicas, same_length=same_length)
         parts = replicas * trial.micro_batches if module.automatic_optimization else 1
         for batch in batches:
             split_samples(batch, parts)  # what can't be dealt out is told before anything runs
@@ -400,7 +392,8 @@ def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome
             micro_batches = trial.micro_batches if module.automatic_optimization else 1
             recorder = TrialRecorder(trial, "resumed" if resumed else "ranks", micro_batches, stops=not resumed)
             trainer = _trainer(trial, trial.strategy(), dist.get_world_size(), recorder, micro_batches)
-            feed = Feed(lambda replicas, module=module: make_batches(trial, module, replicas, same_length), micro_batches)
+            batches = functools.partial(make_batches, trial, module, same_length=same_length)
+            feed = Feed(batches, micro_batches)
             trainer.fit(module, feed, ckpt_path=str(checkpoint) if resumed else None)
             if not resumed:
                 trainer.save_checkpoint(checkpoint)
@@ -408,11 +401,11 @@ def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome
     return outcomes[0], outcomes[1]
 
 
-def make_batches(trial: Trial, module: L.LightningModule, replicas: int, same_length: bool) -> list[Any]:
+def make_batches(trial: Trial, module: L.LightningModule, replicas: int, *, same_length: bool) -> list[Any]:
     """The three batches of a trial: the first, a shorter one of its samples in another order, and that order at full length.
 
     Raises:
-        ValueError: if there is no first batch.
+        TrialError: if there is no first batch.
     """
     if trial.batch is not None:
         first = trial.batch()
@@ -421,7 +414,7 @@ def make_batches(trial: Trial, module: L.LightningModule, replicas: int, same_le
     elif is_overridden("train_dataloader", module):
         first = peek_batch(module.train_dataloader, "training")
     else:
-        raise ValueError(
+        raise TrialError(
             f"batch: {type(module).__name__} has no train_dataloader, so nothing says what its training_step takes; give a batch "
             "(--batch package.module:function that returns one, or a YAML file with data)"
         )
@@ -430,7 +423,7 @@ def make_batches(trial: Trial, module: L.LightningModule, replicas: int, same_le
     second = turned
     if trial.second is not None:
         second = trial.second()
-    elif not same_length and (shorter := shorten(turned)) is not None:
+    elif not same_length and (shorter := shorten(turned, trial.unit)) is not None:
         second = shorter
     return [first, second, turned]
 

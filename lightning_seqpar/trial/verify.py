@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_seqpar.config import ParallelConfig, nearest
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy
 from lightning_seqpar.topology.grid import ProcessTopology
+from lightning_seqpar.trial.batches import TrialError
 from lightning_seqpar.trial.hints import Group, Wrong, describe_difference, describe_ranks, group_alike
 from lightning_seqpar.trial.ranks import RankFailedError, RankFailure, run_alone, run_distributed
 from lightning_seqpar.trial.training import Digest, Outcome, Trial, train_alone, train_on_ranks
@@ -70,13 +71,13 @@ class Verification:
                 f"RIGHT: {self.setting} trains as one process does (largest error {worst.error:.1e} of {worst.quantity}, "
                 f"limit {worst.limit:.0e})"
             )
-        names = {one.name for one in self.wrong}
-        count = f"{len(names)} parameter{'s' * (len(names) > 1)} differ{'s' * (len(names) == 1)}" if names else ""
-        first = next(row for row in self.rows if not row.ok)
-        detail = count or f"the {first.quantity} differs"
-        return f"WRONG: {self.setting} does not train as one process does: {detail}" + (
-            f"; {self.groups[0].what}: {self.groups[0].worst.hint}" if self.groups else ""
-        )
+        wrong = f"WRONG: {self.setting} does not train as one process does"
+        if not self.groups:
+            return f"{wrong}: {next(row for row in self.rows if not row.ok).quantity} differs"
+        group, others = self.groups[0], sum(group.count for group in self.groups[1:])
+        what = group.what + (f" ({group.count} parameters)" if group.count > 1 else "")
+        more = f", and of {others} other{'s' * (others > 1)}" if others else ""
+        return f"{wrong}; the {group.worst.quantity} of {what}{more}: {group.worst.hint}"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
@@ -99,13 +100,11 @@ class Verification:
                 for row in self.rows
             ]
         if self.groups:
-            lines += ["", "what differs"]
+            lines += ["", f"what differs first: the {self.groups[0].worst.quantity} of"]
             for group in self.groups:
                 one = group.worst
-                lines.append(f"  {one.quantity}, {group.count} ×: {group.what}")
-                lines.append(
-                    f"    {one.hint} (error {one.error:.1e}, {one.own_error:.1e} of its own size)"
-                )
+                lines.append(f"  {group.what}{f' ({group.count})' if group.count > 1 else ''}")
+                lines.append(f"    {one.hint} (error {one.error:.1e}, {one.own_error:.1e} of its own size)")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -153,12 +152,12 @@ def verify_parity(
         what was compared and what differs.
 
     Raises:
-        ValueError: for arguments that make no trial, or a module that one process can't train.
+        TrialError: for arguments that make no trial, or a module that one process can't train.
     """
     strategy, alone, parallel = _strategies(config)
     world_size = world_size or _default_world(parallel)
     if world_size < 2:
-        raise ValueError(f"world_size={world_size}: there is nothing to compare one process with; give 2 or more")
+        raise TrialError(f"world_size={world_size}: there is nothing to compare one process with; give 2 or more")
     replicas = 1
     if parallel is not None:
         replicas = ProcessTopology.from_config(parallel, world_size).get_dim("dp")
@@ -174,6 +173,8 @@ def verify_parity(
             strategy=strategy,
             alone=alone,
             micro_batches=micro_batches or 1,
+            # Ours pads lengths that do not divide; plans of others' need not.
+            unit=None if parallel is not None else world_size,
             trainer=dict(trainer or {}),
             dtype=torch.float64 if dtype == "float64" else torch.float32,
             folder=folder,
@@ -205,7 +206,7 @@ def assert_parity(
 
     Raises:
         AssertionError: if the ranks do not train as one process does, or refuse to.
-        ValueError: as :func:`verify_parity`.
+        TrialError: as :func:`verify_parity`.
     """
     found = verify_parity(module_or_factory, batch, config, **options)
     found.raise_if_wrong()
@@ -216,14 +217,16 @@ def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], Para
     """What makes the strategy of the ranks and that of one process, and the configuration if the strategy is ours.
 
     Raises:
-        ValueError: if it is no strategy.
+        TrialError: if it is no strategy.
     """
     if isinstance(config, SeqParallelStrategy):
         config = config.config
     if isinstance(config, str):
         known = StrategyRegistry.available_strategies()
         if config not in known:
-            raise ValueError(f"config={config!r} is no strategy that Lightning knows; did you mean {nearest(config, known)}?")
+            raise TrialError(
+                f"config={config!r} is no strategy that Lightning knows; did you mean {nearest(config, known)}?"
+            )
         entry = StrategyRegistry[config]
         if entry["strategy"] is SeqParallelStrategy:
             config = dict(entry["init_params"])
@@ -239,7 +242,7 @@ def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], Para
     elif callable(config):
         make, sharded = config, isinstance(config(), ModelParallelStrategy)
     else:
-        raise ValueError(
+        raise TrialError(
             f"config={config!r} is no strategy; give fields of ParallelConfig, a strategy of Lightning's, its registered name, or "
             "a function that makes one"
         )
@@ -265,7 +268,7 @@ def _maker(module_or_factory: Any, name: str) -> Callable[[], nn.Module]:
     if isinstance(module_or_factory, nn.Module):
         return functools.partial(copy.deepcopy, module_or_factory)
     if not callable(module_or_factory):
-        raise ValueError(
+        raise TrialError(
             f"{name}={module_or_factory!r} is neither a module nor a function that makes one; give one of them"
         )
     made: Callable[[], nn.Module] = module_or_factory
@@ -283,12 +286,12 @@ def _pickled(trial: Trial) -> bytes:
     """The trial as bytes, for the processes.
 
     Raises:
-        ValueError: if something in it can't be pickled.
+        TrialError: if something in it can't be pickled.
     """
     try:
         return pickle.dumps(trial)
     except Exception as error:  # pickle raises errors of many types, and so do objects that refuse it
-        raise ValueError(
+        raise TrialError(
             f"the module, its batch or the strategy can't be sent to other processes ({error}); give a function that makes it, "
             "which stands at the top of a module (no lambda, no function within another)"
         ) from None
@@ -298,7 +301,7 @@ def _train_alone(given: bytes, replicas: int, timeout: float) -> tuple[Outcome, 
     """Train in one process: what it did, whether the second batch is as long as the first, and notes.
 
     Raises:
-        ValueError: if one process can't train the module.
+        TrialError: if one process can't train the module.
     """
     notes: list[str] = []
     same_length = False
@@ -306,12 +309,15 @@ def _train_alone(given: bytes, replicas: int, timeout: float) -> tuple[Outcome, 
         whole = run_alone(train_alone, given, replicas, False, timeout=timeout)
         if whole.failed_length:
             same_length = True
-            notes.append(f"the second batch has the length of the first: the model itself takes no shorter one ({whole.failed_length})")
+            notes.append(
+                f"the second batch has the length of the first: the model itself takes no shorter one ({whole.failed_length})"
+            )
             whole = run_alone(train_alone, given, replicas, True, timeout=timeout)
     except RankFailedError as error:
         failure = error.failures[0]
-        text = failure.message if failure.refused else f"{failure.text}\n{failure.trace}".rstrip()
-        raise ValueError(text if failure.refused else f"one process can't train this: {text}") from None
+        if failure.text.startswith(TrialError.__name__):
+            raise TrialError(failure.message) from None
+        raise TrialError(f"one process can't train this: {failure.text}") from error
     if len(set(whole.lengths)) == 1 and not notes:
         notes.append("the second batch has the length of the first: no sequence was found in it that could be cut")
     if whole.casts:
@@ -326,11 +332,10 @@ def _train_alone(given: bytes, replicas: int, timeout: float) -> tuple[Outcome, 
 
 def _not_trained(error: RankFailedError, setting: str, notes: list[str]) -> Verification:
     """What it says that ranks raised: a refusal if all of them did, with one sentence."""
-    first: RankFailure = next(
-        (one for one in error.failures.values() if one.trace and not one.text.startswith("RuntimeError: [")),
-        next(iter(error.failures.values())),
-    )
-    refused = all(one.refused for one in error.failures.values())
+    failures = error.failures.values()
+    # Ranks that only lost their connection to another one come last.
+    first: RankFailure = min(failures, key=lambda one: (one.lost_another, not one.trace))
+    refused = all(one.refused for one in failures)
     message = first.message if refused else first.text
     return Verification("refused" if refused else "failed", setting, message=message, trace=str(error), notes=notes)
 
@@ -338,12 +343,28 @@ def _not_trained(error: RankFailedError, setting: str, notes: list[str]) -> Veri
 def _in_words(parallel: ParallelConfig | None, config: Any, world_size: int) -> str:
     """The topology: its axes of more than one rank, and the number of ranks; or the name of the strategy."""
     if parallel is None:
-        made = config if isinstance(config, str) else type(config).__name__ if isinstance(config, Strategy) else None
-        return f"{made or getattr(config, '__name__', 'the strategy')} on {world_size} ranks"
+        made = config if isinstance(config, str | Strategy) else config()
+        return f"{made if isinstance(made, str) else type(made).__name__} on {world_size} ranks"
     topology = ProcessTopology.from_config(parallel, world_size)
     axes = [f"{axis} {size}" for axis in ("tp", "cp", "pp", "dp") if (size := topology.get_dim(axis)) > 1]
-    sp = "" if parallel.tp == 1 else " with sp" if parallel.sp else " without sp"
-    return f"{' × '.join(axes) or 'one rank'}{sp} on {world_size} ranks"
+    told = {
+        "tp",
+        "cp",
+        "pp",
+        "dp",
+        "order",
+        "self_check",
+        "check_every",
+        "timeout",
+        *([] if parallel.tp > 1 else ["sp"]),
+    }
+    default = ParallelConfig()
+    fields = [
+        f"{name}={value if isinstance(value := getattr(parallel, name), str | int | float) else '...'}"
+        for name in type(parallel).model_fields
+        if name not in told and getattr(parallel, name) != getattr(default, name)
+    ]
+    return f"{', '.join([' × '.join(axes) or 'one rank', *fields])} on {world_size} ranks"
 
 
 def _compare(
@@ -377,7 +398,9 @@ def _compare(
         found.rows.append(_tensor_row(found, trial, whole, sizes, "resumed", 1, limit))
     if not all(row.ok for row in found.rows):
         found.status = "wrong"
-    found.groups = group_alike(found.wrong, whole.kinds)
+    # What is wrong later follows from what is wrong first.
+    first_wrong = next((one.quantity for one in found.wrong), "")
+    found.groups = group_alike([one for one in found.wrong if one.quantity == first_wrong], whole.kinds)
     return found
 
 
@@ -401,7 +424,7 @@ def _gradient_rows(
     limit: float,
 ) -> list[Row]:
     """The rows of a step's gradients and of their norm; what differs is added to ``found``."""
-    quantity = f"gradient {step}"
+    quantity = f"gradient of step {step}"
     if len(ranks[0][0].digests) < step:
         return [Row(f"the gradients of step {step}", float("inf"), limit, "the ranks took no such step")]
     right = _read(trial, "alone", f"gradients-{step}")
@@ -418,7 +441,12 @@ def _gradient_rows(
     norms = [outcome.norms[step - 1] for outcome in (whole, ranks[0][0])]
     return [
         Row(f"the gradients of step {step} (of their norm)", worst, limit, where),
-        Row(f"the global norm of step {step} (relative)", abs(norms[0] - norms[1]) / scale, limit, f"{norms[1]:.9g} instead of {norms[0]:.9g}"),
+        Row(
+            f"the global norm of step {step} (relative)",
+            abs(norms[0] - norms[1]) / scale,
+            limit,
+            f"{norms[1]:.9g} instead of {norms[0]:.9g}",
+        ),
     ]
 
 
@@ -451,7 +479,8 @@ _EXACT_RANKS = 1e-9
 def _spread(digests: Sequence[Digest]) -> float:
     """How far ranks are from each other, relative to the largest of their digests."""
     scale = max(abs(value) for digest in digests for value in digest)
-    return max(max(values) - min(values) for values in zip(*digests, strict=True)) / max(scale, 1e-300)
+    gaps: list[float] = [max(values) - min(values) for values in zip(*digests, strict=True)]
+    return max(gaps) / max(scale, 1e-300)
 
 
 def _tensor_row(
@@ -467,7 +496,7 @@ def _tensor_row(
     right, got = _read(trial, "alone", f"weights-{epoch}"), _read(trial, side, f"weights-{epoch}")
     known = {one.name for one in found.wrong}
     worst, where = 0.0, "-"
-    what = "weights after 2 steps" if epoch == 0 else "weights after step 3, resumed"
+    what = "weight after 2 steps" if epoch == 0 else "weight after step 3, resumed"
     for name in sorted(set(right) | set(got)):
         error = _error(right.get(name), got.get(name))
         if not error <= worst:
@@ -475,7 +504,7 @@ def _tensor_row(
         if not error <= limit and name not in known:
             a, b = right.get(name), got.get(name)
             found.wrong.append(_wrong(name, what, a, b, error, whole, (), sizes))
-    return Row(f"the {what} (absolute)", worst, limit, where)
+    return Row(f"the {what.replace('weight', 'weights')} (absolute)", worst, limit, where)
 
 
 def _agreement_row(
@@ -490,7 +519,10 @@ def _agreement_row(
             if sizes.get("pp", 1) == 1 and not error <= worst:
                 worst, where = error, f"the loss of step {step} within replica {replica}"
     for what, of in (
-        *((f"gradient {at + 1}", [rank.digests[at] for rank, _ in ranks]) for at in range(min(len(r.digests) for r, _ in ranks))),
+        *(
+            (f"gradient of step {at + 1}", [rank.digests[at] for rank, _ in ranks])
+            for at in range(min(len(r.digests) for r, _ in ranks))
+        ),
         ("weight", [rank.weight_digests for rank, _ in ranks]),
     ):
         scale = max((abs(value) for digests in of for digest in digests.values() for value in digest), default=1.0)
@@ -498,7 +530,7 @@ def _agreement_row(
             held = [digests[name] for digests in of if name in digests]
             error = max(max(values) - min(values) for values in zip(*held, strict=True)) / max(scale, 1e-300)
             if not error <= worst:
-                worst, where = error, f"{what} of {name}"
+                worst, where = error, f"{name}, {what}"
     return Row("what the ranks hold alike (of the largest)", worst, limit, where)
 
 

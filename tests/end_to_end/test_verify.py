@@ -1,0 +1,284 @@
+"""``verify_parity`` and ``seqpar verify``: right is called right, and wrong is called wrong, with the cause in words."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from lightning_seqpar import SeqParallelStrategy, verify_parity
+from lightning_seqpar.cli.main import main
+from lightning_seqpar.testing import assert_parity
+from tests.helpers.models import GPT, Encoder
+from tests.helpers.processes import ROOT
+from tests.helpers.slices import rest
+
+TOKENS = [torch.randint(0, 31, (8, 13), generator=torch.Generator().manual_seed(3))]
+
+
+@pytest.mark.parametrize(
+    ("config", "world"),
+    [
+        ({"tp": 2}, 4),
+        ({"tp": 2, "data_parallel": "fsdp", "checkpoint": {"format": "sharded"}}, 4),
+        ({"cp": 2}, 2),
+        ({"pp": 2, "virtual_pp": 2}, 2),
+        ("ddp", 2),
+        rest({"tp": 4}, 4),
+        rest({"tp": 2, "sp": False}, 2),
+        rest({"tp": 2, "pp": 2}, 4),
+        rest({"tp": 2, "compile": True}, 2),
+    ],
+    ids=str,
+)
+def test_what_is_right_is_called_right(config, world):
+    found = assert_parity(functools.partial(GPT, layers=4), TOKENS, config, world_size=world)
+    assert found.verdict.startswith("RIGHT: ")
+    assert "length 9" in str(found), "the second batch is shorter"
+    assert any("resumed" in row.quantity for row in found.rows)
+    assert max(row.error for row in found.rows) <= 1e-9
+
+
+def make_plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2, enable_nested_tensor=False)
+
+
+def test_a_plain_module_trains_by_a_projection_of_its_outputs():
+    x = torch.randn(4, 12, 16, generator=torch.Generator().manual_seed(0))
+    found = assert_parity(make_plain, x, {"tp": 2}, world_size=4)
+    assert found.notes == []
+
+
+class Manual(GPT):
+    """Optimizes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_a_module_that_optimizes_by_itself():
+    assert_parity(Manual, TOKENS, {"tp": 2}, world_size=4)
+
+
+class Normed(L.LightningModule):
+    """A residual MLP with norms, sharded by hand with torch's styles, as ModelParallelStrategy asks its users to.
+
+    Args:
+        forgets: leave the norms out of the plan: they see parts of sequences, and nobody sums their gradients.
+    """
+
+    def __init__(self, forgets: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.norm = nn.Embedding(31, 16), nn.LayerNorm(16)
+        self.up, self.down, self.out = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 31)
+        self.forgets = forgets
+
+    def configure_model(self) -> None:
+        parts, whole = Shard(1), Replicate()
+        plan = {
+            "embed": RowwiseParallel(input_layouts=whole, output_layouts=parts),
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=parts),
+            "down": RowwiseParallel(output_layouts=parts),
+            "out": PrepareModuleInput(input_layouts=parts, desired_input_layouts=whole, use_local_output=True),
+        }
+        if self.forgets:
+            del plan["norm"]
+        parallelize_module(self, self.device_mesh["tensor_parallel"], plan)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch)
+        return F.cross_entropy(self.out(x + self.down(self.up(self.norm(x)).relu())).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def two_by_torch() -> ModelParallelStrategy:
+    return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
+
+
+def test_a_plan_of_somebody_else_s_is_right_or_its_norms_are_not_summed():
+    tokens = TOKENS[0][:, :12]
+    assert_parity(functools.partial(Normed, False), tokens, two_by_torch)
+    found = verify_parity(functools.partial(Normed, True), tokens, two_by_torch)
+    assert found.verdict == (
+        "WRONG: ModelParallelStrategy on 2 ranks does not train as one process does; the gradient of step 1 of every LayerNorm "
+        "(2 parameters): each rank holds a part of it, and the parts add up to the right one: the sum over the ranks is missing"
+    )
+
+
+class Unsynced(DDPStrategy):
+    """Data parallelism that forgets to average."""
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        return model
+
+
+class Doubled(SeqParallelStrategy):
+    """Counts what one linear contributes twice."""
+
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        for name, parameter in self.lightning_module.named_parameters():
+            if name.endswith("qkv.weight"):
+                parameter.register_hook(lambda grad: 2 * grad)
+
+
+class Forgetful(SeqParallelStrategy):
+    """Saves checkpoints without what the optimizer remembers."""
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        saved = super().optimizer_state(optimizer)
+        for state in (saved or {}).get("state", {}).values():
+            for value in state.values():
+                value.zero_()
+        return saved
+
+
+def test_gradients_that_nobody_averages_are_called_so():
+    found = verify_parity(GPT, TOKENS, Unsynced)
+    assert found.status == "wrong"
+    assert found.groups[0].what == "every parameter"
+    assert found.groups[0].worst.hint.endswith("their mean is the right one: they are not averaged")
+
+
+def test_a_gradient_that_is_counted_twice_is_called_so():
+    found = verify_parity(GPT, TOKENS, functools.partial(Doubled, tp=2, self_check=False))
+    assert found.status == "wrong"
+    assert found.groups[0].what == "model.blocks.*.attn.qkv.weight"
+    assert found.groups[0].worst.hint.startswith("exactly 2.0 × too large")
+
+
+def test_what_a_checkpoint_loses_shows_in_the_resumed_step():
+    found = verify_parity(GPT, TOKENS, functools.partial(Forgetful, tp=2))
+    assert [row.quantity for row in found.rows if not row.ok] == ["the weights after step 3, resumed (absolute)"]
+    assert found.status == "wrong"
+
+
+class Factored(GPT):
+    """Its optimizer factors the second moments of whole matrices."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(self.parameters())
+
+
+class Failing(GPT):
+    """Raises on one rank alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if os.environ.get("RANK") == "1":
+            raise RuntimeError("out of luck")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_refusal_is_one_sentence_and_a_failure_names_what_was_raised():
+    refused = verify_parity(Factored, TOKENS, {"tp": 2})
+    assert refused.verdict.startswith("REFUSED: tp 2 on 2 ranks: torch.optim.Adafactor with tp=2: ")
+    failed = verify_parity(Failing, TOKENS, "ddp")
+    assert failed.verdict == "FAILED: ddp on 2 ranks: RuntimeError: out of luck"
+    assert "training_step" in failed.trace
+    with pytest.raises(ValueError, match="one process can't train this: ValueError: too many values to unpack"):
+        verify_parity(GPT, {"a": TOKENS[0], "b": TOKENS[0]}, {"tp": 2})
+
+
+class Fixed(GPT):
+    """Takes sequences of one length alone, and draws in its step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert batch[0].shape[1] == 13, "one length"
+        self.noise = torch.rand(1)
+        return super().training_step(batch, batch_idx) * (1 + self.noise)[0]
+
+
+def test_a_model_of_one_length_that_draws_is_compared_and_both_are_noted():
+    found = assert_parity(Fixed, TOKENS, {"tp": 2}, world_size=4)
+    assert [note[:45] for note in found.notes] == [
+        "the second batch has the length of the first:",
+        "a step draws random numbers in spite of dropo",
+    ]
+
+
+def test_an_encoder_in_float32():
+    found = assert_parity(Encoder, TOKENS, {"tp": 2}, dtype="float32")
+    assert not any("weights" in row.quantity for row in found.rows)
+
+
+@pytest.fixture
+def _from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def status_of(*arguments: str) -> int:
+    try:
+        main(["verify", *arguments])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+@pytest.mark.usefixtures("_from_the_root")
+def test_the_command_line_ends_with_the_verdict_as_its_status(capsys, tmp_path):
+    assert status_of("conf/cli.yaml", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"]
+    assert told["verdict"].startswith("RIGHT: tp 2 on 2 ranks trains as one process does")
+    wrong = ("tests.end_to_end.test_verify:make_wrong", "--batch", "tests.end_to_end.test_verify:tokens")
+    assert status_of(*wrong, "--strategy", "tests.end_to_end.test_verify:Unsynced") == 1
+    assert capsys.readouterr().out.startswith("WRONG: Unsynced on 2 ranks does not train as one process does; ")
+    assert status_of(*wrong, "tp=2", "plan=byte_gtp") == 1
+    assert "did you mean 'byte_gpt'" in capsys.readouterr().out
+    assert status_of(*wrong, "tp=0") == 2
+    assert "tp=0: a size must be 1 or more" in capsys.readouterr().err
+    assert status_of(*wrong, "tp=2", "--strategy", "ddp") == 2
+    assert "which of them is meant" in capsys.readouterr().err
+    assert status_of("conf/cli.yaml", "--shrink") == 2
+    assert "only a Hugging Face folder" in capsys.readouterr().err
+
+
+make_wrong = GPT
+
+
+def tokens() -> Any:
+    return TOKENS
+
+
+@pytest.mark.usefixtures("_from_the_root")
+def test_a_hugging_face_folder_is_shrunk_and_proved(capsys, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        num_attention_heads=8, num_key_value_heads=2, hidden_size=1024, intermediate_size=2048
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert status_of(str(tmp_path), "tp=4", "--shrink") == 0
+    told = capsys.readouterr().out
+    assert told.startswith("RIGHT: tp 4 on 4 ranks")
+    assert "note: shrunk: head_dim 128 → 8, hidden_size 1024 → 64" in told
+    assert "computed in float64 on both sides" in told

@@ -1,0 +1,180 @@
+"""Trial runs without processes: batches dealt out, configurations made small, and what is said of wrong tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_seqpar.init.shrink import shrink
+from lightning_seqpar.trial.batches import make_batch, reverse_samples, shorten, split_samples
+from lightning_seqpar.trial.determinism import KeepFloat64, switch_off_dropout
+from lightning_seqpar.trial.hints import Wrong, describe_difference, describe_ranks, group_alike
+from lightning_seqpar.trial.training import Digest
+from lightning_seqpar.trial.verify import verify_parity
+
+SIZES = {"tp": 2, "dp": 4}
+RIGHT = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def scaled(factor: float, rows: slice) -> torch.Tensor:
+    out = RIGHT.clone()
+    out[rows] *= factor
+    return out
+
+
+@pytest.mark.parametrize(
+    ("got", "says"),
+    [
+        (2 * RIGHT, "exactly 2.0 × too large (as many as tp ranks): summed twice?"),
+        (4 * RIGHT, "exactly 4.0 × too large (as many as dp ranks): summed where it should be averaged?"),
+        (3 * RIGHT, "exactly 3.0 × too large: summed twice?"),
+        (RIGHT / 2, "exactly 1/2 of the right one (1 of 2 tp ranks): averaged where it should be summed, or twice?"),
+        (1.37 * RIGHT, "1.37 times the right one, everywhere"),
+        (0 * RIGHT, "zero: is it detached, or does a collective have no backward?"),
+        (None, "there is none: the parameter is not reached on the ranks"),
+        (RIGHT[:4], "its shape is [4, 6] instead of [8, 6]: not gathered, or cut twice?"),
+        (RIGHT.clone().fill_(float("nan")), "not finite"),
+        (
+            RIGHT.roll(2, 0),
+            "the same numbers in other places: are rows, heads or parts of a fused weight in another order?",
+        ),
+        (
+            scaled(2.0, slice(4, 8)),
+            "right in part 1, but part 2 of 2 along dim 0 is exactly 2.0 × too large (as many as tp ranks): summed twice?",
+        ),
+        (
+            torch.cat([RIGHT[:4], RIGHT[:4].sin()]),
+            "right in part 1 of 2 along dim 0, wrong in the others: do the others lie on another rank, or move?",
+        ),
+        (RIGHT.sin(), "no multiple of the right one (cosine"),
+        (RIGHT + 1e-8 * RIGHT.sin(), "right to rounding of a narrower type: is something computed in float32"),
+    ],
+)
+def test_a_wrong_tensor_is_described_by_what_it_looks_like(got, says):
+    assert describe_difference(RIGHT, got, SIZES).startswith(says)
+
+
+def test_a_gradient_where_one_process_has_none():
+    assert describe_difference(None, RIGHT, SIZES).startswith("there is one, and one process has none")
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "replicas", "says"),
+    [
+        (lambda rank: RIGHT * (0.3, 0.7)[rank], 1, "each rank holds a part of it, and the parts add up"),
+        (
+            lambda rank: RIGHT + (1, -1)[rank] * RIGHT.sin(),
+            2,
+            "each replica holds its own, and their mean is the right one",
+        ),
+        (lambda rank: RIGHT * (0.3, 0.9)[rank], 1, "the ranks hold different ones"),
+    ],
+)
+def test_ranks_that_hold_different_gradients_are_told_apart_by_sums(of_rank, replicas, says):
+    digests = [Digest.of("weight", of_rank(rank)) for rank in range(2)]
+    told = describe_ranks(digests, Digest.of("weight", RIGHT), replicas)
+    assert told.startswith(says)
+
+
+def test_tensors_that_look_alike_are_one_line():
+    kinds = {"a.0.norm.weight": "LayerNorm", "a.1.norm.weight": "LayerNorm", "a.0.up.weight": "Linear", "b": ""}
+    wrong = [
+        Wrong(name, kinds[name], "gradient of step 1", 1.0, 1.0, "twice")
+        for name in ("a.0.norm.weight", "a.1.norm.weight")
+    ]
+    (group,) = group_alike(wrong, kinds)
+    assert (group.what, group.count) == ("every LayerNorm", 2)
+    wrong.append(Wrong("b", "", "gradient of step 1", 2.0, 1.0, "zero"))
+    assert [group.what for group in group_alike(wrong, kinds)] == ["b", "every LayerNorm"]
+
+
+def test_a_batch_is_dealt_out_by_its_samples():
+    batch = {"ids": torch.arange(8).view(4, 2), "scale": torch.tensor(3.0), "names": ["a", "b"]}
+    first, second = split_samples(batch, 2)
+    assert first["ids"].tolist() == [[0, 1], [2, 3]]
+    assert second["ids"].tolist() == [[4, 5], [6, 7]]
+    assert first["scale"] == 3.0
+    assert reverse_samples(batch)["ids"][0].tolist() == [6, 7]
+    with pytest.raises(ValueError, match=r"it has 4 samples, and it must be dealt out over 3 parts"):
+        split_samples(batch, 3)
+    with pytest.raises(ValueError, match="tensors whose first dims differ"):
+        split_samples([torch.zeros(4, 2), torch.zeros(3)], 2)
+
+
+def test_sequences_are_cut_to_an_odd_length_with_their_masks():
+    batch = shorten((torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 1, 16, 16), torch.zeros(2, 16, 3)))
+    assert [list(tensor.shape) for tensor in batch] == [[2, 11], [2, 1, 11, 11], [2, 11, 3]]
+    assert shorten(torch.zeros(2, 3, 8, 8)) is None
+    assert shorten(torch.zeros(2, 16, 3), 2).shape == (2, 12, 3), "by a multiple of 2"
+    assert shorten(torch.zeros(2, 13, 3), 4).shape == (2, 9, 3)
+    assert shorten(torch.zeros(2, 4, 3), 4) is None
+
+
+def test_dropout_is_switched_off_wherever_it_is_set():
+    class Config:
+        hidden_dropout = 0.1
+
+        def __init__(self) -> None:
+            self.layerdrop = 0.2
+
+    model = nn.TransformerEncoderLayer(8, 2, dropout=0.3)
+    model.config, model.drop_path, model.backdrop = Config(), 0.1, "blue"
+    assert switch_off_dropout(model) == 6  # three modules, the attention's, and two more
+    model.train()
+    x = torch.randn(3, 2, 8)
+    assert torch.equal(model(x), model(x))
+
+
+def test_casts_of_float64_to_narrower_types_are_turned_down():
+    x = torch.full((2, 3), 1 / 3, dtype=torch.float64)
+    with KeepFloat64() as mode:
+        assert torch.equal(torch.softmax(x, -1, dtype=torch.float32), torch.softmax(x, -1))
+        assert x.float().dtype is torch.float64
+        assert torch.ones(2).dtype is torch.float32
+    assert mode.casts == 2
+
+
+def test_a_configuration_is_made_small_with_its_heads_kept():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(num_key_value_heads=8)
+    assert "hidden_size 4096 → 256" in shrink(config)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (32, 8, 8)
+    assert config.num_hidden_layers == 2
+    kinds = transformers.Gemma3TextConfig()
+    shrink(kinds)
+    assert len(kinds.layer_types) == kinds.num_hidden_layers == 6, "its sixth block is the first of its kind"
+    small = transformers.LlamaConfig(
+        hidden_size=16, num_attention_heads=4, head_dim=4, intermediate_size=32, vocab_size=64
+    )
+    small.num_hidden_layers = 1
+    assert shrink(small) == [], "what is small does not grow"
+
+
+def test_a_batch_of_tokens_is_made_up_for_a_model_of_hugging_face_s():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=40)
+    batch = make_batch(transformers.GPT2LMHeadModel(config), 3, 7)
+    assert batch["input_ids"].shape == (3, 7)
+    assert torch.equal(batch["labels"], batch["input_ids"])
+    with pytest.raises(ValueError, match="nothing says what the model takes"):
+        make_batch(nn.Linear(2, 2), 1, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"module_or_factory": 3, "config": {"tp": 2}}, "module_or_factory=3 is neither a module nor a function"),
+        (
+            {"module_or_factory": nn.Linear, "config": "dpp"},
+            "config='dpp' is no strategy that Lightning knows; did you mean 'ddp'",
+        ),
+        ({"module_or_factory": nn.Linear, "config": 3}, "config=3 is no strategy"),
+        ({"module_or_factory": nn.Linear, "config": {"tp": 1}}, "world_size=1: there is nothing to compare"),
+        ({"module_or_factory": nn.Linear, "config": {"tp": 2}, "world_size": 3}, "world size 3 does not divide"),
+        ({"module_or_factory": lambda: None, "config": {"tp": 2}}, "can't be sent to other processes"),
+    ],
+)
+def test_what_makes_no_trial_is_refused_before_a_process_starts(given, says):
+    with pytest.raises(ValueError, match=says):
+        verify_parity(**given)
