@@ -42,6 +42,8 @@ class BroadcastLoader:
         box = [sized_len(loader)]
         dist.broadcast_object_list(box, src=source, group=group)
         self._length = box[0]
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):  # by which Lightning resumes a loader
+            self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
         reads = dist.get_rank() == self._source

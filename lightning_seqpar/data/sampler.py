@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from torch.utils.data import (
 from lightning_seqpar.distributed.rng import kept_streams, share_streams
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
-_DRAWN_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, BatchSampler)
+_DRAWN_FROM_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, BatchSampler)
 """Samplers whose order follows from the states of torch's generators alone."""
 
 
@@ -91,6 +92,23 @@ class ReplicaSampler(Sampler[Any]):
         self.order, self.groups, self.seed, self.repeat, self.place = order, groups, seed, repeat, place
         self.num_replicas, self.rank = groups.size("dp"), groups.rank("dp")
         self._agreed: list[Any] | None = None
+        self._began: dict[str, Any] = {}  # from which states the order of this epoch was drawn
+        self._resumed: Mapping[str, Any] | None = None
+        self._epoch: int | None = None
+
+    def place_in_epoch(self, items: int) -> dict[str, Any]:
+        """Where the epoch is, for a checkpoint: plain data and tensors.
+
+        Args:
+            items: how many items of this sampler (samples or batches) this replica has trained on.
+        """
+        return {"items": items, **self._began}
+
+    def resume(self, place: Mapping[str, Any]) -> None:
+        """Begin the next iteration where :meth:`place_in_epoch` was asked, in the order that the epoch had. Collective."""
+        if "epoch" in place:
+            self.set_epoch(place["epoch"])
+        self._resumed = place
 
     @property
     def sampler(self) -> ReplicaSampler:
@@ -104,10 +122,11 @@ class ReplicaSampler(Sampler[Any]):
             if callable(forward):
                 forward(epoch)
         source = self.groups.source(self.groups.holder_axes)
-        if self.num_replicas == 1 and (type(self.order) in _DRAWN_FROM_TORCH or not isinstance(self.order, Sized)):
+        if self._draws_from_torch:
             share_streams(self.groups[self.groups.replica_axes], source, torch.device("cpu"))
             self._share_generator(source)
             return
+        self._epoch = epoch
         number = self.seed.of_epoch(epoch, self.place)
         with kept_streams(torch.device("cpu")):
             random.seed(number)
@@ -117,18 +136,52 @@ class ReplicaSampler(Sampler[Any]):
         dist.broadcast_object_list(box, src=source, group=self.groups[self.groups.holder_axes])
         self._agreed = box[0]
 
-    def _share_generator(self, source: int) -> None:
-        """Send the state of a generator that the sampler has of its own to the other ranks of the replica. Collective."""
+    @property
+    def _draws_from_torch(self) -> bool:
+        """Whether there is one replica, whose order follows from states of torch's generators that its ranks share."""
+        return self.num_replicas == 1 and (type(self.order) in _DRAWN_FROM_TORCH or not isinstance(self.order, Sized))
+
+    def _generator(self) -> torch.Generator | None:
+        """A generator on the CPU that the user's sampler has of its own."""
         for part in (self.order, getattr(self.order, "sampler", None)):
             generator = getattr(part, "generator", None)
             if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
-                box = [generator.get_state()]
-                dist.broadcast_object_list(box, src=source, group=self.groups[self.groups.replica_axes])
-                generator.set_state(box[0])
+                return generator
+        return None
+
+    def _share_generator(self, source: int) -> None:
+        """Send the state of a generator that the sampler has of its own to the other ranks of the replica. Collective."""
+        if (generator := self._generator()) is not None:
+            box = [generator.get_state()]
+            dist.broadcast_object_list(box, src=source, group=self.groups[self.groups.replica_axes])
+            generator.set_state(box[0])
 
     def __iter__(self) -> Iterator[Any]:
+        place, self._resumed = self._resumed or {}, None
+        rest = self._iterate(place)
+        if place:
+            with kept_streams(torch.device("cpu")):
+                if "torch" in place:
+                    torch.set_rng_state(place["torch"])
+                for _ in islice(rest, place["items"]):  # torch's samplers draw all that they draw for the first one
+                    pass
+        return rest
+
+    def _iterate(self, place: Mapping[str, Any]) -> Iterator[Any]:
+        """The items of this replica, from the first one of the epoch on.
+
+        Args:
+            place: where a resumed epoch was; empty for one that begins.
+        """
         if self.num_replicas == 1 and self._agreed is None:
+            generator = self._generator()
+            if generator is not None and "own" in place:
+                generator.set_state(place["own"])
+            self._began = {"torch": place.get("torch", torch.get_rng_state())}
+            if generator is not None:
+                self._began["own"] = generator.get_state()
             return iter(self.order)
+        self._began = {} if self._epoch is None else {"epoch": self._epoch}
         items = list(self.order) if self._agreed is None else self._agreed
         if self.repeat and (missing := -len(items) % self.num_replicas):
             items = items + (items * (missing // max(1, len(items)) + 1))[:missing]
@@ -153,6 +206,7 @@ def inject_sampler(
     predicting: bool = False,
     place: int = 0,
     epoch: int = 0,
+    batches_done: Callable[[], int] | None = None,
 ) -> DataLoader[Any]:
     """Make a loader whose samples are divided among the replicas, as :class:`ReplicaSampler` does.
 
@@ -163,6 +217,8 @@ def inject_sampler(
         predicting: whether it is for ``Trainer.predict``, where no sample may come twice.
         place: which of several loaders it is (0-based).
         epoch: the epoch that begins now.
+        batches_done: of a loader that is trained on, how many batches of the epoch are done, 0 between two epochs. It makes
+            the loader resumable, as Lightning recognises that: checkpoints say where the epoch is.
 
     Returns:
         A copy of the loader, or the loader itself where nothing has to be divided: for an iterable data set, with one
@@ -185,14 +241,15 @@ def inject_sampler(
         return dataloader
     if isinstance(order, ReplicaSampler):
         order = order.order
-    elif groups.size("dp") == 1 and isinstance(order, SequentialSampler):
+    elif groups.size("dp") == 1 and isinstance(order, SequentialSampler) and batches_done is None:
         return dataloader
     if groups.size("dp") > 1 and not isinstance(order, Sized):
         raise ValueError(
             f"the sampler {type(order).__name__} has no length, so it can't be dealt out over dp={groups.size('dp')} "
             "replicas; give it __len__, or set Trainer(use_distributed_sampler=False) and deal by strategy.dp_rank"
         )
-    sampler: Any = ReplicaSampler(order, groups, seed, repeat=not predicting, place=place)
+    replicas = ReplicaSampler(order, groups, seed, repeat=not predicting, place=place)
+    sampler: Any = replicas
     if groups.size("dp") > 1:  # at once: Lightning begins to iterate, and workers to read, before it calls set_epoch
         sampler.set_epoch(epoch)
     divided = copy.copy(dataloader)
@@ -205,7 +262,24 @@ def inject_sampler(
             batch_sampler.sampler = sampler
             sampler = batch_sampler
         vars(divided)["batch_sampler"] = _IndexBatchSamplerWrapper(sampler) if indexed else sampler
+    if batches_done is not None:
+        each = batches.batch_size if batches is not None and of_samples else 1
+        _make_resumable(divided, replicas, lambda: batches_done() * each)
     return divided
+
+
+def _make_resumable(loader: DataLoader[Any], sampler: ReplicaSampler, items_done: Callable[[], int]) -> None:
+    """Give a loader the two methods by which Lightning saves and restores where it is."""
+
+    def state_dict() -> dict[str, Any]:
+        items = items_done()
+        return sampler.place_in_epoch(items) if items else {}
+
+    def load_state_dict(state: Mapping[str, Any]) -> None:
+        if state:
+            sampler.resume(state)
+
+    vars(loader).update(state_dict=state_dict, load_state_dict=load_state_dict)
 
 
 def check_users_sampler(sampler: DistributedSampler[Any], groups: ParallelGroups) -> None:

@@ -17,6 +17,8 @@ REPORTS = "SEQPAR_REPORTS_FD"
 """Environment variable of a child: the descriptor of a pipe to which it writes what it raised."""
 DONE = b"done"
 """What the main process writes into the lifeline, once for each child, when it ends well."""
+PUT_OFF = 20.0
+"""Seconds that a training gets to come to the end of a step, and save, after SIGTERM."""
 GRACE = 10.0
 """Seconds that the other ranks get to end by themselves (and print their own message) once one has died."""
 
@@ -74,6 +76,7 @@ class ChildWatch:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._reasons: list[tuple[bool, str]] = []  # why the run failed: whether it is only a symptom, and a sentence
+        self._waits: list[str] = []  # what ranks said that waited for another one
         self._concluded = False
         self._verdict = ""
         self._interrupted = False
@@ -81,6 +84,8 @@ class ChildWatch:
         self._expected: BaseException | None = None  # an error that every rank raised
         self._signals: int | None = None  # descriptor of the pipe in which the interpreter notes signals
         self._handled = threading.Event()  # set when the main thread runs its handler of a signal
+        self._agreed = False  # whether all ranks end by a signal, between two steps
+        self._put_off = threading.Event()  # set if that handler leaves the end to the step that is under way
 
     def start(self) -> None:
         """Wait for every child in a thread of its own, and be called at the end of this process."""
@@ -97,6 +102,15 @@ class ChildWatch:
             symptom: whether it only follows from another rank's failure (a lost peer); any other reason is then preferred.
         """
         self._reasons.append((symptom, reason))
+
+    def fail_waiting(self, sentence: str) -> None:
+        """Note that the run fails since this rank waited for another one.
+
+        Args:
+            sentence: which rank is missing, and in which collective this one waited.
+        """
+        self._waits.append(sentence)
+        self.fail(sentence, symptom=True)
 
     def expect(self, error: BaseException) -> None:
         """Note that every rank raised this error: they may end of it in any order, and the main process says why.
@@ -143,6 +157,17 @@ class ChildWatch:
             os.close(self._signals)
             self._signals = None
 
+    def expect_end(self, signum: int) -> None:
+        """Note that all ranks have agreed to end by a signal, which may have come to any of them."""
+        self._agreed = True
+        self.put_off(signum)
+
+    def put_off(self, signum: int) -> None:
+        """Note that the main thread has heard a signal, and ends the run when its step is done."""
+        self._exit_code = 128 + signum
+        self._put_off.set()
+        self._handled.set()
+
     def handled(self, signum: int, rank: int) -> None:
         """Note that the main thread runs its handler of a signal, so that the run ends without this watch."""
         self._handled.set()
@@ -162,7 +187,8 @@ class ChildWatch:
             if not signals:  # the other end was closed
                 os.close(reading)
                 return
-        if not self._handled.wait(GRACE / 2):
+        heard_of = self._handled.wait(GRACE / 2)
+        if not heard_of or (self._put_off.is_set() and not self._finished.wait(PUT_OFF)):
             self._note(min(heard), rank)
             self._conclude()
             self._say_verdict()
@@ -171,7 +197,7 @@ class ChildWatch:
     def _wait(self, local_rank: int, proc: subprocess.Popen[bytes]) -> None:
         """Wait for a child, in a thread; end the process if it fails before any other."""
         code = proc.wait()
-        if self._expected is not None and self._finished.wait(GRACE):
+        if (self._expected is not None or self._agreed) and self._finished.wait(GRACE):
             return
         with self._lock:
             if code == 0 or self._ending.is_set():
@@ -198,6 +224,8 @@ class ChildWatch:
             causes = [reason for symptom, reason in self._reasons if not symptom]
             symptoms = [reason for symptom, reason in self._reasons if symptom]
             reason = (causes or symptoms or ["a rank ended early"])[0]
+            if self._waits and self._waits[0] not in reason:
+                reason += f" ({self._waits[0]})"
             self._verdict = "the run was interrupted" if self._interrupted else f"the run failed: {reason}"
 
     def _gather_reasons(self, ended: list[bool]) -> None:
@@ -236,7 +264,8 @@ class ChildWatch:
             lines = os.read(self._reports, 65536).decode(errors="replace").splitlines()
         except BlockingIOError:
             lines = []
-        return [(line[0] == "s", line[2:]) for line in lines]
+        self._waits += [line[2:] for line in lines if line[0] == "w"]
+        return [(line[0] != "c", line[2:]) for line in lines]
 
     def _say_verdict(self) -> None:
         """Print why the run ended, once; at the very end, below the tracebacks of ranks that only lost another one."""
@@ -274,13 +303,15 @@ class ChildWatch:
         if uncaught is not None and not self._reasons:
             reason = f"rank {self._first_rank} raised {type(uncaught).__name__}: {uncaught}"
             self.fail(reason, symptom=is_lost_peer(uncaught))
-        if not self._reasons and not self._ending.is_set():
+        if not (self._reasons or self._agreed or self._ending.is_set()):
             os.write(self._lifeline, DONE * len(self._procs))
             for proc in self._procs:
                 proc.wait()
             if not any(proc.returncode for proc in self._procs):
                 return
         self._conclude()
+        if self._agreed and all(proc.returncode in (0, self._exit_code) for proc in self._procs):
+            self._verdict = f"the run ended by {signal.Signals(self._exit_code - 128).name}, between two steps"
         self._say_verdict()
         if uncaught is None or self._exit_code:
             sys.stdout.flush()
@@ -290,13 +321,20 @@ class ChildWatch:
 def report_exception(rank: int, error: BaseException) -> None:
     """Write an exception of this rank into the pipe of reports, in a child.
 
-    A report is a line: ``s`` for a symptom or ``c`` for a cause, a blank, and a sentence.
+    A report is a line: ``s`` for a symptom, ``c`` for a cause or ``w`` for a wait, a blank, and a sentence.
     """
     descriptor = os.environ.get(REPORTS)
     if descriptor is not None:
         letter = "s" if is_lost_peer(error) else "c"
         text = " ".join(f"rank {rank} raised {type(error).__name__}: {error}".split())
         os.write(int(descriptor), f"{letter} {text}"[:500].encode() + b"\n")
+
+
+def report_waiting(sentence: str) -> None:
+    """Write into the pipe of reports, in a child, that it waited for another rank."""
+    descriptor = os.environ.get(REPORTS)
+    if descriptor is not None:
+        os.write(int(descriptor), f"w {' '.join(sentence.split())}"[:500].encode() + b"\n")
 
 
 def tell_external_launcher(rank: int, error: BaseException) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,6 +24,8 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_seqpar.config import VERSION, ParallelConfig
@@ -78,6 +81,7 @@ class TopologyStrategy(ParallelStrategy):
         self._user_sampler_flag: bool | None = None
         self._order_seed = OrderSeed()
         self._loaders = 0  # how many loaders of the loop that is being prepared were processed
+        self._loads_training = False
 
     # ---- what this rank is -------------------------------------------------------------------------------------
 
@@ -228,6 +232,7 @@ class TopologyStrategy(ParallelStrategy):
                 backend,
                 timeout=self.config.timeout,
                 device_id=self.root_device if self.root_device.type != "cpu" else None,
+                **self._store_of_attempt(),
             )
         except dist.DistError as error:
             place = f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}"
@@ -248,6 +253,18 @@ class TopologyStrategy(ParallelStrategy):
                 "of a script, or one script for each size"
             )
         check_agreement(describe_start(self.config, VERSION), world, self.root_device)
+
+    def _store_of_attempt(self) -> dict[str, Any]:
+        """The store of an attempt by torchrun that is not the first: it is the first one's, with the addresses of dead processes.
+
+        torchrun keeps one store for all attempts (torch 2.13), and gloo looks up there where the other ranks listen.
+        """
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        if not attempt or _distributed_is_initialized():
+            return {}
+        rank, size = self.global_rank, self.world_size
+        store, *_ = next(rendezvous("env://", rank, size, timeout=self.config.timeout))
+        return {"store": PrefixStore(f"attempt {attempt}", store)}
 
     def _take_over_samplers(self) -> None:
         """Keep Lightning from replacing samplers by its own, which shuffles; :func:`inject_sampler` keeps the user's order."""
@@ -323,6 +340,7 @@ class TopologyStrategy(ParallelStrategy):
         """Wait for every rank of the world."""
         if name is not None and name.endswith("_dataloader()"):  # before Lightning calls process_dataloader for a loop
             self._loaders = 0
+            self._loads_training = name.startswith("train")
         if not _distributed_is_initialized() or self._groups is None:
             return
         devices = [self.root_device.index] if self.root_device.type == "cuda" else None
@@ -353,6 +371,15 @@ class TopologyStrategy(ParallelStrategy):
         made: object = _update_dataloader(dataloader, sampler)
         return made
 
+    def _batches_done(self) -> int:
+        """How many batches of the epoch are done, if it is in its middle and has one loader; else 0."""
+        loop = self._trainer.fit_loop
+        loaders = loop._combined_loader
+        done: int = loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
+        if loaders is None or len(loaders.flattened) != 1 or loop.epoch_loop.batch_progress.is_last_batch:
+            return 0
+        return done if done < self._trainer.num_training_batches else 0
+
     def process_dataloader(self, dataloader: object) -> object:
         """Divide the samples among the replicas, in the user's order; with ``broadcast_batch`` one rank of each reads."""
         if self._groups is None:
@@ -368,6 +395,7 @@ class TopologyStrategy(ParallelStrategy):
                     predicting=self._trainer.predicting,
                     place=self._loaders,
                     epoch=self._trainer.fit_loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
+                    batches_done=self._batches_done if self._loads_training else None,
                 )
                 self._loaders += 1
             replica_workers(dataloader, self.dp_rank)

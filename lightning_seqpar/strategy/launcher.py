@@ -7,6 +7,7 @@ that it notices when the main process is gone.
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _HYDRA_AVAILABLE,
     _SubprocessScriptLauncher,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_seqpar.strategy.child_watch import (
     LIFELINE,
@@ -33,9 +35,14 @@ from lightning_seqpar.strategy.child_watch import (
     is_lost_peer,
     record_for_torchrun,
     report_exception,
+    report_waiting,
+    say,
     tell_external_launcher,
 )
+from lightning_seqpar.strategy.ending import Ending
+from lightning_seqpar.strategy.missing_ranks import end_stopped_parent
 from lightning_seqpar.strategy.refusals import Refusals
+from lightning_seqpar.strategy.restart import RestartList
 
 
 def is_script() -> bool:
@@ -64,6 +71,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
 
     watch: ChildWatch | None = None
     _is_child = False
+    _ending: Ending | None = None
 
     @property
     def is_child(self) -> bool:
@@ -89,7 +97,25 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         elif follow_main_process(environment.global_rank()):
             self._is_child = True
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        return function(*args, **kwargs)
+        call = inspect.signature(function).bind(*args, **kwargs)
+        if RestartList.is_kept() and trainer.state.fn == TrainerFn.FITTING:
+            resume = self._where_to_resume(RestartList(trainer, trainer.lightning_module))
+            if call.arguments.get("ckpt_path") is None and resume is not None:
+                call.arguments["ckpt_path"] = resume
+        return function(*call.args, **call.kwargs)
+
+    def _where_to_resume(self, checkpoints: RestartList) -> str | None:
+        """The checkpoint from which a run goes on that torchrun started again; None for one that begins."""
+        rank = self.cluster_environment.global_rank()
+        if not checkpoints.is_restarted():
+            if rank == 0:
+                checkpoints.begin()
+            return None
+        path = checkpoints.newest()
+        if rank == 0:
+            where = f"goes on from {path}" if path else "has saved no checkpoint, so it begins anew"
+            say(f"torchrun started the run again: it {where}")
+        return path
 
     def kill(self, signum: Any) -> None:
         """Called by Lightning to pass a signal on to the children.
@@ -103,22 +129,24 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         if signum == signal.SIGKILL:
             super().kill(signum)
 
-    def take_signals(self, user_handler: Any) -> None:
-        """Make SIGTERM end the run, in processes that this launcher started, and in the one that started them.
+    def take_signals(self, user_handler: Any, ending: Ending) -> None:
+        """Make SIGTERM end the run: between two steps of a training, after a checkpoint; at once elsewhere.
 
         Lightning's own handler would wait in a broadcast for the other ranks. Ctrl-C raises ``KeyboardInterrupt`` as always,
         and handlers of the user's stay.
 
         Args:
             user_handler: the handler of SIGTERM before Lightning's; used if it is a function.
+            ending: where a signal is noted that waits for the end of a step.
         """
         if threading.current_thread() is not threading.main_thread():
             return
-        if callable(user_handler) and (self._is_child or self.watch is not None):
-            signal.signal(signal.SIGTERM, user_handler)
-        elif self._is_child:
-            # The process ends at once; the main process notices, and names the rank.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._ending = ending
+        if callable(user_handler):
+            if self._is_child or self.watch is not None:
+                signal.signal(signal.SIGTERM, user_handler)
+        elif self.watch is None and signal.getsignal(signal.SIGTERM) != self._on_sigterm:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
         if self.watch is not None:
             taken: set[int] = set() if callable(user_handler) else {signal.SIGTERM}
             if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, self._on_signal):
@@ -134,23 +162,48 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             if signal.getsignal(signal.SIGINT) == self._on_signal:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+    def expect_end(self, signum: int) -> None:
+        """Note that all ranks have agreed to end by a signal."""
+        if self.watch is not None:
+            self.watch.expect_end(signum)
+
+    def _on_sigterm(self, signum: int, frame: Any) -> None:
+        """Handle SIGTERM in the main thread of a process that started no others."""
+        if self._ending is not None and self._ending.note(signum):
+            return
+        if self._is_child:
+            # The process ends at once; the main process notices, and names the rank.
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+        raise SystemExit(128 + signum)
+
     def _on_signal(self, signum: int, frame: Any) -> None:
-        """Handle SIGTERM or Ctrl-C in the main thread: end by an exception."""
+        """Handle SIGTERM or Ctrl-C in the main thread: end by an exception, or with the step that is under way."""
         assert self.watch is not None
+        if signum == signal.SIGTERM and self._ending is not None and self._ending.note(signum):
+            self.watch.put_off(signum)
+            return
         self.watch.handled(signum, self.cluster_environment.global_rank())
         if signum == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + signum)
 
-    def tell(self, error: BaseException, refusals: Refusals | None = None) -> None:
+    def tell(
+        self, error: BaseException, refusals: Refusals | None = None, missing: Callable[[], str] | None = None
+    ) -> None:
         """Report an exception of this rank to whoever started the ranks; one that all ranks raised is left to rank 0.
 
         Args:
             error: the exception.
             refusals: what finds out whether all ranks raised it; None if that can't be.
+            missing: finds out which rank did not come, where the error says that another rank is gone.
         """
         rank = self.cluster_environment.global_rank()
-        if refusals is not None and not is_lost_peer(error) and refusals.is_shared(error):
+        if is_lost_peer(error) and missing is not None:
+            self._tell_missing(rank, missing())
+            if self.watch is None and not self._is_child:
+                record_for_torchrun(error)
+        elif refusals is not None and not is_lost_peer(error) and refusals.is_shared(error):
             refusals.tell_once(error, opens_log=self.cluster_environment.local_rank() == 0)
             if self.watch is not None:
                 self.watch.expect(error)
@@ -162,6 +215,17 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             self.watch.fail(f"rank {rank} raised {type(error).__name__}: {error}", symptom=is_lost_peer(error))
         else:
             tell_external_launcher(rank, error)
+
+    def _tell_missing(self, rank: int, sentence: str) -> None:
+        """Report that this rank waited for another one."""
+        if self.watch is not None:
+            self.watch.fail_waiting(sentence)
+        elif not self._is_child:
+            say(sentence)
+        elif end_stopped_parent():
+            say(f"{sentence}. The main process (local rank 0) was stopped, and is killed")
+        else:
+            report_waiting(sentence)
 
     def _start_children(self) -> None:
         """Start the children as Lightning does, with two pipes: one that they watch, and one for their reports."""

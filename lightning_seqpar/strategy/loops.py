@@ -11,8 +11,10 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.distributed.host import host_device
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_optimizer
 from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.strategy.ending import Ending, max_over_ranks
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.metrics import share_losses_of_finders
 from lightning_seqpar.strategy.steps import SteppingStrategy, plain_optimizer
@@ -31,6 +33,7 @@ class LoopStrategy(SteppingStrategy):
     def __init__(self, config: ParallelConfig, **plugins: Any) -> None:
         super().__init__(config, **plugins)
         self._muted_writers: list[tuple[int, Any]] = []
+        self._ending = Ending()
         self._validated_at = 0.0  # by time.monotonic()
 
     def _on_loop_start(self) -> None:
@@ -38,11 +41,15 @@ class LoopStrategy(SteppingStrategy):
         self._share_metrics()
         if isinstance(self.launcher, SeqParallelLauncher):
             user_handler = self._trainer._signal_connector._original_handlers.get(signal.SIGTERM)
-            self.launcher.take_signals(user_handler)
+            self.launcher.take_signals(user_handler, self._ending)
 
     def on_train_start(self) -> None:
         """Compare the settings of the training over the ranks, and log the global batch. Collective."""
         self._on_loop_start()
+        if self._world.size() > 1 and isinstance(self.launcher, SeqParallelLauncher):
+            self._ending.take_requeue_signal(self._trainer)
+            ask = max_over_ranks(self._world, host_device(self._world, self.root_device))
+            self._ending.begin(self._trainer, ask, self.launcher.expect_end)
         if self._stage is not None:
             self._let_stages_run_ahead()
             self._finish_in_front_of_hooks()
@@ -129,9 +136,11 @@ class LoopStrategy(SteppingStrategy):
             stage.end_evaluation()
 
     def on_train_end(self) -> None:
-        """Read what was compared in the last step."""
+        """Read what was compared in the last step, and end if a signal came behind the last question. Collective."""
         self._finish_micro_batches()
         self.settle()
+        if self._ending.listens:
+            self._ending.act()
 
     def on_validation_start(self) -> None:
         """Compare the number of batches over the ranks of a replica. Collective."""

@@ -6,12 +6,14 @@ Either can be read at any topology.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -40,7 +42,10 @@ from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.distributed.rng import pack_streams, unpack_streams
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.strategy.averages import averages_of
+from lightning_seqpar.strategy.child_watch import is_lost_peer
 from lightning_seqpar.strategy.loops import LoopStrategy
+from lightning_seqpar.strategy.refusals import Refusals
+from lightning_seqpar.strategy.restart import RestartList
 from lightning_seqpar.strategy.steps import plain_optimizer
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.callbacks import refuse_links, refuse_saved_shards
@@ -87,6 +92,10 @@ class SavingStrategy(LoopStrategy):
         self._background = Background()
         self._background_groups: tuple[ParallelGroups, ProcessGroup] | None = None
         self._trains = False
+        self._interruption: BaseException | None = (
+            None  # what ends the run, and whether ranks are at different places of it
+        )
+        self._apart = False
 
     @property
     def _in_parts(self) -> bool:
@@ -107,6 +116,40 @@ class SavingStrategy(LoopStrategy):
             assert isinstance(group, ProcessGroup)
             self._background_groups = self.groups, group
 
+    @property
+    def _is_apart(self) -> bool:
+        """Whether an exception ends the run on ranks that may be at different places of it, so that nothing collective works.
+
+        Lightning's callbacks may save then. After a signal that the ranks agreed on they are at one place, and so they are if
+        every one of them raised the same.
+        """
+        if self._groups is None or self._trainer.state.status != TrainerStatus.INTERRUPTED or self._ending.together:
+            return False
+        error = sys.exc_info()[1]
+        if error is not self._interruption:
+            self._interruption = error
+            self._apart = self._world.size() > 1
+            if self._apart and isinstance(error, Exception) and not is_lost_peer(error):
+                self._apart = not Refusals(self._world).is_shared(error)
+        return self._apart
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank of the world, unless they are at different places."""
+        if not self._is_apart:
+            super().barrier(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object of rank ``src`` to every rank of the world, and return it; this rank's own if they are apart."""
+        return obj if self._is_apart else super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the replicas; it stays as it is if the ranks are apart."""
+        return tensor if self._is_apart else super().reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether ``decision`` is true on all ranks of the world, or on any; this rank's own if they are apart."""
+        return decision if self._is_apart else super().reduce_boolean_decision(decision, all)
+
     # ---- saving ------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -116,6 +159,8 @@ class SavingStrategy(LoopStrategy):
         rank's part of each tensor.
         """
         record = record_of(self._module)
+        if self._is_apart:
+            return {}
         self.settle()  # raises if ranks had different losses or gradients: such weights must not be saved
         if self._in_parts:
             return model_parts(self._module, record, self.groups)
@@ -132,6 +177,8 @@ class SavingStrategy(LoopStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state dict for a checkpoint, in the same form as the model's. Collective."""
         record = record_of(self._module)
+        if self._is_apart:
+            return {}
         if self._in_parts:
             layout = None if record is None else record.layout
             return optimizer_parts(plain_optimizer(optimizer), layout, self.groups)
@@ -149,6 +196,12 @@ class SavingStrategy(LoopStrategy):
         """
         if self._groups is None:  # before set-up
             super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if self._is_apart:
+            rank_zero_warn(
+                f"lightning_seqpar: {filepath} is not written: the run was interrupted on ranks that are at different places of "
+                "it, and a checkpoint needs all of them; the last one before it is whole"
+            )
             return
         self._background.wait()
         if (record := record_of(self._module)) is not None:
@@ -177,6 +230,8 @@ class SavingStrategy(LoopStrategy):
                 self._world,
                 f"the checkpoint {filepath} can't be written",
             )
+        if RestartList.is_kept() and self._trains and "callbacks" in checkpoint and self.global_rank == 0:
+            RestartList(self._trainer, self._module).add(filepath)
 
     def _facts_of_run(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """What the folder of a checkpoint says of the run that wrote it."""

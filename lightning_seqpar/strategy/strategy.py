@@ -57,6 +57,7 @@ from lightning_seqpar.strategy.averages import (
 )
 from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully_shard_options, units_among
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
+from lightning_seqpar.strategy.missing_ranks import find_missing
 from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
 from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
 from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize
@@ -681,9 +682,11 @@ class SeqParallelStrategy(TuningStrategy):
         super().on_exception(exception)
         self._unmute_writers()
         without_inner_frames(exception)
-        if isinstance(self.launcher, SeqParallelLauncher):
+        if isinstance(self.launcher, SeqParallelLauncher) and not self._ending.together:
             world = dist.group.WORLD if dist.is_initialized() else None
-            self.launcher.tell(exception, None if world is None or self._schedule.has_begun else Refusals(world))
+            refusals = None if world is None or self._schedule.has_begun else Refusals(world)
+            missing = None if world is None else lambda: find_missing(exception, world, self._groups, self._trainer)
+            self.launcher.tell(exception, refusals, missing)
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether this rank has the parameter, or a part of it: stages of a pipeline (``pp``) have those of their own blocks alone.
@@ -698,6 +701,7 @@ class SeqParallelStrategy(TuningStrategy):
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
         self._is_set_up = False
         self._leave_loops()
+        self._ending.leave()
         if self._split is not None:
             self._split.settle()
         self.model, self._ddp_model, self._split = self.lightning_module, None, None

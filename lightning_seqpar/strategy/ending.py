@@ -1,0 +1,152 @@
+"""A run that is asked to end, by SIGTERM or SLURM's requeue signal: all ranks agree between two steps, save, and leave."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+
+class Ending:
+    """What asks a training to end, noted on any rank at any moment, and acted on by all of them at once.
+
+    A signal comes to each rank at a place of its own, where a save would pair its collectives with those of a step on other
+    ranks. So handlers note it, and between two optimizer steps the ranks tell each other.
+
+    Attributes:
+        together: whether all ranks have agreed to end here, so that they may save.
+    """
+
+    def __init__(self) -> None:
+        self._signum = 0
+        self._requeue = 0
+        self._requeued = False
+        self._asking: Trainer | None = None
+        self.together = False
+
+    @property
+    def listens(self) -> bool:
+        """Whether ranks ask each other between the steps now, so that noting a signal is enough."""
+        return self._asking is not None
+
+    def begin(
+        self, trainer: Trainer, ask: Callable[[int, int], tuple[int, int]], agreed: Callable[[int], None]
+    ) -> None:
+        """Let the training that begins ask between its steps, in the place of Lightning's broadcast of rank 0's flag.
+
+        Args:
+            trainer: the Trainer.
+            ask: gives the largest of these two numbers on all ranks. Collective.
+            agreed: is called with the signal on every rank, in front of the save and the end.
+        """
+        self._signum = self._requeue = 0
+        self._requeued = self.together = False
+        self._asking, self._agreed, self._ask = trainer, agreed, ask
+        loop = trainer.fit_loop.epoch_loop
+
+        def ask_between_steps() -> None:  # it is called in front of each batch, with the number of the one before
+            if (loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+                self.act()
+
+        loop.__dict__["_broadcast_sigterm_tensor"] = ask_between_steps
+
+    def leave(self) -> None:
+        """Give the loop Lightning's method back."""
+        if self._asking is not None:
+            self._asking.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+            self._asking = None
+
+    def note(self, signum: int) -> bool:
+        """Note SIGTERM: whether that is all that is to be done now. It is not where nobody asks, or for the second time."""
+        if not self.listens or self._signum:
+            return False
+        self._signum = signum
+        return True
+
+    def note_requeue(self, signum: int, frame: Any) -> None:
+        """Handle SLURM's requeue signal: note it."""
+        self._requeue = signum
+
+    def take_requeue_signal(self, trainer: Trainer) -> None:
+        """Put :meth:`note_requeue` where Lightning's handler saves at once, at whatever place this rank is."""
+        environment = trainer._accelerator_connector.cluster_environment
+        if (
+            isinstance(environment, SLURMEnvironment)
+            and environment.auto_requeue
+            and environment.requeue_signal is not None
+            and type(signal.getsignal(environment.requeue_signal)).__name__ == "_HandlersCompose"
+            and threading.current_thread() is threading.main_thread()
+        ):
+            signal.signal(environment.requeue_signal, self.note_requeue)
+
+    def act(self) -> None:
+        """Do what some rank was asked to do. Collective; it may be called between two steps alone.
+
+        Raises:
+            SIGTERMException: after SIGTERM, on every rank alike.
+        """
+        trainer = self._asking
+        assert trainer is not None
+        signum, requeue = self._ask(self._signum, self._requeue)
+        if requeue and not self._requeued:
+            self._requeued = True  # SLURM may send it several times
+            trainer._signal_connector._slurm_sigusr_handler_fn(requeue, None)  # type: ignore[arg-type]
+        if signum:
+            self.together = True
+            self._agreed(signum)
+            if not self._requeued:
+                save_before_end(trainer)
+            rank_zero_info(
+                f"lightning_seqpar: the training ends at step {trainer.global_step}: {signal.Signals(signum).name}"
+            )
+            raise SIGTERMException(128 + signum)
+
+
+def save_before_end(trainer: Trainer) -> Path | None:
+    """Save where the training's checkpoints lie: as the last one, if the first ``ModelCheckpoint`` keeps that. Collective.
+
+    Args:
+        trainer: the Trainer; with checkpoints switched off, nothing is saved.
+
+    Returns:
+        the path; None if nothing is saved, or this step's checkpoint is there already.
+    """
+    callback = next((one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), None)
+    if callback is None or callback.dirpath is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    if callback._last_global_step_saved == trainer.global_step:
+        return None
+    if callback.save_last:
+        callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+        return Path(callback.last_model_path)
+    path = Path(callback.dirpath, f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
+    trainer.save_checkpoint(path)
+    rank_zero_info(f"lightning_seqpar: saved {path}")
+    return path
+
+
+def max_over_ranks(group: dist.ProcessGroup, device: torch.device) -> Callable[[int, int], tuple[int, int]]:
+    """A function that gives the largest of two numbers on all ranks of a group; its calls are collective.
+
+    Args:
+        group: the ranks.
+        device: where the numbers go: the host's, if the group has a backend for it, so that nobody waits for a device.
+    """
+
+    def largest(first: int, second: int) -> tuple[int, int]:
+        numbers = torch.tensor([first, second], device=device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+        one, other = numbers.tolist()
+        return one, other
+
+    return largest

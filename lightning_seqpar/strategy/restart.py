@@ -1,0 +1,70 @@
+"""What torchrun starts again goes on where its checkpoints end: they are listed beside each other, run by run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_seqpar.checkpoint.atomic_files import MARKER, UNFINISHED, beside, local_path, write_synced
+
+
+class RestartList:
+    """The checkpoints that a run under torchrun has written, for its next attempt.
+
+    A file in the Trainer's ``default_root_dir`` lists them, under torchrun's name of the run, if torchrun may start it again
+    (``--max-restarts``). The first attempt begins a new list.
+
+    Args:
+        trainer: the Trainer.
+        module: the module that trains; scripts may train several after each other, which are told apart by their classes and
+            by how long they train.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        run = "".join(c if c.isalnum() else "-" for c in os.environ.get("TORCHELASTIC_RUN_ID", "run"))
+        self._file = Path(trainer.default_root_dir, f".seqpar-restart-{run}.json")
+        kind = type(module)
+        self._training = f"{kind.__module__}.{kind.__qualname__}, {trainer.max_steps} steps"
+
+    @staticmethod
+    def is_kept() -> bool:
+        """Whether torchrun will start this run again if it fails."""
+        return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+    @staticmethod
+    def is_restarted() -> bool:
+        """Whether torchrun started this process anew, after an earlier attempt of the same run failed."""
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+    def begin(self) -> None:
+        """Forget what another run of the same name wrote; the first rank of a first attempt calls it."""
+        self._write([entry for entry in self._read() if entry[0] != self._training])
+
+    def add(self, path: Any) -> None:
+        """Add a checkpoint; the first rank calls it once it is written, or is being written."""
+        if (place := local_path(path)) is not None:
+            self._write([*self._read(), [self._training, str(place.absolute())]])
+
+    def newest(self) -> str | None:
+        """The newest checkpoint of this training that is there and whole; None without one."""
+        for training, path in reversed(self._read()):
+            # It may have been removed since, or not be finished: then one before it is. A file has its name once it is whole.
+            if training == self._training and (Path(path).is_file() or Path(path, MARKER).is_file()):
+                return str(path)
+        return None
+
+    def _read(self) -> list[list[str]]:
+        try:
+            entries: list[list[str]] = json.loads(self._file.read_text())
+        except FileNotFoundError:
+            return []
+        return entries
+
+    def _write(self, entries: list[list[str]]) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_synced(beside(self._file, UNFINISHED), lambda file: file.write(json.dumps(entries).encode()))
+        beside(self._file, UNFINISHED).replace(self._file)
