@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.distributed.rng import get_streams, set_streams
+from lightning_seqpar.data.sampler import PLACE
+from lightning_seqpar.distributed.rng import get_streams, kept_streams, set_streams
 
 _CPU = torch.device("cpu")
 
@@ -42,8 +44,9 @@ class BroadcastLoader:
         box = [sized_len(loader)]
         dist.broadcast_object_list(box, src=source, group=group)
         self._length = box[0]
+        self._resumes = False
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):  # by which Lightning resumes a loader
-            self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+            self.state_dict, self.load_state_dict = loader.state_dict, self._resume
 
     def __iter__(self) -> Iterator[Any]:
         reads = dist.get_rank() == self._source
@@ -72,7 +75,15 @@ class BroadcastLoader:
 
     def _read(self) -> Iterator[Any]:
         """Iterate the user's loader: a generator, so that an error on making its iterator comes with the first batch."""
-        yield from self.loader
+        with kept_streams(_CPU) if self._resumes else contextlib.nullcontext():
+            iterator = iter(self.loader)  # of an epoch that goes on it drew its seed before the checkpoint
+        self._resumes = False
+        yield from iterator
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        """Pass on to the loader where the epoch goes on."""
+        self._resumes = bool(state[PLACE].get("items"))
+        self.loader.load_state_dict(state)
 
     def __len__(self) -> int:
         if self._length is None:

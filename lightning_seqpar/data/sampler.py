@@ -34,6 +34,10 @@ _DRAWN_FROM_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weig
 """Samplers whose order follows from the states of torch's generators alone."""
 
 
+PLACE = "lightning_seqpar"
+"""Key of what a loader's state says of the place in its epoch."""
+
+
 class OrderSeed:
     """The number from which the order of the samples follows in each epoch of a run.
 
@@ -100,15 +104,22 @@ class ReplicaSampler(Sampler[Any]):
         """Where the epoch is, for a checkpoint: plain data and tensors.
 
         Args:
-            items: how many items of this sampler (samples or batches) this replica has trained on.
+            items: how many items of this sampler (samples or batches) this replica has trained on; 0 between two epochs.
         """
-        return {"items": items, **self._began}
+        if items:
+            return {"items": items, **self._began}
+        generator = self._generator()  # the next epoch's order is drawn from it
+        return {} if generator is None else {"items": 0, "own": generator.get_state()}
 
     def resume(self, place: Mapping[str, Any]) -> None:
         """Begin the next iteration where :meth:`place_in_epoch` was asked, in the order that the epoch had. Collective."""
-        if "epoch" in place:
-            self.set_epoch(place["epoch"])
-        self._resumed = place
+        if (generator := self._generator()) is not None and "own" in place:
+            generator.set_state(place["own"])
+        again = place.get("epoch", self._epoch)
+        if again is not None:  # the order was drawn from another state of that generator when this object was made
+            self._epoch = None
+            self.set_epoch(again)
+        self._resumed = place if place["items"] else None
 
     @property
     def sampler(self) -> ReplicaSampler:
@@ -116,24 +127,29 @@ class ReplicaSampler(Sampler[Any]):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch: call the user's sampler's ``set_epoch``, and agree on the order. Collective over dp × tp."""
+        """Start an epoch: call the user's sampler's ``set_epoch``, and agree on the order. Collective over all ranks."""
         for part in (self.order, getattr(self.order, "sampler", None)):
             forward = getattr(part, "set_epoch", None)
             if callable(forward):
                 forward(epoch)
-        source = self.groups.source(self.groups.holder_axes)
         if self._draws_from_torch:
+            source = self.groups.source(self.groups.replica_axes)
             share_streams(self.groups[self.groups.replica_axes], source, torch.device("cpu"))
             self._share_generator(source)
             return
-        self._epoch = epoch
+        if epoch == self._epoch:  # Lightning says so once more behind the start of an iteration
+            return
+        self._epoch, self._began = epoch, {"epoch": epoch}
+        if (generator := self._generator()) is not None:
+            self._began["own"] = generator.get_state()
         number = self.seed.of_epoch(epoch, self.place)
         with kept_streams(torch.device("cpu")):
             random.seed(number)
             np.random.seed(number)
             torch.default_generator.manual_seed(number)
             box = [list(self.order)]
-        dist.broadcast_object_list(box, src=source, group=self.groups[self.groups.holder_axes])
+        everybody = tuple(self.groups.topology.axes)
+        dist.broadcast_object_list(box, src=self.groups.source(everybody), group=self.groups[everybody])
         self._agreed = box[0]
 
     @property
@@ -174,14 +190,12 @@ class ReplicaSampler(Sampler[Any]):
             place: where a resumed epoch was; empty for one that begins.
         """
         if self.num_replicas == 1 and self._agreed is None:
-            generator = self._generator()
-            if generator is not None and "own" in place:
-                generator.set_state(place["own"])
             self._began = {"torch": place.get("torch", torch.get_rng_state())}
-            if generator is not None:
+            if (generator := self._generator()) is not None:
+                if "own" in place:  # the loader may have drawn its seed from it since
+                    generator.set_state(place["own"])
                 self._began["own"] = generator.get_state()
             return iter(self.order)
-        self._began = {} if self._epoch is None else {"epoch": self._epoch}
         items = list(self.order) if self._agreed is None else self._agreed
         if self.repeat and (missing := -len(items) % self.num_replicas):
             items = items + (items * (missing // max(1, len(items)) + 1))[:missing]
@@ -269,15 +283,14 @@ def inject_sampler(
 
 
 def _make_resumable(loader: DataLoader[Any], sampler: ReplicaSampler, items_done: Callable[[], int]) -> None:
-    """Give a loader the two methods by which Lightning saves and restores where it is."""
+    """Give a loader the two methods by which Lightning asks loaders where they are, and knows that they can be resumed."""
 
     def state_dict() -> dict[str, Any]:
-        items = items_done()
-        return sampler.place_in_epoch(items) if items else {}
+        return {PLACE: sampler.place_in_epoch(items_done())}
 
     def load_state_dict(state: Mapping[str, Any]) -> None:
-        if state:
-            sampler.resume(state)
+        if state[PLACE]:
+            sampler.resume(state[PLACE])
 
     vars(loader).update(state_dict=state_dict, load_state_dict=load_state_dict)
 

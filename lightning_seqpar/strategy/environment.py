@@ -82,6 +82,7 @@ class TopologyStrategy(ParallelStrategy):
         self._order_seed = OrderSeed()
         self._loaders = 0  # how many loaders of the loop that is being prepared were processed
         self._loads_training = False
+        self._places: list[Any] = []  # where the loaders of training were in their epoch when a checkpoint was written
 
     # ---- what this rank is -------------------------------------------------------------------------------------
 
@@ -371,6 +372,16 @@ class TopologyStrategy(ParallelStrategy):
         made: object = _update_dataloader(dataloader, sampler)
         return made
 
+    @property
+    def _epoch_to_load(self) -> int:
+        """The epoch of which loaders are made: the next one, where a run resumes from behind the last batch of one."""
+        loop: Any = self._trainer.fit_loop
+        progress = loop.epoch_progress.current
+        ended = (
+            loop.restarting and loop.epoch_loop.batch_progress.is_last_batch and progress.started > progress.processed
+        )
+        return int(progress.processed) + int(ended)
+
     def _batches_done(self) -> int:
         """How many batches of the epoch are done, if it is in its middle and has one loader; else 0."""
         loop = self._trainer.fit_loop
@@ -394,7 +405,7 @@ class TopologyStrategy(ParallelStrategy):
                     self._order_seed,
                     predicting=self._trainer.predicting,
                     place=self._loaders,
-                    epoch=self._trainer.fit_loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
+                    epoch=self._epoch_to_load,
                     batches_done=self._batches_done if self._loads_training else None,
                 )
                 self._loaders += 1
@@ -402,5 +413,7 @@ class TopologyStrategy(ParallelStrategy):
         axes = self.groups.replica_axes
         if self.config.broadcast_batch and self.groups.size(axes) > 1:
             group = self.groups.gloo(axes) if self.config.gloo_twins else self.groups[axes]
-            return BroadcastLoader(dataloader, group, self.groups.source(axes))
+            dataloader = BroadcastLoader(dataloader, group, self.groups.source(axes))
+        if self._loads_training and self._places and hasattr(dataloader, "load_state_dict"):
+            dataloader.load_state_dict(self._places.pop(0))
         return dataloader

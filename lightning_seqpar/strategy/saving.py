@@ -39,6 +39,7 @@ from lightning_seqpar.checkpoint.state_dict import (
     read_whole,
 )
 from lightning_seqpar.config import VERSION, ParallelConfig
+from lightning_seqpar.data.sampler import PLACE
 from lightning_seqpar.distributed.rng import pack_streams, unpack_streams
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.strategy.averages import averages_of
@@ -76,6 +77,19 @@ class _FileExists:
 
     def __reduce__(self) -> Any:
         return copy.copy, (self.original,)
+
+
+def take_places(checkpoint: dict[str, Any]) -> list[Any]:
+    """Take out of a checkpoint where this package's loaders are in their epoch.
+
+    Lightning puts it there, and without this package could not resume loaders that know nothing of it.
+    """
+    loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    states = loops.get("combined_loader", [])
+    if not states or not all(isinstance(state, Mapping) and PLACE in state for state in states):
+        return []
+    places: list[Any] = loops.pop("combined_loader")
+    return places
 
 
 class SavingStrategy(LoopStrategy):
@@ -210,7 +224,8 @@ class SavingStrategy(LoopStrategy):
             streams: list[Any] = [None] * self.dp_size
             dist.all_gather_object(streams, pack_streams(self.root_device), group=self.groups["dp"])
             # One state for each replica, whose ranks share it.
-            checkpoint = {**checkpoint, OWN: {"streams": streams, "order_seed": self._order_seed.value}}
+            own = {"streams": streams, "order_seed": self._order_seed.value, "loaders": take_places(checkpoint)}
+            checkpoint = {**checkpoint, OWN: own}
         if self._in_parts:
             place = local_path(filepath)
             if place is None:
@@ -271,6 +286,7 @@ class SavingStrategy(LoopStrategy):
         streams = checkpoint.get(OWN, {}).get("streams", [])
         self._order_seed.value = checkpoint.get(OWN, {}).get("order_seed", self._order_seed.value)
         self._streams = streams[self.dp_rank] if len(streams) == self.dp_size else None
+        self._places = [] if self._streams is None else list(checkpoint[OWN].get("loaders", []))
         if streams and self._streams is None:
             rank_zero_info(
                 f"lightning_seqpar: {checkpoint_path} was written by {len(streams)} replicas, and there are {self.dp_size} now: "

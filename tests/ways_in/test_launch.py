@@ -23,12 +23,15 @@ from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.strategy import child_watch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 class Bad(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         what, rank = os.environ["BAD"].split(":")
-        if batch_idx == 2 and trainer.global_rank == int(rank):
+        if "ONCE" in os.environ and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+            return
+        at = 5 if "ONCE" in os.environ else 2
+        if batch_idx == at and rank in (str(trainer.global_rank), "every"):
             if what == "raise":
                 raise ValueError("on purpose")
             if what == "hang":
@@ -47,7 +50,7 @@ class Bad(Callback):
             if what == "pause":
                 os.write(1, b"HANGING\\n")
                 signal.pause()
-            if what in ("KILL", "TERM"):
+            if what in ("KILL", "TERM", "STOP", "USR1"):
                 os.kill(os.getpid(), getattr(signal, "SIG" + what))
 
 def mine(signum, frame):
@@ -63,8 +66,17 @@ if __name__ == "__main__":
     strategy = SeqParallelStrategy(tp=2, timeout=int(os.environ.get("TIMEOUT", "60")), **refused)
     steps = int(os.environ.get("STEPS", "6"))
     bad = [Bad()] if "BAD" in os.environ else []
-    trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=steps, callbacks=bad)
-    trainer.fit(models.GPT(), models.loader(4, count=4 * steps))
+    saves = {}
+    if folder := os.environ.get("FOLDER"):
+        every = int(os.environ.get("EVERY", "100"))
+        saver = ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1, save_on_exception=True)
+        saves = {"enable_checkpointing": True, "default_root_dir": folder}
+        bad = [saver, *bad]
+    trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=steps, callbacks=bad, **saves)
+    module = models.GPT().double()
+    trainer.fit(module, models.loader(4, count=4 * steps, shuffle=True))
+    total = sum(float(p.detach().abs().sum()) for p in module.parameters())
+    os.write(1, f"WEIGHTS {total!r}\n".encode())
     os.write(1, f"PID {os.getpid()} RANK {trainer.global_rank} STEPS {trainer.global_step}\\n".encode())
     if os.environ.get("SAVE") and trainer.is_global_zero:
         trainer.save_checkpoint(os.environ["SAVE"])
@@ -117,10 +129,8 @@ def test_torchrun(script):
         pytest.param(
             "KILL:1", 2, r"the run failed: rank 1 \(pid \d+\) was killed by SIGKILL", marks=pytest.mark.matrix
         ),
-        pytest.param(
-            "TERM:1", 2, r"the run failed: rank 1 \(pid \d+\) was killed by SIGTERM", marks=pytest.mark.matrix
-        ),
-        pytest.param("TERM:0", 2, r"the run failed: rank 0 got SIGTERM", marks=pytest.mark.matrix),
+        pytest.param("TERM:1", 2, r"the run ended by SIGTERM, between two steps", marks=pytest.mark.matrix),
+        pytest.param("TERM:0", 2, r"the run ended by SIGTERM, between two steps", marks=pytest.mark.matrix),
         ("KILL:2", 4, r"the run failed: rank 2 \(pid \d+\) was killed by SIGKILL"),
     ],
 )
@@ -131,11 +141,67 @@ def test_a_bad_end_names_the_rank_and_leaves_nobody(script, bad, world, says):
 
 
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout(script):
-    done = script(BAD="hang:1", TIMEOUT="5")
+    done = script(BAD="hang:1", TIMEOUT="15")
     assert done.returncode != 0
-    assert re.search(r"the run failed: rank 1 \(pid \d+\) did not answer and did not end", done.stderr), done.stderr[
-        -3000:
-    ]
+    says = r"the run failed: rank 1 \(pid \d+\) did not answer and did not end .*\(rank 1 is missing: rank 0 waited in \w+ of "
+    assert re.search(says, done.stderr), done.stderr[-3000:]
+
+
+@pytest.mark.matrix
+def test_torchrun_with_a_rank_that_hangs_names_it_and_the_collective(script):
+    done = script(*TORCHRUN, BAD="hang:1", TIMEOUT="15")
+    assert done.returncode != 0
+    assert re.search(r"lightning_seqpar: rank 1 is missing: rank 0 waited in \w+ of .*at batch 2", done.stderr)
+
+
+def test_a_main_process_that_is_stopped_is_ended_by_its_children(script):
+    done = script(BAD="STOP:0", TIMEOUT="15")
+    assert done.returncode == -signal.SIGKILL
+    assert "The main process (local rank 0) was stopped, and is killed" in done.stderr
+
+
+@pytest.mark.parametrize("rank", ["1", pytest.param("0", marks=pytest.mark.matrix)])
+def test_sigterm_to_any_rank_ends_all_between_two_steps_with_a_checkpoint(script, tmp_path, rank):
+    done = script(BAD=f"TERM:{rank}", FOLDER=str(tmp_path / "runs"))
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr[-2000:]
+    assert done.stderr.rstrip().endswith("lightning_seqpar: the run ended by SIGTERM, between two steps")
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["interrupted-epoch=0-step=3.ckpt"]
+
+
+@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.matrix), "1", "every"])
+def test_an_exception_saves_only_where_every_rank_raised_it(script, tmp_path, rank):
+    done = script(BAD=f"raise:{rank}", FOLDER=str(tmp_path / "runs"), TIMEOUT="60")
+    assert done.returncode != 0
+    assert re.search(r"the run failed: rank \d raised ValueError: on purpose", done.stderr), done.stderr[-2000:]
+    left = [path.name for path in (tmp_path / "runs").iterdir()] if (tmp_path / "runs").exists() else []
+    assert left == (["epoch=0-step=2.ckpt"] if rank == "every" else [])
+    assert ("is not written: the run was interrupted on ranks that are at different places" in done.stderr) == (
+        rank != "every"
+    )
+
+
+def test_what_torchrun_starts_again_goes_on_from_the_last_checkpoint(script, tmp_path):
+    folders = [str(tmp_path / name) for name in ("whole", "again")]
+    whole = script(*TORCHRUN, FOLDER=folders[0], STEPS="9", EVERY="2")
+    again = script(*TORCHRUN, "--max-restarts", "1", FOLDER=folders[1], STEPS="9", EVERY="2", BAD="KILL:1", ONCE="1")
+    assert "torchrun started the run again: it goes on from" in again.stderr
+    assert again.returncode == 0, again.stderr[-3000:]
+    weights = [sorted(map(float, re.findall(r"WEIGHTS ([\d.]+)", done.stdout))) for done in (whole, again)]
+    assert len(weights[0]) == 2
+    assert weights[1] == pytest.approx(weights[0], rel=1e-9)
+
+
+def test_slurms_requeue_signal_saves_on_all_ranks_at_one_place(script, tmp_path):
+    """``scontrol`` is a script here, which notes that it was called."""
+    called = tmp_path / "called"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $@ >> {called}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    results = run_all(slurm(script, BAD="USR1:1", FOLDER=str(tmp_path / "runs"), PATH=path))
+    assert all(code == 0 for code, _ in results), results
+    assert called.read_text() == "requeue 5\n"
+    assert [file.name for file in (tmp_path / "runs").iterdir()] == ["hpc_ckpt_1.ckpt"]
 
 
 @pytest.mark.matrix
