@@ -8,8 +8,9 @@ STAMP := $(VENV)/.installed
 ZOO := .venv-zoo
 DATA ?=
 ARGS ?=
+IGNORE ?=
 
-.PHONY: help install demo unit test parity matrix crash check lint format types mutants convergence bench gpu scale startup zoo clean
+.PHONY: faults help install demo unit test parity matrix crash check audit lint format types mutants fuzz convergence bench gpu scale startup zoo clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -49,10 +50,19 @@ format: $(STAMP)  ## format and fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-check: lint types test  ## everything that must be green
+check: lint types audit test  ## everything that must be green
+
+audit: $(STAMP)  ## known vulnerabilities of what is installed, as far as a database can be reached (IGNORE="ID ...": but those)
+	$(BIN)/python tests/audit.py $(addprefix --ignore ,$(IGNORE))
 
 mutants: $(STAMP)  ## break the source on purpose; show which test sees it
 	$(BIN)/python tests/mutants.py $(ARGS)
+
+fuzz: $(STAMP)  ## 100,000 random configurations, plans and topologies: taken, or refused by a sentence that helps
+	SEQPAR_FUZZ=10000 $(BIN)/python -m pytest --numprocesses 2 --dist load --timeout 0 tests/unit/test_fuzz.py $(ARGS)
+
+faults: $(STAMP)  ## fail on purpose at random moments, under both launchers; see how the run ends (an hour and more)
+	$(BIN)/python tests/faults.py $(ARGS)
 
 crash: $(STAMP)  ## kill ranks while they write checkpoints; look at what is left
 	$(BIN)/python tests/crash.py

@@ -7,6 +7,7 @@ from lightning_seqpar.init.meta_weights import weights_from
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallel.apply import unshard
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.strategy.monitor import SeqParallelMonitor
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy, grad_norm
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -26,6 +27,7 @@ __all__ = [
     "ParamLayout",
     "PlanSpec",
     "ProcessTopology",
+    "SeqParallelMonitor",
     "SeqParallelStrategy",
     "ShardingPlan",
     "Verification",

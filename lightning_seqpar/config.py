@@ -7,18 +7,19 @@ topology is made (:meth:`lightning_seqpar.topology.grid.ProcessTopology.from_con
 from __future__ import annotations
 
 import difflib
+import io
 import itertools
 import re
+import reprlib
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -28,7 +29,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 VERSION = "0.1.0"
 """Of this package; checkpoints and the comparison of ranks name it."""
@@ -69,14 +70,112 @@ else:
     Seconds = timedelta | float  # what command lines may hand over; the field itself always holds a timedelta
 
 
+LARGEST_NUMBER = 2**31 - 1
+"""Of ranks, layers, tokens and steps; torch counts ranks in 32 bits."""
+
+MOST_CHARACTERS = 1_000_000
+"""In a YAML text."""
+
+MOST_VALUES = 50_000
+"""In a YAML text or in the value of a field; what stands at several places is counted at each of them."""
+
+MOST_INTERPOLATIONS = 1000
+"""In the text of a configuration."""
+
+MOST_LEVELS = 50
+"""How deep lists and mappings may lie in one another, in a YAML text or in the value of a field."""
+
+MOST_BITS = 640
+"""Of a whole number that is shown, or taken: Python writes none of more than some thousand digits."""
+
+
+class _Short(reprlib.Repr):
+    """``repr`` that ends early: few parts of each container, few levels of them, and both ends of what is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 5
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 12
+        self.maxstring = self.maxother = self.maxlong = 200
+
+    def repr1(self, x: Any, level: int) -> str:
+        """The type of a part that can't be shown."""
+        try:
+            return super().repr1(x, level)
+        except Exception:  # of the part's own, such as an interpolation that leads nowhere
+            return f"<{type(x).__name__}>"
+
+    def repr_dict(self, x: Mapping[Any, Any], level: int) -> str:
+        """In the mapping's own order."""
+        if level <= 0:
+            return "{...}"
+        parts = [
+            f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}"
+            for key, value in itertools.islice(x.items(), self.maxdict)
+        ]
+        return f"{{{', '.join(parts)}{', ...' * (len(x) > self.maxdict)}}}"
+
+    def repr_int(self, x: int, level: int) -> str:
+        """In words, where Python would write none of its digits."""
+        return f"<a number of {x.bit_length()} bits>" if x.bit_length() > MOST_BITS else super().repr_int(x, level)
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        """Mappings and lists of other libraries as ours."""
+        if isinstance(x, Mapping):
+            return self.repr_dict(x, level)
+        return self.repr_list([*x], level) if isinstance(x, list | tuple) else super().repr_instance(x, level)
+
+
+_SHORT = _Short()
+
+
+def shown(value: object, most: int = 200) -> str:
+    """What a message shows of a value: its ``repr``, of which the middle is left out where it has more than ``most`` characters.
+
+    It ends early and raises nothing, whatever the value is.
+    """
+    return shortened(_SHORT.repr(value), most)
+
+
+def shortened(text: object, most: int = 1000) -> str:
+    """A text of at most ``most`` characters: both ends of a longer one."""
+    whole = str(text)
+    end = (most - 5) // 2
+    return whole if len(whole) <= most else f"{whole[: most - 5 - end]} ... {whole[-end:]}"
+
+
+def why_unreadable(value: object) -> str | None:
+    """Why a value is not looked at: it is nested too deeply (or holds itself), or holds too much; None if it can be read."""
+    left, parts = MOST_VALUES, [(value, 0)]
+    try:
+        while parts:
+            one, level = parts.pop()
+            if isinstance(one, int) and one.bit_length() > MOST_BITS:
+                return "it holds a number of more digits than anything has; write a smaller one"
+            if isinstance(one, str | bytes | bytearray | memoryview) or not isinstance(one, Mapping | Sequence | Set):
+                continue
+            if len(one) > left:
+                return f"it holds more than {MOST_VALUES:,} values; write what is needed alone"
+            if one and level >= MOST_LEVELS:
+                return f"it is nested deeper than {MOST_LEVELS} levels; write a flat one"
+            left -= len(one)
+            parts += [(part, level + 1) for part in one]
+            parts += [(part, level + 1) for part in one.values()] if isinstance(one, Mapping) else []
+    except Exception as error:  # of a container that is no plain one, such as OmegaConf's with an interpolation in it
+        return f"it can't be read ({shortened(' '.join(str(error).split()), 300)}); write a plain value"
+    return None
+
+
 def nearest(word: str, known: Sequence[str], count: int = 3) -> str:
-    """Up to ``count`` of the ``known`` names that look most like ``word``, as text for a message."""
+    """Up to ``count`` of the ``known`` names that look most like ``word``, or the first of all, as text for a message."""
     if SYNONYMS.get(word) in known:
         return repr(SYNONYMS[word])
     if word.lower() in known:
         return repr(word.lower())
-    found = difflib.get_close_matches(word, known, n=count, cutoff=0.4)
-    return ", ".join(repr(name) for name in found) if found else ", ".join(repr(name) for name in known)
+    found = difflib.get_close_matches(word[:200], known, n=count, cutoff=0.4)
+    names, room = [repr(name) for name in found or known], 800
+    fitting = [name for name in names if (room := room - len(name) - 2) >= 0]
+    return ", ".join(fitting or [shortened(names[0], 200)] if names else []) + ", ..." * (len(fitting) < len(names))
 
 
 def broken(message: str) -> PydanticCustomError:
@@ -110,6 +209,19 @@ def _modules_can_be_asked() -> bool:
     return True
 
 
+def _told(items: Sequence[Any], data: Any) -> InitErrorDetails:
+    """Errors of Pydantic's on one field as one of ours, which names field and value."""
+    first, field = items[0], ".".join(str(part) for part in items[0]["loc"][:1])
+    said = "; or ".join([*dict.fromkeys(str(item.get("ctx", {}).get("error", item["msg"])) for item in items)][:3])
+    if first["type"] == "rule":
+        said = first["msg"]
+    elif first["type"] == "missing":
+        said = f"{field!r} is missing; write it, too"
+    elif f"{field}=" not in said:
+        said = f"{field}={shown(data.get(field) if isinstance(data, Mapping) else first['input'])}: {said}"
+    return InitErrorDetails(type=broken(shortened(said)), loc=first["loc"], input=first["input"])
+
+
 class FrozenModel(BaseModel):
     """Base of every config model: frozen, and unknown keys are answered with the nearest known one."""
 
@@ -127,23 +239,42 @@ class FrozenModel(BaseModel):
     def keys_are_known(cls, data: Any) -> Any:
         if not isinstance(data, Mapping | BaseModel):
             fields = ", ".join(list(cls.model_fields)[:4])
-            raise broken(f"{data!r} is no {cls.__name__}; write a mapping with some of its fields ({fields}, ...)")
-        for key in data if isinstance(data, Mapping) else ():
+            raise broken(f"{shown(data)} is no {cls.__name__}; write a mapping with some of its fields ({fields}, ...)")
+        for key, value in data.items() if isinstance(data, Mapping) else ():
             if key not in cls.model_fields:
                 raise broken(
-                    f"{key!r} is not a field of {cls.__name__}; did you mean "
-                    f"{nearest(str(key), list(cls.model_fields))}?"
+                    f"{shown(key)} is not a field of {cls.__name__}; did you mean "
+                    f"{nearest(key if isinstance(key, str) else shown(key), list(cls.model_fields))}?"
                 )
+            if (why := why_unreadable(value)) is not None:
+                raise broken(f"{key}={shown(value)}: {why}")
         return data
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def errors_name_field_and_value(cls, data: Any, handler: Callable[[Any], Any]) -> Any:
+        """What Pydantic itself says of a value names neither; one field may have many such errors."""
+        try:
+            return handler(data)
+        except ValidationError as error:
+            fields: dict[Any, list[Any]] = {}
+            for item in error.errors():
+                fields.setdefault(item["loc"][:1] or item["msg"], []).append(item)
+            told = [_told(items, data) for items in fields.values()]
+            raise ValidationError.from_exception_data(cls.__name__, told, hide_input=True) from None
+        except Exception as error:  # a value's own, as it is compared or converted
+            raise broken(
+                f"{cls.__name__} can't read {shown(data)} ({type(error).__name__}: {shortened(error, 300)}); write plain values"
+            ) from None
 
     @field_validator("*", mode="before")
     @classmethod
     def choices_are_known(cls, value: Any, info: ValidationInfo) -> Any:
         choices = _choices(cls.model_fields[str(info.field_name)].annotation)
-        if choices and value not in choices:
+        if choices and not (isinstance(value, str | int) and value in choices):
             yaml_made_it = " (YAML reads a bare off or no as false; write the word in quotes)" if value is False else ""
             known = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-            raise broken(f"{info.field_name}={value!r}: it must be {known}{yaml_made_it}")
+            raise broken(f"{info.field_name}={shown(value)}: it must be {known}{yaml_made_it}")
         return value
 
     @field_validator("*", mode="before")
@@ -154,16 +285,151 @@ class FrozenModel(BaseModel):
             value, float
         )
         if annotation is bool and not is_switch:
-            raise broken(f"{info.field_name}={value!r}: it is a switch; write true or false")
+            raise broken(f"{info.field_name}={shown(value)}: it is a switch; write true or false")
         return value
 
     @field_validator("*", mode="before")
     @classmethod
     def options_are_mappings(cls, value: Any, info: ValidationInfo) -> Any:
         annotation = cls.model_fields[str(info.field_name)].annotation
-        if typing.get_origin(annotation) is dict and not isinstance(value, Mapping):
-            raise broken(f"{info.field_name}={value!r}: write a mapping of options, such as {{name: value}}")
+        if typing.get_origin(annotation) is dict and not (
+            isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+        ):
+            raise broken(f"{info.field_name}={shown(value)}: write a mapping of options, such as {{name: value}}")
         return value
+
+
+def _cause(error: Exception) -> str:
+    """What an error of a library says, in one line that is not too long."""
+    return shortened(" ".join(f"{error if str(error) else type(error).__name__}".split()), 600)
+
+
+def read_text(path: str | Path, name: str) -> str | None:
+    """The text of a YAML file; None if there is no such file.
+
+    Args:
+        path: its path.
+        name: how messages call it.
+
+    Raises:
+        ValueError: if it can't be read, is too large, or is not in UTF-8.
+    """
+    try:
+        file = Path(path)
+        if not file.is_file():
+            return None
+        if file.stat().st_size > 4 * MOST_CHARACTERS:
+            raise ValueError(
+                f"{name} has {file.stat().st_size:,} bytes; give a YAML file of {MOST_CHARACTERS:,} characters at most"
+            )
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is no text: byte {error.start} is not UTF-8; save it as UTF-8") from None
+    except PermissionError:
+        raise ValueError(f"{name} can't be opened: it must be readable for you") from None
+    except (OSError, TypeError):  # a path that is too long, or none
+        return None
+
+
+def check_yaml(text: str) -> None:
+    """See that a YAML text is read at once: it is not too long, not nested too deeply, and has no aliases that make it so.
+
+    Raises:
+        yaml.YAMLError: if not, or if it is not YAML.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise yaml.YAMLError(f"it has {len(text):,} characters; write {MOST_CHARACTERS:,} at most")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise yaml.YAMLError(
+            f"its character {error.start} is none of Unicode's; write it in quotes, as \\x.. or \\u...."
+        ) from None
+    named: dict[str | None, int] = {}  # values that an anchor stands for; too many, while what it names is not complete
+    inside: list[tuple[str | None, int]] = [(None, 0)]
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.CollectionStartEvent):
+            inside.append((event.anchor, 1))
+            named[event.anchor], values = MOST_VALUES + 1, 0
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, values = inside.pop()
+            named[anchor] = values
+        elif isinstance(event, yaml.AliasEvent):
+            values = named.get(event.anchor, 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            values = named[event.anchor] = 1
+        else:  # where a document begins and ends
+            continue
+        inside[-1] = (inside[-1][0], inside[-1][1] + values)
+        if len(inside) > MOST_LEVELS or inside[-1][1] > MOST_VALUES:
+            raise yaml.YAMLError(
+                f"it must hold {MOST_VALUES:,} values at most, each alias counted as what it stands for, nested in "
+                f"{MOST_LEVELS} levels at most"
+            )
+
+
+def _check_config_text(text: str) -> None:
+    """:func:`check_yaml` for a text that OmegaConf reads: interpolations take it a millisecond each."""
+    check_yaml(text)
+    if text.count("${") > MOST_INTERPOLATIONS:
+        raise yaml.YAMLError(f"it has more than {MOST_INTERPOLATIONS:,} interpolations; write values instead")
+
+
+def _check_interpolations(raw: Any) -> None:
+    """Raise ValueError if interpolations of interpolations would make more than a text may have.
+
+    Args:
+        raw: plain data in which nothing is resolved.
+    """
+    texts: dict[str, list[str]] = {}  # what stands at or below a key of this name, wherever it is
+    parts: list[tuple[tuple[str, ...], Any]] = [((), raw)]
+    while parts:
+        path, part = parts.pop()
+        if isinstance(part, Mapping | list):
+            inner = part.items() if isinstance(part, Mapping) else enumerate(part)
+            parts += [((*path, str(key)), value) for key, value in inner]
+        else:
+            for key in set(path):
+                texts.setdefault(key, []).append(str(part))
+    sizes: dict[str, int] = {}
+
+    def size(key: str) -> int:
+        if key not in sizes:
+            sizes[key] = 0  # in a circle, of which OmegaConf tells
+            words = [word for text in texts[key] if "${" in text for word in re.findall(r"\w+", text) if word in texts]
+            sizes[key] = sum(map(len, texts[key])) + sum(map(size, words))
+        return sizes[key]
+
+    if any(size(key) > MOST_CHARACTERS for key in texts):
+        raise ValueError(f"interpolations make more than {MOST_CHARACTERS:,} characters; write values instead")
+
+
+def with_overrides(fields: Any, overrides: Sequence[str]) -> Any:
+    """Fields with ``overrides`` such as ``"tp=4"`` or ``"ddp.static_graph=true"`` over them.
+
+    Args:
+        fields: an OmegaConf node or a mapping.
+        overrides: each a field, an equals sign and a value in YAML.
+
+    Raises:
+        ValueError: for an override of another form; the message shows it.
+    """
+    if isinstance(overrides, str):
+        raise ValueError(f"overrides={shown(overrides)}: write a list, such as [{shown(overrides)}]")
+    if not isinstance(overrides, Sequence):
+        raise ValueError(f"overrides={shown(overrides)}: write a list, such as ['tp=4']")
+    merged = fields
+    for override in overrides:
+        if not isinstance(override, str) or "=" not in override:
+            raise ValueError(f"override {shown(override)}: write it as field=value, such as 'tp=4'")
+        try:
+            _check_config_text(override.partition("=")[2])
+            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([override]))
+        except Exception as error:  # of YAML, or of OmegaConf and its grammar
+            raise ValueError(
+                f"override {shown(override)}: {_cause(error)}; write it as field=value, such as 'tp=4'"
+            ) from None
+    return merged
 
 
 class CheckpointConfig(FrozenModel):
@@ -196,14 +462,14 @@ class PlanSpec(FrozenModel):
     @classmethod
     def base_is_a_name(cls, value: Any) -> Any:
         if not isinstance(value, str) or not value:
-            raise broken(f"base={value!r}: write 'auto', 'none', a family's name or the path of a YAML file")
+            raise broken(f"base={shown(value)}: write 'auto', 'none', a family's name or the path of a YAML file")
         return value
 
     @field_validator("rules", mode="before")
     @classmethod
     def rules_are_mappings(cls, value: Any) -> Any:
         if not isinstance(value, list | tuple) or not all(isinstance(rule, Mapping) for rule in value):
-            raise broken(f"rules={value!r}: write a list of rules, each {{pattern: ..., style: ...}}")
+            raise broken(f"rules={shown(value)}: write a list of rules, each {{pattern: ..., style: ...}}")
         return value
 
 
@@ -293,14 +559,21 @@ class ParallelConfig(FrozenModel):
     )
     @classmethod
     def numbers_are_whole(cls, value: Any, info: ValidationInfo) -> Any:
-        if (info.field_name == "dp" and value == "auto") or (value is None and info.field_name in cls._OPTIONAL):
+        if (info.field_name == "dp" and isinstance(value, str) and value == "auto") or (
+            value is None and info.field_name in cls._OPTIONAL
+        ):
             return value
-        is_whole = str(value).removeprefix("-").removesuffix(".0").isdecimal() and not isinstance(value, bool)
-        if not is_whole:
+        whole: int | None = None
+        if isinstance(value, int):
+            whole = None if isinstance(value, bool) else int(value)
+        elif re.fullmatch(r"-?\d{1,20}(\.0)?", str(value)):
+            whole = int(str(value).removesuffix(".0"))
+        if whole is None or abs(whole) > LARGEST_NUMBER:
             also = " or 'auto'" if info.field_name == "dp" else " or null" if info.field_name in cls._OPTIONAL else ""
+            limit = "" if whole is None else f", {LARGEST_NUMBER} at most"
             counted = "tokens" if info.field_name in ("loss_chunk", "tile_mlp") else "ranks or steps"
-            raise broken(f"{info.field_name}={value!r}: it counts {counted}; write a whole number{also}")
-        return int(float(value))
+            raise broken(f"{info.field_name}={shown(value)}: it counts {counted}; write a whole number{also}{limit}")
+        return whole
 
     @field_validator("tp", "cp", "pp", "dp", "virtual_pp")
     @classmethod
@@ -329,7 +602,7 @@ class ParallelConfig(FrozenModel):
     def order_names_every_axis_once(cls, value: Any) -> Any:
         if not isinstance(value, str) or sorted(value.split("-")) != sorted(AXES):
             raise broken(
-                f"order={value!r}: it must name {', '.join(AXES)} once each, joined by '-', outermost first; "
+                f"order={shown(value)}: it must name {', '.join(AXES)} once each, joined by '-', outermost first; "
                 f"for example {'-'.join(AXES)!r}"
             )
         return value
@@ -340,19 +613,19 @@ class ParallelConfig(FrozenModel):
         try:
             given = _read_clock(value) if isinstance(value, str) else value
             seconds = given.total_seconds() if isinstance(given, timedelta) else float(given)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, ArithmeticError, RuntimeError):
             raise broken(
-                f"timeout={value!r}: write a number of seconds, such as 600, or hours:minutes:seconds, such as 0:10:00"
+                f"timeout={shown(value)}: write a number of seconds, such as 600, or hours:minutes:seconds, such as 0:10:00"
             ) from None
-        if not 0 < seconds < 1e9 or isinstance(value, bool):
-            raise broken(f"timeout={value!r}: a collective needs a positive number of seconds, such as 600")
+        if not 1e-6 <= seconds < 1e9 or isinstance(value, bool):
+            raise broken(f"timeout={shown(value)}: a collective needs a positive number of seconds, such as 600")
         return timedelta(seconds=seconds)
 
     @field_validator("regather", mode="before")
     @classmethod
     def regather_is_a_switch_or_auto(cls, value: Any) -> Any:
-        if value != "auto" and str(value).lower() not in ("true", "false", "yes", "no", "on", "off"):
-            raise broken(f"regather={value!r}: write 'auto', true or false")
+        if str(value) != "auto" and str(value).lower() not in ("true", "false", "yes", "no", "on", "off"):
+            raise broken(f"regather={shown(value)}: write 'auto', true or false")
         return value
 
     @field_validator("process_group_backend", mode="before")
@@ -360,21 +633,21 @@ class ParallelConfig(FrozenModel):
     def backend_is_a_name(cls, value: Any) -> Any:
         if value is not None and (not isinstance(value, str) or not value):
             raise broken(
-                f"process_group_backend={value!r}: write a backend's name, such as 'gloo' or 'nccl', or leave it out"
+                f"process_group_backend={shown(value)}: write a backend's name, such as 'gloo' or 'nccl', or leave it out"
             )
         return value
 
     @field_validator("plan", mode="before")
     @classmethod
     def plan_is_a_name_or_rules(cls, value: Any) -> Any:
-        if value == "" or not isinstance(value, str | Mapping | list | tuple | PlanSpec):
-            raise broken(f"plan={value!r}: write 'auto', a family's name, the path of a YAML file, or rules")
+        if not isinstance(value, str | Mapping | list | tuple | PlanSpec) or value == "":
+            raise broken(f"plan={shown(value)}: write 'auto', a family's name, the path of a YAML file, or rules")
         if isinstance(value, list | tuple):
             value = {"rules": value}
         if isinstance(value, str | PlanSpec):
             return value
         try:
-            return PlanSpec(**{str(key): part for key, part in value.items()})
+            return PlanSpec(**{key if isinstance(key, str) else shown(key): part for key, part in value.items()})
         except ValidationError as error:
             raise broken("; ".join(item["msg"] for item in error.errors())) from None
 
@@ -393,10 +666,11 @@ class ParallelConfig(FrozenModel):
         if value is None:
             return None
         numbers = value if isinstance(value, list | tuple) else [value]
-        if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in numbers) or not numbers:
+        fit = [isinstance(one, int) and not isinstance(one, bool) and 1 <= one <= LARGEST_NUMBER for one in numbers]
+        if not all(fit) or not numbers:
             raise broken(
-                f"pp_layers={value!r}: it says how many blocks each stage has; write a list of whole numbers, each at least 1, "
-                "such as [9, 9, 8, 6], or leave it out"
+                f"pp_layers={shown(value)}: it says how many blocks each stage has; write a list of whole numbers, each at least "
+                "1, such as [9, 9, 8, 6], or leave it out"
             )
         return [*numbers]
 
@@ -407,8 +681,8 @@ class ParallelConfig(FrozenModel):
             each = "stage" if chunks == self.pp else "chunk, in the model's order,"
             virtual = "" if chunks == self.pp else f", virtual_pp={self.virtual_pp}"
             raise broken(
-                f"pp_layers={self.pp_layers} with pp={self.pp}{virtual}: it says of each {each} how many blocks it has; write "
-                f"{chunks} number{'s' * (chunks > 1)}, or leave it out"
+                f"pp_layers={shown(self.pp_layers)} with pp={self.pp}{virtual}: it says of each {each} how many blocks it has; "
+                f"write {chunks} number{'s' * (chunks > 1)}, or leave it out"
             )
         return self
 
@@ -416,8 +690,8 @@ class ParallelConfig(FrozenModel):
     def options_of_a_compiler_need_one(self) -> ParallelConfig:
         if self.compile_options and not self.compile:
             raise broken(
-                f"compile_options={self.compile_options!r} with compile=False: nothing is compiled; set compile to true, or leave "
-                "compile_options out"
+                f"compile_options={shown(self.compile_options)} with compile=False: nothing is compiled; set compile to true, or "
+                "leave compile_options out"
             )
         return self
 
@@ -446,21 +720,22 @@ class ParallelConfig(FrozenModel):
         Raises:
             ValueError: if the file does not exist or is not a mapping.
         """
-        file = Path(path)
-        if not file.is_file():
-            raise ValueError(f"config file {str(path)!r} does not exist; give the path of a YAML file")
+        name = f"config file {shown(str(path))}"
+        text = read_text(path, name)
+        if text is None:
+            raise ValueError(f"{name} does not exist; give the path of a YAML file")
         try:
-            loaded = OmegaConf.load(file)
+            _check_config_text(text)
+            loaded: Any = OmegaConf.load(io.StringIO(text))
+        except OSError:  # what OmegaConf says of a number
+            loaded = None
         except yaml.YAMLError as error:
-            raise ValueError(f"config file {str(path)!r} is not YAML: {error}") from None
+            raise ValueError(f"{name} is not YAML: {shortened(error)}") from None
+        except Exception as error:  # of OmegaConf, or of a tag: KeyError for '!!bool x'
+            raise ValueError(f"{name} can't be read: {_cause(error)}; write plain values, such as 'tp: 2'") from None
         if not isinstance(loaded, DictConfig):
-            raise ValueError(f"config file {str(path)!r} must hold a mapping such as 'tp: 2', not a list or a word")
-        if isinstance(overrides, str):
-            raise ValueError(f"overrides={overrides!r}: write a list, such as [{overrides!r}]")
-        for override in overrides:
-            if "=" not in override:
-                raise ValueError(f"override {override!r}: write it as field=value, such as 'tp=4'")
-        return cls.from_omegaconf(OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides))))
+            raise ValueError(f"{name} must hold a mapping such as 'tp: 2', not a list or a word")
+        return cls.from_omegaconf(with_overrides(loaded, overrides))
 
     @classmethod
     def from_omegaconf(cls, cfg: Any) -> ParallelConfig:
@@ -469,22 +744,29 @@ class ParallelConfig(FrozenModel):
         Raises:
             ValueError: for something that is no mapping, or an interpolation that leads nowhere.
         """
+        plain = cfg
         try:
-            plain = (
-                OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True) if OmegaConf.is_config(cfg) else cfg
-            )
-        except OmegaConfBaseException as error:
-            raise ValueError(f"the parallel config can't be resolved: {' '.join(str(error).split())}") from None
+            if OmegaConf.is_config(cfg):
+                _check_interpolations(OmegaConf.to_container(cfg))
+                plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        except Exception as error:  # of OmegaConf, of its grammar, or of a resolver
+            raise ValueError(f"the parallel config can't be resolved: {_cause(error)}") from None
         if not isinstance(plain, Mapping):
-            file = f"; read a file with ParallelConfig.from_yaml({plain!r})" if isinstance(plain, str) else ""
-            raise ValueError(f"a parallel config must be a mapping such as {{'tp': 2}}, got {plain!r}{file}")
+            file = f"; read a file with ParallelConfig.from_yaml({shown(plain)})" if isinstance(plain, str) else ""
+            raise ValueError(f"a parallel config must be a mapping such as {{'tp': 2}}, got {shown(plain)}{file}")
         for wrapper in ("strategy", "trainer", "init_args", "class_path"):
             if wrapper in plain:
                 raise ValueError(
                     f"{wrapper!r} stands in the parallel config, which holds the fields themselves (tp: 2, sp: true); pass what "
                     f"stands below {'init_args' if wrapper == 'class_path' else wrapper}"
                 )
-        return cls(**{str(key): value for key, value in plain.items() if key not in ("_target_", "_convert_")})
+        return cls(
+            **{
+                key if isinstance(key, str) else shown(key): value
+                for key, value in plain.items()
+                if key not in ("_target_", "_convert_")
+            }
+        )
 
     def to_yaml(self) -> str:
         """The configuration as YAML that :meth:`from_yaml` reads back."""

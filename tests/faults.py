@@ -35,7 +35,7 @@ from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
 from tests.helpers.processes import environment, survivors
 
-TIMEOUT = 20
+TIMEOUT = 30
 """Seconds that a collective waits in these runs: the start of two processes on a busy machine takes some of them."""
 STEPS = 8
 PLACES = (
@@ -199,7 +199,10 @@ def trial(launcher: str, kind: str, seed: int, undisturbed: Sequence[float]) -> 
     chance = random.Random(f"{launcher} {kind} {seed}")
     place, batch, rank = chance.choice(PLACES), chance.randrange(6), chance.randrange(2)
     with tempfile.TemporaryDirectory() as folder:
-        found = run(launcher, kind, place, batch, rank, folder)
+        for _ in range(3):  # on a busy machine two processes may not meet in time: nothing was tried then
+            found = run(launcher, kind, place, batch, rank, folder)
+            if "STRUCK" in found.told or "did not meet" not in found.told:
+                break
         where = f"{launcher}, {kind} at {place}, batch {batch}, rank {rank}"
         if found.status is None:
             found.wrong = f"{where}: it did not end"
@@ -258,10 +261,10 @@ def main() -> int:
             rows.append(f"| {KINDS[kind]} | {launcher} | {len(found)} | {len(found) - len(bad)} | {late} |")
             print(rows[-1], *bad, sep="\n", flush=True)
     text = (
-        "# Failing on purpose\n\nMade by `make faults`: two ranks at tp 2 train eight steps with validations and checkpoints, and at "
+        "# Failing on purpose\n\nMade by `make faults`: two ranks at tp 2 train eight steps with validations and checkpoints. At "
         f"a random place of a random batch something happens to one of them. Collectives wait {TIMEOUT} s at most. A run counts as "
         "ended well if it ends by itself with a status other than 0, says which rank failed or is missing (and in which collective "
-        "the others waited), and leaves no process and no half checkpoint. After SIGTERM between two steps the run that resumes from the "
+        "the others waited), and leaves no process and no half checkpoint. Behind SIGTERM the run that resumes from the "
         "checkpoint, and the run that torchrun starts again, must end with the weights of an undisturbed one (1e-9).\n\n"
         "| what happens | started by | tried | ended well | longest until the end |\n|---|---|---|---|---|\n"
         + "\n".join(rows)

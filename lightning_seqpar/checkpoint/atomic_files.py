@@ -196,7 +196,9 @@ class WholeFileIO(TorchCheckpointIO):
             if place is not None and zipfile.is_zipfile(place):
                 checkpoint = torch.load(place, mmap=True, weights_only=weights_only, map_location=map_location or "cpu")
             else:
-                checkpoint = super().load_checkpoint(path, weights_only=weights_only, **kwargs)
+                # Lightning would trust what lies behind an address of the web unless it is told not to.
+                careful = True if weights_only is None else weights_only
+                checkpoint = super().load_checkpoint(path, weights_only=careful, **kwargs)
         except pickle.UnpicklingError:
             raise  # its message explains weights_only
         except (EOFError, RuntimeError) as error:

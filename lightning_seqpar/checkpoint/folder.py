@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.serialization import _get_layout
 
 from lightning_seqpar.checkpoint.atomic_files import (
     MARKER,
@@ -361,19 +360,24 @@ class _Index(pickle.Unpickler):
         """
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
             return PurePosixPath  # the index names the folder as it was called on the system that wrote it
-        value = super().find_class(module, name) if "." not in name and module in self._MODULES else None
-        plain = isinstance(value, torch.dtype) or value in (torch.Size, OrderedDict, _get_layout)
-        if plain or (isinstance(value, type) and value.__module__ == module and module != "torch"):
-            return value
+        if (module, name) in _OF_INDEX:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
 
-    _MODULES = (
-        "torch",
-        "torch.serialization",
-        "torch.distributed.checkpoint.metadata",
-        "torch.distributed.checkpoint.filesystem",
-        "collections",
-    )
+
+_OF_INDEX = {
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )),
+}  # fmt: skip
+"""All that an index is made of, beside types of numbers. Other classes of these modules open or empty files when they are made."""
 
 
 class _Reader(FileSystemReader):
@@ -458,6 +462,10 @@ class Folder:
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, length in ends.items():
             file = self.path / name
+            if file.parent != self.path or name in (".", ".."):
+                raise ValueError(
+                    f"{self.path}: its index names {name!r}, which is no file in it; the checkpoint is damaged"
+                )
             size = file.stat().st_size if file.is_file() else None
             if size is None or size < length:
                 what = "is missing" if size is None else f"holds {size} bytes of {length}"

@@ -278,21 +278,38 @@ def inject_sampler(
         vars(divided)["batch_sampler"] = _IndexBatchSamplerWrapper(sampler) if indexed else sampler
     if batches_done is not None:
         each = batches.batch_size if batches is not None and of_samples else 1
-        _make_resumable(divided, replicas, lambda: batches_done() * each)
+        at = _Place(replicas, lambda: batches_done() * each)
+        vars(divided).update(state_dict=at.state_dict, load_state_dict=at.load_state_dict)
     return divided
 
 
-def _make_resumable(loader: DataLoader[Any], sampler: ReplicaSampler, items_done: Callable[[], int]) -> None:
-    """Give a loader the two methods by which Lightning asks loaders where they are, and knows that they can be resumed."""
+class _Place:
+    """The two methods by which Lightning asks a loader where it is, and knows that it can be resumed.
 
-    def state_dict() -> dict[str, Any]:
-        return {PLACE: sampler.place_in_epoch(items_done())}
+    What is pickled of it, with a Trainer, knows no place.
 
-    def load_state_dict(state: Mapping[str, Any]) -> None:
-        if state[PLACE]:
-            sampler.resume(state[PLACE])
+    Args:
+        sampler: which knows from where its order was drawn.
+        items_done: how many of its items are done in this epoch.
+    """
 
-    vars(loader).update(state_dict=state_dict, load_state_dict=load_state_dict)
+    def __init__(self, sampler: ReplicaSampler, items_done: Callable[[], int]) -> None:
+        self._sampler: ReplicaSampler | None = sampler
+        self._items_done: Callable[[], int] | None = items_done
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_sampler": None, "_items_done": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is."""
+        if self._sampler is None or self._items_done is None:
+            return {PLACE: {}}
+        return {PLACE: self._sampler.place_in_epoch(self._items_done())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin there."""
+        if self._sampler is not None and state[PLACE]:
+            self._sampler.resume(state[PLACE])
 
 
 def check_users_sampler(sampler: DistributedSampler[Any], groups: ParallelGroups) -> None:

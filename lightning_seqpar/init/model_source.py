@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 from collections.abc import Callable, Mapping
@@ -159,12 +160,14 @@ def model_from_folder(
         raise ImportError("a Hugging Face folder needs transformers: pip install 'lightning-seqpar[hf]'") from None
     try:
         fields = json.loads(file.read_text())
-        config = transformers.AutoConfig.from_pretrained(folder)
+        # Code in the folder is not run: transformers would ask on the terminal.
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise ValueError(f"{file}: it is no configuration of a model ({str(error).splitlines()[0]})") from None
     named = [getattr(transformers, name, None) for name in fields.get("architectures") or ()]
     architecture: Any = named[0] if named else None
-    make = transformers.AutoModelForCausalLM.from_config if architecture is None else architecture._from_config
+    named_by_type = functools.partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
+    make = named_by_type if architecture is None else architecture._from_config
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     if change is not None:
         change(config)

@@ -18,7 +18,15 @@ import yaml
 from pydantic import Field
 from torch import nn
 
-from lightning_seqpar.config import FrozenModel, nearest
+from lightning_seqpar.config import (
+    FrozenModel,
+    check_yaml,
+    nearest,
+    read_text,
+    shortened,
+    shown,
+    why_unreadable,
+)
 from lightning_seqpar.layout.adapters import plain_modules
 from lightning_seqpar.layout.class_source import class_source
 from lightning_seqpar.layout.module_names import compile_pattern, match_pattern
@@ -36,9 +44,89 @@ rules:
 - {pattern: "norm", style: exit}                                 # the region ends behind it"""
 
 
+MOST_WAYS = 100_000
+"""In how many ways a pattern may be matched against a name."""
+
+
 def parse_yaml(text: str) -> Any:
-    """The data in a YAML text, by libyaml where there is one: the shipped plans are read at every start."""
+    """The data in a YAML text of anybody's.
+
+    Raises:
+        yaml.YAMLError: whatever is wrong with it; also if it is too long, or nested too deeply.
+    """
+    check_yaml(text)
+    try:
+        return _load_yaml(text)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # of a value that its tag does not fit, such as '!!bool x'
+        raise yaml.YAMLError(f"a value in it does not fit its tag ({type(error).__name__}: {error})") from None
+
+
+def _load_yaml(text: str) -> Any:
+    """By libyaml where there is one: the shipped plans are read at every start."""
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def _rules_in(text: str, name: str) -> list[Any]:
+    """The list ``rules`` of a plan in YAML; raises ValueError if there is none, with the plan's ``name``."""
+    try:
+        data = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is not YAML: {shortened(error)}") from None
+    if isinstance(data, Mapping) and isinstance(data.get("plan"), Mapping):
+        raise ValueError(f"{name}: 'rules' stands under 'plan' there; in a plan's own file it stands at the top")
+    if not isinstance(data, Mapping) or not isinstance(data.get("rules"), list):
+        raise ValueError(f"{name}: it must hold a list 'rules', for example\n{EXAMPLE}")
+    return [*data["rules"]]
+
+
+def _read_rule(data: Any) -> Rule:
+    """One rule from plain data or a rule, of which the patterns can be matched; raises ValueError for any other."""
+    if not isinstance(data, Rule) and (why := why_unreadable(data)) is not None:
+        raise ValueError(f"plan rule {shown(data)}: {why}")
+    if isinstance(data, Mapping) and not all(isinstance(key, str) for key in (*data, data.get("style", ""))):
+        raise ValueError(
+            f"plan rule {shown(data)}: options and style must be words, such as {{pattern: layers.*, style: blocks}}"
+        )
+    try:
+        rule = parse_rule(data)
+    except ValueError as error:  # it shows the rule, which may be long, and then what is wrong with it
+        raise ValueError(shortened(error)) from None
+    except Exception as error:  # a value's own, as it is shown
+        raise ValueError(
+            f"plan rule {shown(data)} can't be read ({shortened(error, 300)}); write plain values"
+        ) from None
+    for field in ("pattern", "blocks"):  # the latter of an exit's
+        pattern = getattr(rule, field, None)
+        if pattern is not None and (why := _why_unmatchable(pattern)) is not None:
+            raise ValueError(f"plan rule {shown(data)}: {field}={shown(pattern)}: {why}")
+    return rule
+
+
+def _why_unmatchable(pattern: str) -> str | None:
+    """Why a pattern is not matched: a brace is missing, or the search could take for ever; None if it can be.
+
+    Ways to match a name are counted for the worst name: each of a brace's alternatives is one, and a ``*`` in front of more text
+    is ten.
+    """
+    groups = [(0, 1)]  # around, and in each open brace: ways of the complete alternatives, and of the current one
+    for at, char in enumerate(pattern):
+        done, current = groups[-1]
+        if char == "{":
+            groups.append((0, 1))
+        elif char == "," and len(groups) > 1:
+            groups[-1] = (done + current, 1)
+        elif char == "}":
+            groups.pop()
+            if not groups:
+                return "a brace is closed that is not open; write alternatives as '{a,b}'"
+            groups[-1] = (groups[-1][0], groups[-1][1] * (done + current))
+        elif char == "*" and pattern[at + 1 : at + 2] not in ("", "."):
+            groups[-1] = (done, current * 10)
+        if len(groups) > 10 or groups[-1][1] > MOST_WAYS:
+            return "it can be matched in too many ways; write fewer '*' and '{a,b}' in it, or several rules"
+    return None if len(groups) == 1 else "a brace is not closed; write alternatives as '{a,b}'"
 
 
 @dataclass(frozen=True)
@@ -57,8 +145,18 @@ class ShardingPlan:
 
     @classmethod
     def from_rules(cls, rules: Iterable[Any], *, prefix: str = "", source: str = "plan") -> ShardingPlan:
-        """From plain data or :class:`Rule` objects."""
-        return cls(tuple(parse_rule(rule) for rule in rules), prefix, source)
+        """From plain data or :class:`Rule` objects.
+
+        Raises:
+            ValueError: for what is no rule, or has a wrong option; the message shows the rule.
+        """
+        try:
+            listed = None if isinstance(rules, str | Mapping) else iter(rules)
+        except TypeError:
+            listed = None
+        if listed is None:
+            raise ValueError(f"rules={shown(rules)}: write a list of rules, each {{pattern: ..., style: ...}}")
+        return cls(tuple(_read_rule(rule) for rule in listed), prefix, source)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> ShardingPlan:
@@ -67,27 +165,20 @@ class ShardingPlan:
         Raises:
             ValueError: if the file is missing or holds no list of rules.
         """
-        file = Path(path)
-        if not file.is_file():
-            raise ValueError(
-                f"plan {str(path)!r}: no such file; give a YAML file, a family ({', '.join(families())}) or 'auto'"
-            )
-        try:
-            data = parse_yaml(file.read_text())
-        except yaml.YAMLError as error:
-            raise ValueError(f"plan {str(path)!r} is not YAML: {error}") from None
-        if isinstance(data, Mapping) and isinstance(data.get("plan"), Mapping):
-            raise ValueError(
-                f"plan {str(path)!r}: 'rules' stands under 'plan' there; in a plan's own file it stands at the top"
-            )
-        if not isinstance(data, Mapping) or not isinstance(data.get("rules"), list):
-            raise ValueError(f"plan {str(path)!r}: it must hold a list 'rules', for example\n{EXAMPLE}")
-        return cls.from_rules(data["rules"], source=str(path))
+        name = f"plan {shown(str(path))}"
+        text = read_text(path, name)
+        if text is None:
+            raise ValueError(f"{name}: no such file; give a YAML file, a family ({', '.join(families())}) or 'auto'")
+        return cls.from_rules(_rules_in(text, name), source=str(path))
 
     @classmethod
     def from_yaml_text(cls, text: str, *, source: str = "inferred") -> ShardingPlan:
-        """From what :meth:`to_yaml` wrote."""
-        return cls.from_rules(parse_yaml(text)["rules"], source=source)
+        """From what :meth:`to_yaml` wrote.
+
+        Raises:
+            ValueError: if it holds no list of rules.
+        """
+        return cls.from_rules(_rules_in(text, "the plan"), source=source)
 
     def without_sp(self) -> ShardingPlan:
         """The same with whole sequences in every stack of blocks."""
@@ -104,7 +195,7 @@ class ShardingPlan:
             ).strip()
             for rule in self.rules
         ]
-        return "rules:\n" + "".join(f"- {line}\n" for line in lines)
+        return "rules:\n" + "".join(f"- {line}\n" for line in lines) if lines else "rules: []\n"
 
     def full(self, pattern: str) -> str:
         """A pattern with the prefix."""
@@ -124,7 +215,7 @@ class ShardingPlan:
             if not hits:
                 near = nearest(pattern, [name for name in names.of[target] if name], 5)
                 raise ValueError(
-                    f"plan pattern {pattern!r} (style {rule.style}) matches no {target.value}; near names: {near}"
+                    f"plan pattern {shown(pattern)} (style {rule.style}) matches no {target.value}; near names: {near}"
                 )
             found += [Match(name, rule, self.source, target is not Target.MODULES) for name in hits]
         return found
@@ -229,7 +320,7 @@ def load_families() -> tuple[Family, ...]:
     """All shipped families, by name."""
     folder = resources.files("lightning_seqpar.plan") / Family.FOLDER
     files = sorted((item for item in folder.iterdir() if item.name.endswith(".yaml")), key=lambda item: item.name)
-    return tuple(Family(**parse_yaml(item.read_text())) for item in files)
+    return tuple(Family(**_load_yaml(item.read_text())) for item in files)
 
 
 def families() -> list[str]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -40,13 +38,13 @@ class Ending:
         return self._asking is not None
 
     def begin(
-        self, trainer: Trainer, ask: Callable[[int, int], tuple[int, int]], agreed: Callable[[int], None]
+        self, trainer: Trainer, ask: Callable[[Sequence[bool]], list[bool]], agreed: Callable[[int], None]
     ) -> None:
         """Let the training that begins ask between its steps, in the place of Lightning's broadcast of rank 0's flag.
 
         Args:
             trainer: the Trainer.
-            ask: gives the largest of these two numbers on all ranks. Collective.
+            ask: says which of some flags are set on any rank. Collective.
             agreed: is called with the signal on every rank, in front of the save and the end.
         """
         self._signum = self._requeue = 0
@@ -97,18 +95,17 @@ class Ending:
         """
         trainer = self._asking
         assert trainer is not None
-        signum, requeue = self._ask(self._signum, self._requeue)
-        if requeue and not self._requeued:
+        ends, requeues = self._ask([self._signum > 0, self._requeue > 0])
+        if requeues and not self._requeued:
             self._requeued = True  # SLURM may send it several times
-            trainer._signal_connector._slurm_sigusr_handler_fn(requeue, None)  # type: ignore[arg-type]
-        if signum:
+            trainer._signal_connector._slurm_sigusr_handler_fn(self._requeue, None)  # type: ignore[arg-type]
+        if ends:
+            signum = signal.SIGTERM
             self.together = True
             self._agreed(signum)
             if not self._requeued:
                 save_before_end(trainer)
-            rank_zero_info(
-                f"lightning_seqpar: the training ends at step {trainer.global_step}: {signal.Signals(signum).name}"
-            )
+            rank_zero_info(f"lightning_seqpar: the training ends at step {trainer.global_step}: {signum.name}")
             raise SIGTERMException(128 + signum)
 
 
@@ -119,12 +116,12 @@ def save_before_end(trainer: Trainer) -> Path | None:
         trainer: the Trainer; with checkpoints switched off, nothing is saved.
 
     Returns:
-        the path; None if nothing is saved, or this step's checkpoint is there already.
+        the path; None if nothing is saved here, or this step's checkpoint is there already.
     """
     callback = next((one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), None)
     if callback is None or callback.dirpath is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
-    if callback._last_global_step_saved == trainer.global_step:
+    if callback._last_global_step_saved == trainer.global_step or callback.save_on_exception:  # which the end is
         return None
     if callback.save_last:
         callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
@@ -133,20 +130,3 @@ def save_before_end(trainer: Trainer) -> Path | None:
     trainer.save_checkpoint(path)
     rank_zero_info(f"lightning_seqpar: saved {path}")
     return path
-
-
-def max_over_ranks(group: dist.ProcessGroup, device: torch.device) -> Callable[[int, int], tuple[int, int]]:
-    """A function that gives the largest of two numbers on all ranks of a group; its calls are collective.
-
-    Args:
-        group: the ranks.
-        device: where the numbers go: the host's, if the group has a backend for it, so that nobody waits for a device.
-    """
-
-    def largest(first: int, second: int) -> tuple[int, int]:
-        numbers = torch.tensor([first, second], device=device)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-        one, other = numbers.tolist()
-        return one, other
-
-    return largest

@@ -35,6 +35,7 @@ from lightning_seqpar.distributed.collectives import gather_from_sequence_parall
 from lightning_seqpar.distributed.host import default_backend, host_device
 from lightning_seqpar.distributed.phases import Phases
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_start
+from lightning_seqpar.distributed.rendezvous import keep_gloo_local, serve_store
 from lightning_seqpar.nn.sharded_logits import whole_logits
 from lightning_seqpar.pipeline.link import count_channels
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
@@ -228,6 +229,7 @@ class TopologyStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         first = not _distributed_is_initialized()
         try:
+            served = self._serve_store() if first else None
             _init_dist_connection(
                 self.cluster_environment,
                 backend,
@@ -242,6 +244,7 @@ class TopologyStrategy(ParallelStrategy):
                 f"{self.config.timeout.total_seconds():.0f} s: {error}. See that every node runs, with the same "
                 "MASTER_ADDR and MASTER_PORT, devices and num_nodes"
             ) from error
+        del served  # the group is connected to it
         if first and backend != "nccl":
             # Lightning does this for nccl. gloo's threads, too, should end before the interpreter does.
             atexit.register(_destroy_dist_connection)
@@ -254,6 +257,20 @@ class TopologyStrategy(ParallelStrategy):
                 "of a script, or one script for each size"
             )
         check_agreement(describe_start(self.config, VERSION), world, self.root_device)
+
+    def _serve_store(self) -> object:
+        """Listen where the other ranks look for this one, and not on every interface of the node.
+
+        Returns:
+            What serves the store, on the first rank, unless torchrun does.
+        """
+        assert self.cluster_environment is not None
+        address, port = self.cluster_environment.main_address, self.cluster_environment.main_port
+        one_node = self.num_nodes == 1
+        keep_gloo_local(address, one_node=one_node)
+        if self.global_rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return None
+        return serve_store(address, port, self.config.timeout, one_node=one_node)
 
     def _store_of_attempt(self) -> dict[str, Any]:
         """The store of an attempt by torchrun that is not the first: it is the first one's, with the addresses of dead processes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import signal
 import time
@@ -11,10 +12,10 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.distributed.host import host_device
+from lightning_seqpar.distributed.host import any_rank_has
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_optimizer
 from lightning_seqpar.parallel.sharded_model import record_of
-from lightning_seqpar.strategy.ending import Ending, max_over_ranks
+from lightning_seqpar.strategy.ending import Ending
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.metrics import share_losses_of_finders
 from lightning_seqpar.strategy.steps import SteppingStrategy, plain_optimizer
@@ -48,7 +49,7 @@ class LoopStrategy(SteppingStrategy):
         self._on_loop_start()
         if self._world.size() > 1 and isinstance(self.launcher, SeqParallelLauncher):
             self._ending.take_requeue_signal(self._trainer)
-            ask = max_over_ranks(self._world, host_device(self._world, self.root_device))
+            ask = functools.partial(any_rank_has, group=self._world, device=self.root_device)
             self._ending.begin(self._trainer, ask, self.launcher.expect_end)
         if self._stage is not None:
             self._let_stages_run_ahead()

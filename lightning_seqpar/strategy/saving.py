@@ -156,9 +156,9 @@ class SavingStrategy(LoopStrategy):
         """Send an object of rank ``src`` to every rank of the world, and return it; this rank's own if they are apart."""
         return obj if self._is_apart else super().broadcast(obj, src)
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce a tensor over the replicas; it stays as it is if the ranks are apart."""
-        return tensor if self._is_apart else super().reduce(tensor, group, reduce_op)
+        return tensor if self._is_apart else super().reduce(tensor, *args, **kwargs)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether ``decision`` is true on all ranks of the world, or on any; this rank's own if they are apart."""

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from lightning_seqpar.distributed.rendezvous import loopback_only
+
 _WAITED = "waited for the failed rank"
 
 
@@ -129,6 +131,7 @@ def run_distributed(
     """
     with tempfile.TemporaryDirectory() as folder:
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+        env |= loopback_only()
         return _run(fn, world_size, str(Path(folder, "store")), env, timeout, args, kwargs)
 
 

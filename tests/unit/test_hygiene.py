@@ -138,8 +138,8 @@ def test_no_module_level_state_and_no_group_fallback(path):
 def test_public_names_are_pinned():
     assert sorted(lightning_seqpar.__all__) == [
         "CheckpointConfig", "Description", "ModelLayout", "ParallelConfig", "ParallelGroups", "ParamLayout", "PlanSpec",
-        "ProcessTopology", "SeqParallelStrategy", "ShardingPlan", "Verification", "describe", "grad_norm", "unshard",
-        "verify_parity", "weights_from",
+        "ProcessTopology", "SeqParallelMonitor", "SeqParallelStrategy", "ShardingPlan", "Verification", "describe", "grad_norm",
+        "unshard", "verify_parity", "weights_from",
     ]  # fmt: skip
     assert all(hasattr(lightning_seqpar, name) for name in lightning_seqpar.__all__)
 

@@ -1,0 +1,366 @@
+"""What a run says of itself while it trains: a callback that logs speed, traffic, memory and the norm of the gradient."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_seqpar.data.batch import tensors_in
+from lightning_seqpar.distributed.counters import Traffic
+from lightning_seqpar.distributed.host import LateNumbers, host_device, send_numbers
+from lightning_seqpar.distributed.rank_consistency import check_agreement
+from lightning_seqpar.strategy.steps import plain_optimizer
+from lightning_seqpar.strategy.strategy import SeqParallelStrategy
+
+
+class SeqParallelMonitor(Callback):
+    """Logs what a training costs to every logger of the Trainer, under a ``SeqParallelStrategy`` or any other strategy.
+
+    ``Trainer(logger=CSVLogger("runs"), callbacks=[SeqParallelMonitor()])``. Behind each ``every_n_steps``-th step, under the
+    number that Lightning's own logs have there:
+
+    - ``seqpar/tokens_per_second``, ``seqpar/samples_per_second``: of all replicas together, since the last time. Tokens are the
+      elements of a batch's largest tensor of integers ``[b, s]``, padding among them, or ``b * s`` of its first tensor with two
+      dims or more; what a batch has not is not logged.
+    - ``seqpar/step_seconds``: seconds of an optimizer step, in the mean since the last time, with the loader's time and that of
+      checkpoints, without validations.
+    - ``seqpar/bytes_sent_per_step``: bytes of the tensors that rank 0 gave to collectives in this step, as
+      :class:`~lightning_seqpar.measure.Traffic` counts them. Steps that are not logged aren't slowed down by counting.
+    - ``seqpar/memory_gib_max``, ``seqpar/memory_gib_min``: over the ranks. On CUDA the most that tensors took; elsewhere
+      the resident memory of the process.
+    - ``seqpar/grad_norm``: the norm of the whole model's gradient before it is clipped, of the parameters of the optimizer that
+      made the last step. Only under this package's strategy, DDP and on one process: elsewhere gradients may be in parts.
+
+    No step waits for the device: what a step leaves is read a step later. In steps that are logged the ranks exchange three numbers
+    each, and those of the norm; in others nothing.
+
+    Args:
+        every_n_steps: after how many optimizer steps to log; none for the Trainer's ``log_every_n_steps``.
+
+    Raises:
+        ValueError: if ``every_n_steps`` is less than 1, and before a training if the Trainer has no logger.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"SeqParallelMonitor(every_n_steps={every_n_steps}): give 1 or more, or None")
+        self.every_n_steps = every_n_steps
+        self._run: _Run | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied or pickled: nothing of a run under way."""
+        return {"every_n_steps": self.every_n_steps, "_run": None}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a training that has no logger."""
+        if stage == "fit" and not trainer.loggers:
+            raise ValueError(
+                "SeqParallelMonitor with Trainer(logger=False): there is nothing to log to; give the Trainer a logger, or leave "
+                "the callback out"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to measure, once all ranks have said that they will log the same steps. Collective."""
+        every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps  # type: ignore[attr-defined]
+        self._run = _Run(trainer, every)
+        self._run.agree()
+        # Not a method of the class: the strategy compares gradients in every step where callbacks may change them behind the
+        # backward, and this one only reads them.
+        vars(self)["on_before_optimizer_step"] = self._run.note_gradients
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Count what is in the batch, and begin to count what is sent if its step is logged."""
+        if self._run is not None:
+            self._run.begin_batch(batch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log what an earlier step has left, and take what this one leaves."""
+        if self._run is not None:
+            self._run.end_batch()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock."""
+        if self._run is not None:
+            self._run.clock.stop()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the clock go on."""
+        if self._run is not None:
+            self._run.clock.start()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop counting where a batch began but was skipped (a hook of the module may return -1 to end the epoch)."""
+        if self._run is not None:
+            self._run.leave_batch()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what the last step has left."""
+        if self._run is not None:
+            self._run.log_late()
+        self._leave()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop measuring: later work of this thread must not be counted."""
+        self._leave()
+
+    def _leave(self) -> None:
+        """Nothing is measured any more."""
+        run, self._run = self._run, None
+        vars(self).pop("on_before_optimizer_step", None)
+        if run is not None:
+            run.leave_batch()
+
+
+class _Left(NamedTuple):
+    """What a logged step has left, to be read later.
+
+    Attributes:
+        step: its number.
+        steps: how many steps it closes since the last one that was logged.
+        seconds: that they took.
+        counted: by each rank in them: tokens, samples, bytes of memory.
+        sent: bytes that this rank gave to collectives in this step.
+        norm: of the gradient; None where there is none.
+    """
+
+    step: int
+    steps: int
+    seconds: Callable[[], float]
+    counted: Callable[[], list[list[float]]]
+    sent: int
+    norm: LateNumbers | None
+
+
+class _Run:
+    """One training that is measured.
+
+    Args:
+        trainer: which trains.
+        every: after how many optimizer steps to log; 0 for never.
+
+    Attributes:
+        clock: of the training.
+    """
+
+    def __init__(self, trainer: Trainer, every: int) -> None:
+        self._trainer, self._every = trainer, every
+        self._device = trainer.strategy.root_device
+        self._group = _group_of(trainer)
+        # Ranks of a replica read the same batches.
+        sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": trainer.world_size}
+        self._replicas = int(sampling["num_replicas"])
+        self._tokens = self._samples = self._steps = 0  # since what was logged last
+        self._of_batch = (0, 0)  # tokens and samples of the batch that is under way
+        self._traffic: Traffic | None = None  # of a step that is logged
+        self._counts_traffic = False
+        self._own_bytes = 0  # what of it the norm took
+        self._norm: LateNumbers | None = None
+        self._left: _Left | None = None
+        self.clock = _Clock(self._device)
+        self.clock.start()
+
+    def agree(self) -> None:
+        """Compare over the ranks which steps are logged. Collective.
+
+        Raises:
+            ValueError: if they are not the same.
+        """
+        if self._group is not None:
+            check_agreement({"every_n_steps of SeqParallelMonitor": self._every}, self._group, self._device)
+
+    @property
+    def _step(self) -> int:
+        """The number under which Lightning logs the step that is under way."""
+        return self._trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    @property
+    def _is_logged(self) -> bool:
+        """Whether the step that is under way is to be logged."""
+        return self._every > 0 and (self._step + 1) % self._every == 0
+
+    def begin_batch(self, batch: Any) -> None:
+        """A batch begins."""
+        self._of_batch = _count(batch)
+        if self._is_logged:
+            self._traffic = self._traffic or Traffic()
+            self._traffic.__enter__()  # type: ignore[no-untyped-call]
+            self._counts_traffic = True
+
+    def leave_batch(self) -> None:
+        """Stop counting what is sent: the batch is over, or does not come to its end."""
+        if self._counts_traffic and self._traffic is not None:
+            self._traffic.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._counts_traffic = False
+
+    def note_gradients(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """The gradients are whole, as a hook ``on_before_optimizer_step`` finds them. Collective in steps that are logged."""
+        if not self._is_logged:
+            return
+        before = 0 if self._traffic is None else self._traffic.total_bytes
+        norm = _norm_before_step(trainer, optimizer)
+        self._norm = None if norm is None else LateNumbers(norm.view(1))
+        self._own_bytes += 0 if self._traffic is None else self._traffic.total_bytes - before
+
+    def end_batch(self) -> None:
+        """A batch has ended, and with it a step unless more batches are accumulated. Collective in steps that are logged."""
+        self.leave_batch()
+        self.log_late()
+        self._tokens += self._of_batch[0]
+        self._samples += self._of_batch[1]
+        self._of_batch = (0, 0)
+        if self._trainer.fit_loop._should_accumulate():
+            return
+        self._steps += 1
+        if self._is_logged:
+            sent = 0 if self._traffic is None else self._traffic.total_bytes - self._own_bytes
+            counted = self._gather([self._tokens, self._samples, _memory(self._device)])
+            self._left = _Left(self._step, self._steps, self.clock.take(), counted, sent, self._norm)
+            self._tokens = self._samples = self._steps = self._own_bytes = 0
+            self._traffic = self._norm = None
+
+    def _gather(self, own: list[int]) -> Callable[[], list[list[float]]]:
+        """Let every rank have the numbers of all of them; what is returned reads them. Collective, and waits for nobody."""
+        if self._group is None:
+            return lambda: [[float(number) for number in own]]
+        device = host_device(self._group, self._device)
+        given = send_numbers(own, torch.float64, device).unsqueeze(0)
+        every = given.new_empty(self._group.size(), len(own))
+        work = dist.all_gather_into_tensor(every, given, group=self._group, async_op=True)
+        if device.type == "cuda":
+            work.wait()  # the stream does, and the host goes on
+            return LateNumbers(every).read
+
+        def read() -> list[list[float]]:
+            work.wait()
+            return LateNumbers(every).read()
+
+        return read
+
+    def log_late(self) -> None:
+        """Log what an earlier step has left."""
+        left, self._left = self._left, None
+        if left is None:
+            return
+        rows = left.counted()
+        tokens, samples, _ = (sum(column) * self._replicas / len(rows) for column in zip(*rows, strict=True))
+        seconds = left.seconds()
+        metrics = {
+            **({"seqpar/tokens_per_second": tokens / seconds} if tokens else {}),
+            **({"seqpar/samples_per_second": samples / seconds} if samples else {}),
+            "seqpar/step_seconds": seconds / left.steps,
+            "seqpar/bytes_sent_per_step": float(left.sent),
+            "seqpar/memory_gib_max": max(memory for *_, memory in rows) / 2**30,
+            "seqpar/memory_gib_min": min(memory for *_, memory in rows) / 2**30,
+        }
+        if left.norm is not None:
+            (metrics["seqpar/grad_norm"],) = left.norm.read()
+        for logger in self._trainer.loggers:
+            logger.log_metrics(metrics, step=left.step)
+
+
+class _Clock:
+    """Time that goes by where the steps run: on a CUDA device between marks in its stream, so that the host does not wait.
+
+    Args:
+        device: on which they run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._began: Any = None  # None while it stands still
+        self._spans: list[tuple[Any, Any]] = []
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        """Go on."""
+        if self._began is None:
+            self._began = self._mark()
+
+    def stop(self) -> None:
+        """Stand still."""
+        if self._began is not None:
+            self._spans.append((self._began, self._mark()))
+            self._began = None
+
+    def take(self) -> Callable[[], float]:
+        """Begin anew; what is returned reads the seconds that have gone by so far."""
+        self.stop()
+        self.start()
+        spans, self._spans = self._spans, []
+        return lambda: sum(_seconds(*span) for span in spans)
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    """Seconds between two marks of a clock."""
+    if isinstance(end, float):
+        return end - float(begin)
+    end.synchronize()  # read a step later, it has long been passed
+    return float(begin.elapsed_time(end)) / 1000
+
+
+def _group_of(trainer: Trainer) -> ProcessGroup | None:
+    """All ranks that train together; None if there is one, or they are not processes of ``torch.distributed``."""
+    if isinstance(trainer.strategy, SeqParallelStrategy):
+        groups = trainer.strategy.groups
+        return groups[tuple(sorted(groups.topology.axes))]
+    return dist.group.WORLD if trainer.world_size > 1 and dist.is_initialized() else None
+
+
+def _count(batch: Any) -> tuple[int, int]:
+    """How many tokens and samples are in a batch: 0 where that can't be told."""
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim and not tensor.is_nested]
+    ids = [x for x in tensors if x.ndim == 2 and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)]
+    wide = [x for x in tensors if x.ndim >= 2]
+    if ids or wide:
+        found = max(ids, key=Tensor.numel) if ids else wide[0]
+        return found.shape[0] * found.shape[1], found.shape[0]
+    return 0, tensors[0].shape[0] if tensors else 0
+
+
+@torch.no_grad()
+def _norm_before_step(trainer: Trainer, optimizer: Any) -> Tensor | None:
+    """The norm of the whole model's gradient of an optimizer's parameters; None where it may be in parts. Collective."""
+    plain = plain_optimizer(optimizer)
+    parameters = [parameter for group in plain.param_groups for parameter in group["params"]]
+    strategy = trainer.strategy
+    if isinstance(strategy, SeqParallelStrategy):
+        norm = strategy.global_norm(parameters)
+    elif isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    else:
+        return None
+    scale = getattr(getattr(trainer.precision_plugin, "scaler", None), "_scale", None)
+    # Fused optimizers take the scale off themselves, in the step.
+    return norm / scale if scale is not None and getattr(plain, "_step_supports_amp_scaling", False) else norm
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes: on CUDA the most that tensors took at any time; else what the process has in memory, or had if only that is known."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        (kilobytes,) = (line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
+        return int(kilobytes) * 1024
+    import resource  # not on every system
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,341 @@
+"""The callback that logs speed, traffic, memory and the gradient's norm: its numbers, what they cost, and when they come."""
+
+from __future__ import annotations
+
+import csv
+import pickle
+import time
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_seqpar import SeqParallelMonitor, SeqParallelStrategy
+from lightning_seqpar.distributed.autograd import dispatch_modes
+from lightning_seqpar.measure import StepMeter
+from lightning_seqpar.testing import run_distributed
+from tests.helpers import models
+from tests.helpers.fit import class_named, quiet_trainer
+from tests.helpers.host_waits import WaitsOfSteps
+
+NAMES = {f"seqpar/{name}" for name in (
+    "tokens_per_second", "samples_per_second", "step_seconds", "bytes_sent_per_step", "memory_gib_max", "memory_gib_min",
+    "grad_norm",
+)}  # fmt: skip
+LENGTH = 10
+
+
+class Rows(Logger):
+    """Keeps what is logged by its step; ``came`` has how many batches had begun when it came."""
+
+    name, version = "rows", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[int, dict[str, float]] = {}
+        self.came: dict[int, int] = {}
+        self.begun = 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        assert step not in self.rows
+        self.rows[step], self.came[step] = metrics, self.begun
+
+
+class Begins(Callback):
+    """Tells the rows of each batch that begins."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.logger.begun += 1
+
+
+def logged(
+    strategy: Any,
+    model: str = "GPT",
+    given: dict[str, Any] | None = None,
+    *,
+    every: int = 2,
+    batch: int = 8,
+    **options: Any,
+) -> Rows:
+    """Train with a monitor; what it logged."""
+    rows = Rows()
+    ours = isinstance(strategy, dict)
+    trainer = quiet_trainer(
+        devices=dist.get_world_size() if dist.is_initialized() else 1,
+        strategy=SeqParallelStrategy(self_check=False, **strategy) if ours else strategy,
+        callbacks=[SeqParallelMonitor(every), Begins()],
+        **{"max_steps": 4, "gradient_clip_val": 0.1, "logger": rows, **options},
+    )
+    trainer.fit(class_named(model)(**(given or {})), models.loader(batch, length=LENGTH, count=192))
+    return rows
+
+
+def norms(rows: Rows) -> list[float]:
+    return [row["seqpar/grad_norm"] for row in rows.rows.values()]
+
+
+def counted(rows: Rows, what: str) -> list[float]:
+    """How many tokens or samples a step had, of the rate and the time of a step."""
+    return [row[f"seqpar/{what}_per_second"] * row["seqpar/step_seconds"] for row in rows.rows.values()]
+
+
+TWO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tp": ({"tp": 2}, {}),
+    "cp": ({"cp": 2}, {}),
+    "pp": ({"pp": 2}, {"batch": 4, "accumulate_grad_batches": 2}),
+    "virtual pp": ({"pp": 2, "virtual_pp": 2}, {"batch": 4, "accumulate_grad_batches": 2}),
+    "dp": ({}, {"batch": 2, "accumulate_grad_batches": 2}),
+}
+FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dp x tp": ({"tp": 2}, {"batch": 4}),
+    "fsdp x tp": ({"tp": 2, "data_parallel": "fsdp"}, {"batch": 4}),
+}
+
+
+def logged_in_turn(cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Rows]:
+    return {name: logged(strategy, given={"layers": 4}, **more) for name, (strategy, more) in cases.items()}
+
+
+@pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)])
+def test_numbers_are_those_of_one_process(world, cases):
+    expected = norms(logged("auto", given={"layers": 4}))
+    assert len(expected) == 2
+    assert min(expected) > 0.2, "before it is clipped to 0.1"
+    first, *others = run_distributed(logged_in_turn, world, cases)
+    for name, rows in first.items():
+        assert list(rows.rows) == [1, 3], name  # as Lightning numbers steps
+        assert norms(rows) == pytest.approx(expected, rel=1e-9), name
+        assert counted(rows, "samples") == pytest.approx([8, 8], rel=1e-12), name
+        assert counted(rows, "tokens") == pytest.approx([8 * LENGTH] * 2, rel=1e-12), name
+        for row in rows.rows.values():
+            assert row.keys() == NAMES, name
+            assert 0 < row["seqpar/memory_gib_min"] <= row["seqpar/memory_gib_max"] < 64, name
+            assert row["seqpar/bytes_sent_per_step"] > 0, name
+    for other in others:
+        assert all(rows.rows == {} for rows in other.values()), "rank 0 alone logs"
+
+
+def measured(every: int | None, at: int) -> tuple[dict[str, int], int, Rows]:
+    """The collectives of batch ``at`` with a monitor that logs so often, or without one; their bytes; and what was logged."""
+    rows, meter = Rows(), StepMeter(batch=at)
+    monitors = [] if every is None else [SeqParallelMonitor(every)]
+    trainer = quiet_trainer(
+        devices=2,
+        strategy=SeqParallelStrategy(tp=2, self_check=False),
+        max_steps=at + 3,
+        logger=rows,
+        callbacks=[meter, Begins(), *monitors],
+    )
+    trainer.fit(models.GPT(), models.loader(2, count=192))
+    return meter.calls, sum(meter.bytes.values()), rows
+
+
+def measured_in_turn() -> tuple[Any, ...]:
+    waits = WaitsOfSteps()
+    trainer = quiet_trainer(
+        devices=2,
+        strategy=SeqParallelStrategy(tp=2, self_check=False),
+        max_steps=20,
+        logger=Rows(),
+        callbacks=[waits, Begins(), SeqParallelMonitor(2)],
+    )
+    trainer.fit(models.GPT(), models.loader(2, count=192))
+    return measured(None, 17), measured(4, 17), measured(6, 17), (waits.waits.found, trainer.logger.came)
+
+
+def test_what_it_costs_and_when_it_logs():
+    """At steps that are not logged the ranks exchange nothing more; at those that are, what it exchanges itself is not counted."""
+    (calls, sent, _), (beside, _, _), (_, _, rows), (waits, came) = run_distributed(measured_in_turn, 2)[0]
+    assert beside == calls
+    assert rows.rows[17]["seqpar/bytes_sent_per_step"] == sent > 0
+    assert [found for found in waits if "monitor.py" in found] == []
+    assert came == {**{step: step + 2 for step in range(1, 18, 2)}, 19: 20}, "a step later, and the last at the end"
+
+
+def test_other_strategies():
+    alone = logged("auto", batch=4)
+    beside = run_distributed(logged, 2, "ddp", batch=4, use_distributed_sampler=False)[0]  # both ranks read the same
+    assert norms(beside) == pytest.approx(norms(alone), rel=1e-9)
+    for rows, replicas in ((alone, 1), (beside, 2)):
+        assert [row.keys() for row in rows.rows.values()] == [NAMES] * 2
+        assert counted(rows, "samples") == pytest.approx([4 * replicas] * 2, rel=1e-12)
+        assert counted(rows, "tokens") == pytest.approx([4 * replicas * LENGTH] * 2, rel=1e-12)
+    # Once for every replica, as DDP reduces them.
+    parameters = sum(p.numel() for p in models.GPT().parameters())
+    assert [row["seqpar/bytes_sent_per_step"] for row in alone.rows.values()] == [0, 0]
+    assert beside.rows[3]["seqpar/bytes_sent_per_step"] == 8 * parameters
+
+
+def test_manual_optimization():
+    given = {"model": "ManualTwo", "given": {"style": "leak"}, "gradient_clip_val": None}
+    expected = logged("auto", **given)
+    rows = run_distributed(logged, 2, {"tp": 2}, **given)[0]
+    assert norms(rows) == pytest.approx(norms(expected), rel=1e-9)
+    assert list(rows.rows) == [1]  # Lightning counts four steps of two optimizers each in two batches
+
+
+class Small(L.LightningModule):
+    """A linear that reads no batch; ``at`` is the batch at which ``what`` happens."""
+
+    def __init__(self, what: str = "", at: int = -1, fused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 1)
+        self.what, self.at, self.fused = what, at, fused
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.what == "skip" and batch_idx == self.at else None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.what == "raise" and batch_idx == self.at:
+            raise ZeroDivisionError
+        return self.layer(torch.ones(1, 4, device=self.device)).square().sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.logger.seconds += 1000  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=self.fused)
+
+
+def fit_small(
+    module: Small, batches: list[Any], *callbacks: Callback, every: int | None = 1, rows: Any = None, **options: Any
+) -> Any:
+    data = DataLoader(batches, batch_size=None)
+    trainer = quiet_trainer(
+        devices=1,
+        max_epochs=1,
+        logger=rows or Rows(),
+        callbacks=[SeqParallelMonitor(every), Begins(), *callbacks] if rows is None else [SeqParallelMonitor(every)],
+        **options,
+    )
+    trainer.fit(module, data)
+    return trainer.logger
+
+
+IDS, MASK, WIDE = torch.zeros(2, 5, dtype=torch.int32), torch.ones(2, 9, dtype=torch.bool), torch.zeros(3, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "samples"),
+    [
+        ({"x": WIDE, "few": IDS[:, :3], "mask": MASK, "ids": IDS}, 10, 2),
+        ([MASK[0], WIDE], 12, 3),
+        (torch.zeros(7), None, 7),
+        ({"text": "no tensor"}, None, None),
+    ],
+)
+def test_what_counts_as_a_token(batch, tokens, samples):
+    rows = fit_small(Small(), [batch] * 2)
+    for what, count in (("tokens", tokens), ("samples", samples)):
+        if count is None:
+            assert all(f"seqpar/{what}_per_second" not in row for row in rows.rows.values())
+        else:
+            assert counted(rows, what) == pytest.approx([count] * 2, rel=1e-12)
+
+
+def test_batches_of_all_steps_since_the_last_time_count():
+    batches = [torch.zeros(1, size) for size in (1, 2, 3, 4, 5, 6, 7)]
+    rows = fit_small(Small(), batches, every=2, accumulate_grad_batches=2)
+    assert list(rows.rows) == [1, 3]
+    assert counted(rows, "tokens") == pytest.approx([10 / 2, 18 / 2], rel=1e-12)  # the last step has one batch
+
+
+def test_validations_take_no_time(monkeypatch):
+    rows = Rows()
+    rows.seconds = 0.0
+
+    def clock() -> float:
+        rows.seconds += 1e-3
+        return rows.seconds
+
+    monkeypatch.setattr(time, "perf_counter", clock)
+    trainer = quiet_trainer(
+        devices=1, max_epochs=2, val_check_interval=1, logger=rows, callbacks=[SeqParallelMonitor(1)]
+    )
+    trainer.fit(Small(), DataLoader([IDS] * 2, batch_size=None), DataLoader([IDS], batch_size=None))
+    assert rows.seconds > 4000
+    assert len(rows.rows) == 4
+    assert all(0 < row["seqpar/step_seconds"] < 1 for row in rows.rows.values())
+
+
+def test_columns_of_a_csv_file(tmp_path):
+    fit_small(Small(), [IDS] * 7, every=None, log_every_n_steps=3, rows=CSVLogger(tmp_path, name="", version=""))
+    with (tmp_path / "metrics.csv").open() as file:
+        written = list(csv.DictReader(file))
+    assert {*written[0]} == NAMES | {"step"}
+    assert [row["step"] for row in written] == ["2", "5"]
+    assert all(float(value) >= 0 for row in written for value in row.values())
+
+
+def test_gradients_that_a_fused_optimizer_unscales():
+    expected = norms(fit_small(Small(), [IDS] * 2))
+    assert expected[0] > 0
+    for fused in (False, True):
+        scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+        rows = fit_small(Small(fused=fused), [IDS] * 2, precision=None, plugins=[scaled])
+        assert norms(rows) == pytest.approx(expected, rel=1e-2), f"fused={fused}"
+
+
+class Pickles(Callback):
+    """Pickles the monitor while it measures, and keeps what comes out."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.copy = pickle.loads(pickle.dumps(trainer.callbacks[0]))
+
+
+def test_copies_measure_anew():
+    pickles = Pickles()
+    fit_small(Small(), [IDS] * 2, pickles, every=2)
+    rows = Rows()
+    quiet_trainer(devices=1, max_steps=2, logger=rows, callbacks=[pickles.copy]).fit(
+        Small(), DataLoader([IDS] * 2, batch_size=None)
+    )
+    assert list(rows.rows) == [1]
+
+
+@pytest.mark.parametrize("what", ["raise", "skip"])
+def test_counting_stops_however_a_batch_ends(what):
+    monitor = SeqParallelMonitor(1)
+    trainer = quiet_trainer(devices=1, max_epochs=1, logger=Rows(), callbacks=[monitor])
+    data = DataLoader([IDS] * 3, batch_size=None)
+    if what == "raise":
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit(Small(what, at=1), data)
+    else:
+        trainer.fit(Small(what, at=1), data)
+    assert dispatch_modes() == [], "no count of collectives is left on"
+    assert monitor.on_before_optimizer_step.__func__ is Callback.on_before_optimizer_step, "no hook is left on"
+
+
+def refusal(every: list[int]) -> str:
+    try:
+        logged({"tp": 2}, every=every[dist.get_rank()])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"SeqParallelMonitor\(every_n_steps=0\): give 1 or more, or None"):
+        SeqParallelMonitor(0)
+    with pytest.raises(
+        ValueError, match=r"SeqParallelMonitor with Trainer\(logger=False\): there is nothing to log to"
+    ):
+        logged("auto", logger=False)
+    for told in run_distributed(refusal, 2, [1, 2]):
+        assert "every_n_steps of SeqParallelMonitor is 1 on rank 0 and 2 on rank 1" in told
