@@ -351,7 +351,7 @@ def folder(tmp_path_factory):
 def written(text: str | bytes, folder: Path) -> Path:
     file = folder / "input.yaml"
     raw = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
-    file.write_bytes(raw.replace(b"{file}", bytes(folder / "run")))
+    file.write_bytes(raw.replace(RUN.encode(), bytes(folder / "run")))
     return file
 
 
@@ -391,6 +391,8 @@ OVERRIDES = st.one_of(
 @example(overrides=["tp=!!bool x"])
 def test_overrides(overrides, folder):
     overrides = made(overrides)
+    if isinstance(overrides, list):
+        overrides = [one.replace(RUN, str(folder / "run")) if isinstance(one, str) else one for one in overrides]
     file = written("ddp: {a: 1}\nplan: [{pattern: a, style: row}]\n", folder)
     refused(lambda: ParallelConfig.from_yaml(file, overrides=overrides))
     assert not (folder / "run").exists()
@@ -573,9 +575,7 @@ def fits(pattern: str, name: str) -> bool:
 def test_a_plan_in_yaml(text, folder):
     file = written(text, folder)
     from_file = refused(lambda: ShardingPlan.from_yaml(file), names=("plan ",))
-    from_text = refused(
-        lambda: ShardingPlan.from_yaml_text(text.replace("{file}", str(folder / "run"))), names=("plan",)
-    )
+    from_text = refused(lambda: ShardingPlan.from_yaml_text(text.replace(RUN, str(folder / "run"))), names=("plan",))
     assert from_file is None or from_text is None or from_file.rules == from_text.rules
     with contextlib.suppress(yaml.YAMLError):
         parse_yaml(text)
@@ -749,6 +749,34 @@ def test_a_huge_text_is_refused_at_once(name, folder):
     with_override = written("tp: 2", folder)
     assert refused(lambda: ParallelConfig.from_yaml(with_override, overrides=[f"tp={HUGE[name]}"])) is None
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("call", ["apply:os.mkdir", "new:os.mkdir", "apply:pathlib.Path.touch", "apply:os.system"])
+def test_a_tag_is_never_followed(call, tmp_path):
+    """What a loader that follows tags makes of it is seen; nothing of ours makes it."""
+    run = tmp_path / "run"
+    given_to = f"touch {run}" if call.endswith("system") else str(run)
+    tag = f"!!python/object/{call} ['{given_to}']"
+    if call == "apply:os.mkdir":
+        yaml.unsafe_load(tag)
+        run.rmdir()
+    for text in (
+        f"tp: {tag}",
+        tag,
+        f"? {tag}\n: 1",
+        f"ddp: {{a: [{tag}]}}",
+        f"rules: [{tag}]",
+        f"rules: [{{pattern: a, style: {tag}}}]",
+    ):
+        file = written(text, tmp_path)
+        assert refused(lambda file=file: ParallelConfig.from_yaml(file)) is None
+        assert refused(lambda file=file: ShardingPlan.from_yaml(file)) is None
+        assert refused(lambda text=text: ShardingPlan.from_yaml_text(text)) is None
+        with pytest.raises(yaml.YAMLError, match="could not determine a constructor for the tag"):
+            parse_yaml(text)
+        plain = written("tp: 2", tmp_path)
+        assert refused(lambda plain=plain: ParallelConfig.from_yaml(plain, overrides=[f"tp={tag}"])) is None
+    assert not run.exists()
 
 
 def test_paths_that_name_no_file(folder):

@@ -176,7 +176,7 @@ def without_extra(tmp_path_factory):
 def test_help_without_the_extra_lists_what_works_and_names_the_extra(without_extra):
     code, told, errors = without_extra["--help"]
     assert (code, errors) == (0, "")
-    assert "usage: seqpar [-h] {plan,inspect,convert,schema} ..." in told
+    assert "usage: seqpar [-h] {plan,verify,inspect,convert,schema} ..." in told
     for name in OWN:
         assert f"\n    {name} " in told
     assert (

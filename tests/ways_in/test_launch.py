@@ -154,6 +154,7 @@ def test_torchrun_with_a_rank_that_hangs_names_it_and_the_collective(script):
     assert re.search(r"lightning_seqpar: rank 1 is missing: rank 0 waited in \w+ of .*at batch 2", done.stderr)
 
 
+@pytest.mark.matrix
 def test_a_main_process_that_is_stopped_is_ended_by_its_children(script):
     done = script(BAD="STOP:0", TIMEOUT="15")
     assert done.returncode == -signal.SIGKILL
@@ -169,7 +170,9 @@ def test_sigterm_to_any_rank_ends_all_between_two_steps_with_a_checkpoint(script
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["interrupted-epoch=0-step=3.ckpt"]
 
 
-@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.matrix), "1", "every"])
+@pytest.mark.parametrize(
+    "rank", [pytest.param("0", marks=pytest.mark.matrix), "1", pytest.param("every", marks=pytest.mark.matrix)]
+)
 def test_an_exception_saves_only_where_every_rank_raised_it(script, tmp_path, rank):
     done = script(BAD=f"raise:{rank}", RAISED="1", FOLDER=str(tmp_path / "runs"), TIMEOUT="60")
     assert done.returncode != 0
