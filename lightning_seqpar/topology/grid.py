@@ -346,7 +346,7 @@ class ProcessTopology:
         """Whether ``rank`` holds the model's very last layers, in its ``virtual_stage``-th chunk of ``virtual_pp``."""
         return (
             self.get_stage(rank) == self.pipeline_size - 1
-            and virtual_stage == _whole("virtual_pp", virtual_pp or 1) - 1
+            and virtual_stage == (_whole("virtual_pp", 1 if virtual_pp is None else virtual_pp) or 1) - 1
         )
 
     def stage_layers(self, rank: int, num_layers: int, virtual_pp: int | None = None) -> list[range]:
@@ -358,7 +358,7 @@ class ProcessTopology:
         Raises:
             ValueError: if the layers do not divide by ``pp × virtual_pp``; the message names the nearest that do.
         """
-        rounds, stages = _whole("virtual_pp", virtual_pp or 1), self.pipeline_size
+        rounds, stages = (_whole("virtual_pp", 1 if virtual_pp is None else virtual_pp) or 1), self.pipeline_size
         num_layers = _whole("number of layers", num_layers)
         if rounds < 1:
             raise ValueError(f"virtual_pp={shown(rounds)}: a rank holds 1 virtual stage or more; leave it out for 1")

@@ -27,7 +27,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from lightning_seqpar import CheckpointConfig, ParallelConfig, PlanSpec, ProcessTopology, ShardingPlan
@@ -703,8 +703,12 @@ def test_questions_to_a_grid(question, topology, one, other):
         "next_stage",
     ):
         return  # it answers with lists of all those ranks
-    asked = [part for value in (one, other) for part in (value, *(value[:9] if isinstance(value, list) else ()))]
-    shows = ("axes=[", *(form for part in asked for form in forms_of_one(part)))  # a config is a list, too
+    asked = [
+        part
+        for value in (one, other)
+        for part in (value, *([*value][:9] if isinstance(value, list | BaseModel) else ()))
+    ]
+    shows = ("axes=[(", *(form for part in asked for form in forms_of_one(part)))  # a config is a list of pairs, too
     answer = refused(
         lambda: QUESTIONS[question](topology, one, other), shows=shows if "of" not in question.split() else ()
     )
