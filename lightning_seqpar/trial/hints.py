@@ -161,8 +161,13 @@ def describe_ranks(digests: Sequence[Digest], right: Digest, replicas: int) -> s
     return "the ranks hold different ones: which of them is kept is chance"
 
 
+def group_first_wrong(wrong: Sequence[Wrong], kinds: Mapping[str, str]) -> list[Group]:
+    """The wrong tensors that were computed first, by what they look like: what is wrong later follows from them."""
+    return group_alike([one for one in wrong if one.quantity == wrong[0].quantity], kinds)
+
+
 def group_alike(wrong: Sequence[Wrong], kinds: Mapping[str, str]) -> list[Group]:
-    """Wrong tensors by what they look like, the worst group first; each tensor counts with its first wrong quantity.
+    """Wrong tensors by what they look like, the worst group first.
 
     Args:
         wrong: what is wrong.

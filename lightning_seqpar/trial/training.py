@@ -139,8 +139,7 @@ class Outcome:
         replica: the one of this rank.
         lengths: of the batches, if they are sequences.
         kinds: of each parameter, the class of the module that holds it.
-        sharded: names of parameters that the ranks split.
-        notes: sentences for the user.
+        is_complete: whether the training came to the end of its second epoch.
         casts: how many casts to narrower types were turned down.
         draws: whether a step drew random numbers.
         failed_length: why the shorter batch could not be trained on; empty if it could.
@@ -155,8 +154,7 @@ class Outcome:
     replica: int = 0
     lengths: list[int | None] = field(default_factory=list)
     kinds: dict[str, str] = field(default_factory=dict)
-    sharded: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    is_complete: bool = False
     casts: int = 0
     draws: bool = False
     failed_length: str = ""
@@ -182,7 +180,7 @@ class TrialRecorder(ParityRecorder):
         self._written = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note what the ranks split."""
+        """Note the replicas, and which modules hold the parameters."""
         # What configure_model made has its dropout still.
         switch_off_dropout(pl_module)
         self.outcome.replicas, self.outcome.replica = replica_of(trainer.strategy)
@@ -190,9 +188,6 @@ class TrialRecorder(ParityRecorder):
         self.outcome.kinds = {
             name: type(modules[name.rpartition(".")[0]]).__name__ for name, _ in pl_module.named_parameters()
         }
-        record = record_of(pl_module)
-        if record is not None:
-            self.outcome.sharded = sorted(name for name, layout in record.layout.items() if layout.is_sharded)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -240,6 +235,7 @@ class TrialRecorder(ParityRecorder):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave the weights."""
+        self.outcome.is_complete = trainer.current_epoch == 1
         self._write_gradients(trainer)
         kept: dict[str, Tensor] = {}
         for name, weight in each_weight(pl_module):

@@ -12,21 +12,19 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_seqpar.config import ParallelConfig, nearest
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.trial.batches import TrialError
-from lightning_seqpar.trial.hints import Group, Wrong, describe_difference, describe_ranks, group_alike
+from lightning_seqpar.trial.comparison import compare_sides
+from lightning_seqpar.trial.hints import Group, Wrong, group_first_wrong
 from lightning_seqpar.trial.ranks import RankFailedError, RankFailure, run_alone, run_distributed
-from lightning_seqpar.trial.training import Digest, Outcome, Trial, train_alone, train_on_ranks
-from lightning_seqpar.verify.parity import FLOAT32_LOSS_TOLERANCE, FLOAT64_TOLERANCE, Row, norm_of
+from lightning_seqpar.trial.training import Outcome, Trial, train_alone, train_on_ranks
+from lightning_seqpar.verify.parity import Row
 
 DType = Literal["float64", "float32"]
-
-_GRADIENTS32 = 1e-4
-"""Largest error of gradients in float32, of the global norm."""
 
 
 @dataclass
@@ -193,7 +191,10 @@ def verify_parity(
         sizes |= {"dp": first.replicas}
         if parallel is None:
             sizes = {"model-parallel": world_size // first.replicas, **sizes}
-        return _compare(trial, whole, ranks, sizes, setting, notes, dtype)
+        found = compare_sides(trial, whole, ranks, sizes)
+        wrong = not all(row.ok for row in found.rows)
+        groups = group_first_wrong(found.wrong, whole.kinds)
+        return Verification("wrong" if wrong else "right", setting, found.rows, found.wrong, groups, notes=notes)
 
 
 def assert_parity(
@@ -327,7 +328,27 @@ def _train_alone(given: bytes, replicas: int, timeout: float) -> tuple[Outcome, 
             "a step draws random numbers in spite of dropout that is off; they are seeded alike, but what is drawn within the "
             "blocks may differ on the ranks, and then so does the result"
         )
+    _refuse_empty(whole)
     return whole, same_length, notes
+
+
+def _refuse_empty(whole: Outcome) -> None:
+    """Refuse a trial that would find everything right since nothing was trained.
+
+    Raises:
+        TrialError: if one process took no step, got no gradient, or did not come to the third batch.
+    """
+    if not whole.digests or not any(whole.norms):
+        what = "took no optimizer step" if not whole.digests else "got no gradient that is not zero"
+        raise TrialError(
+            f"one process {what} in the first two batches, so there is nothing to compare; see that the module trains (a loss with "
+            "a gradient, an optimizer with parameters)"
+        )
+    if not whole.is_complete:
+        raise TrialError(
+            "one process ended in front of the third batch; leave what ends a training (max_steps, max_epochs, limits of batches) "
+            "to the trial"
+        )
 
 
 def _not_trained(error: RankFailedError, setting: str, notes: list[str]) -> Verification:
@@ -347,17 +368,8 @@ def _in_words(parallel: ParallelConfig | None, config: Any, world_size: int) -> 
         return f"{made if isinstance(made, str) else type(made).__name__} on {world_size} ranks"
     topology = ProcessTopology.from_config(parallel, world_size)
     axes = [f"{axis} {size}" for axis in ("tp", "cp", "pp", "dp") if (size := topology.get_dim(axis)) > 1]
-    told = {
-        "tp",
-        "cp",
-        "pp",
-        "dp",
-        "order",
-        "self_check",
-        "check_every",
-        "timeout",
-        *([] if parallel.tp > 1 else ["sp"]),
-    }
+    told = {"tp", "cp", "pp", "dp", "order", "self_check", "check_every", "timeout"}
+    told |= {"sp"} if parallel.tp == 1 else set()
     default = ParallelConfig()
     fields = [
         f"{name}={value if isinstance(value := getattr(parallel, name), str | int | float) else '...'}"
@@ -365,185 +377,3 @@ def _in_words(parallel: ParallelConfig | None, config: Any, world_size: int) -> 
         if name not in told and getattr(parallel, name) != getattr(default, name)
     ]
     return f"{', '.join([' × '.join(axes) or 'one rank', *fields])} on {world_size} ranks"
-
-
-def _compare(
-    trial: Trial,
-    whole: Outcome,
-    ranks: Sequence[tuple[Outcome, Outcome]],
-    sizes: Mapping[str, int],
-    setting: str,
-    notes: list[str],
-    dtype: DType,
-) -> Verification:
-    """Compare both sides."""
-    narrow = dtype == "float32"
-    limit = _GRADIENTS32 if narrow else FLOAT64_TOLERANCE
-    loss_limit = FLOAT32_LOSS_TOLERANCE if narrow else FLOAT64_TOLERANCE
-    first, resumed = ranks[0]
-    found = Verification("right", setting, notes=notes)
-    for step, length in enumerate(whole.lengths[:2], start=1):
-        of = f" (length {length})" if length is not None else ""
-        found.rows.append(_loss_row(f"the loss of step {step}{of}", whole.losses, first.losses, step - 1, loss_limit))
-    for step in range(1, len(whole.digests) + 1):
-        found.rows += _gradient_rows(found, trial, whole, ranks, sizes, step, limit)
-    if not narrow:
-        row = _tensor_row(found, trial, whole, sizes, "ranks", 0, limit)
-        found.rows.append(row)
-    found.rows.append(_agreement_row(ranks, whole, limit, sizes))
-    found.rows.append(
-        _loss_row("the loss of step 3, resumed from a checkpoint", whole.losses[2:], resumed.losses, 0, loss_limit)
-    )
-    if not narrow:
-        found.rows.append(_tensor_row(found, trial, whole, sizes, "resumed", 1, limit))
-    if not all(row.ok for row in found.rows):
-        found.status = "wrong"
-    # What is wrong later follows from what is wrong first.
-    first_wrong = next((one.quantity for one in found.wrong), "")
-    found.groups = group_alike([one for one in found.wrong if one.quantity == first_wrong], whole.kinds)
-    return found
-
-
-def _loss_row(quantity: str, right: Sequence[float], got: Sequence[float], at: int, limit: float) -> Row:
-    """The row of one step's loss: relative to it, or absolute where it is below 1."""
-    if at >= len(right) and at >= len(got):
-        return Row(quantity, 0.0, limit, "the step returns none")
-    if at >= len(right) or at >= len(got):
-        return Row(quantity, float("inf"), limit, f"{len(got)} steps instead of {len(right)}")
-    error = abs(right[at] - got[at]) / max(1.0, abs(right[at]))
-    return Row(quantity, error, limit, f"{got[at]:.9g} instead of {right[at]:.9g}")
-
-
-def _gradient_rows(
-    found: Verification,
-    trial: Trial,
-    whole: Outcome,
-    ranks: Sequence[tuple[Outcome, Outcome]],
-    sizes: Mapping[str, int],
-    step: int,
-    limit: float,
-) -> list[Row]:
-    """The rows of a step's gradients and of their norm; what differs is added to ``found``."""
-    quantity = f"gradient of step {step}"
-    if len(ranks[0][0].digests) < step:
-        return [Row(f"the gradients of step {step}", float("inf"), limit, "the ranks took no such step")]
-    right = _read(trial, "alone", f"gradients-{step}")
-    got = _read(trial, "ranks", f"gradients-{step}")
-    scale = max(norm_of(right), 1e-30)
-    worst, where = 0.0, "-"
-    for name in sorted(set(right) | set(got)):
-        a, b = right.get(name), got.get(name)
-        error = _error(a, b) / scale
-        if not error <= worst:
-            worst, where = error, name
-        if not error <= limit:
-            found.wrong.append(_wrong(name, quantity, a, b, error, whole, ranks, sizes, step))
-    norms = [outcome.norms[step - 1] for outcome in (whole, ranks[0][0])]
-    return [
-        Row(f"the gradients of step {step} (of their norm)", worst, limit, where),
-        Row(
-            f"the global norm of step {step} (relative)",
-            abs(norms[0] - norms[1]) / scale,
-            limit,
-            f"{norms[1]:.9g} instead of {norms[0]:.9g}",
-        ),
-    ]
-
-
-def _wrong(
-    name: str,
-    quantity: str,
-    right: Tensor | None,
-    got: Tensor | None,
-    error: float,
-    whole: Outcome,
-    ranks: Sequence[tuple[Outcome, Outcome]],
-    sizes: Mapping[str, int],
-    step: int = 0,
-) -> Wrong:
-    """A wrong tensor with what it looks like; of gradients, also beside those of the other ranks."""
-    own = error if right is None or got is None else _error(right, got) / max(float(right.abs().max()), 1e-300)
-    hint = describe_difference(right, got, sizes)
-    if step and right is not None:
-        digests = [rank.digests[step - 1].get(name) for rank, _ in ranks]
-        seen = [digest for digest in digests if digest is not None]
-        if len(seen) == len(ranks) and _spread(seen) > _EXACT_RANKS:
-            hint = describe_ranks(seen, whole.digests[step - 1][name], sizes["dp"])
-    return Wrong(name, whole.kinds.get(name, ""), quantity, error, own, hint)
-
-
-_EXACT_RANKS = 1e-9
-"""Relative difference of two ranks' digests from which on they hold different tensors."""
-
-
-def _spread(digests: Sequence[Digest]) -> float:
-    """How far ranks are from each other, relative to the largest of their digests."""
-    scale = max(abs(value) for digest in digests for value in digest)
-    gaps: list[float] = [max(values) - min(values) for values in zip(*digests, strict=True)]
-    return max(gaps) / max(scale, 1e-300)
-
-
-def _tensor_row(
-    found: Verification,
-    trial: Trial,
-    whole: Outcome,
-    sizes: Mapping[str, int],
-    side: str,
-    epoch: int,
-    limit: float,
-) -> Row:
-    """The row of the weights at the end of an epoch; what differs is added to ``found``, unless its gradient is there."""
-    right, got = _read(trial, "alone", f"weights-{epoch}"), _read(trial, side, f"weights-{epoch}")
-    known = {one.name for one in found.wrong}
-    worst, where = 0.0, "-"
-    what = "weight after 2 steps" if epoch == 0 else "weight after step 3, resumed"
-    for name in sorted(set(right) | set(got)):
-        error = _error(right.get(name), got.get(name))
-        if not error <= worst:
-            worst, where = error, name
-        if not error <= limit and name not in known:
-            a, b = right.get(name), got.get(name)
-            found.wrong.append(_wrong(name, what, a, b, error, whole, (), sizes))
-    return Row(f"the {what.replace('weight', 'weights')} (absolute)", worst, limit, where)
-
-
-def _agreement_row(
-    ranks: Sequence[tuple[Outcome, Outcome]], whole: Outcome, limit: float, sizes: Mapping[str, int]
-) -> Row:
-    """The row of what ranks must hold alike: losses within a replica, whole gradients and weights on all."""
-    worst, where = 0.0, "-"
-    for replica in {rank.replica for rank, _ in ranks}:
-        losses = [rank.own_losses for rank, _ in ranks if rank.replica == replica]
-        for step, values in enumerate(zip(*losses, strict=False), start=1):
-            error = (max(values) - min(values)) / max(1.0, *map(abs, values))
-            if sizes.get("pp", 1) == 1 and not error <= worst:
-                worst, where = error, f"the loss of step {step} within replica {replica}"
-    for what, of in (
-        *(
-            (f"gradient of step {at + 1}", [rank.digests[at] for rank, _ in ranks])
-            for at in range(min(len(r.digests) for r, _ in ranks))
-        ),
-        ("weight", [rank.weight_digests for rank, _ in ranks]),
-    ):
-        scale = max((abs(value) for digests in of for digest in digests.values() for value in digest), default=1.0)
-        for name in of[0]:
-            held = [digests[name] for digests in of if name in digests]
-            error = max(max(values) - min(values) for values in zip(*held, strict=True)) / max(scale, 1e-300)
-            if not error <= worst:
-                worst, where = error, f"{name}, {what}"
-    return Row("what the ranks hold alike (of the largest)", worst, limit, where)
-
-
-def _read(trial: Trial, side: str, what: str) -> dict[str, Tensor | None]:
-    """The tensors that a side left, mapped into memory."""
-    read: dict[str, Tensor | None] = torch.load(trial.path(side, what), weights_only=True, mmap=True)
-    return read
-
-
-def _error(right: Tensor | None, got: Tensor | None) -> float:
-    """The largest difference of two tensors; infinite if only one of them is there, or their shapes differ."""
-    if right is None and got is None:
-        return 0.0
-    if right is None or got is None or right.shape != got.shape:
-        return float("inf")
-    return float((right.double() - got.double()).abs().max()) if right.numel() else 0.0

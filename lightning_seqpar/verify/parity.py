@@ -180,15 +180,23 @@ def _tensors(
     worst, where = 0.0, "-"
     for name in sorted(set(reference) | set(candidate)):
         a, b = reference.get(name), candidate.get(name)
-        if a is None and b is None:
-            continue
-        if a is None or b is None or a.shape != b.shape:
+        if (a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape):
             shapes = [None if t is None else list(t.shape) for t in (a, b)]
             return Row(quantity, float("inf"), limit, f"{name}: {shapes[1]} against {shapes[0]}")
-        error = float((a.double() - b.double()).abs().max()) / scale if a.numel() else 0.0
-        if not error <= worst:
+        if (error := largest_gap(a, b) / scale) > worst:
             worst, where = error, name
     return Row(quantity, worst, limit, where)
+
+
+def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
+    """The largest difference of two tensors' numbers; infinite if it is not a number, if shapes differ, or one is missing.
+
+    A NaN would be lost among comparisons with other errors, each of which is false.
+    """
+    if one is None or other is None or one.shape != other.shape:
+        return 0.0 if one is other else math.inf
+    gap = float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+    return math.inf if math.isnan(gap) else gap
 
 
 def compare(reference: Trace, candidate: Trace, limit: float = FLOAT64_TOLERANCE) -> ParityReport:

@@ -207,6 +207,56 @@ def test_a_refusal_is_one_sentence_and_a_failure_names_what_was_raised():
         verify_parity(GPT, {"a": TOKENS[0], "b": TOKENS[0]}, {"tp": 2})
 
 
+class Small(SeqParallelStrategy):
+    """Counts a gradient twice that is far below the limit beside the others."""
+
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        self.lightning_module.tiny.register_hook(lambda grad: 2 * grad)
+
+
+class Tiny(GPT):
+    """One of its parameters hardly matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiny = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 1e-10 * self.tiny
+
+
+class Poisoned(SeqParallelStrategy):
+    """One gradient is no number, in the last step alone that is compared."""
+
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        name, parameter = next(iter(self.lightning_module.named_parameters()))
+        parameter.register_hook(lambda grad: grad * float("nan") if trainer.global_step == 1 else grad)
+
+
+def test_small_gradients_and_those_that_are_no_numbers_are_seen():
+    found = verify_parity(Tiny, TOKENS, functools.partial(Small, tp=2, self_check=False))
+    assert found.verdict.split("; ")[1].startswith("the gradient of step 1 of tiny: exactly 2.0 × too large")
+    found = verify_parity(GPT, TOKENS, functools.partial(Poisoned, tp=2, self_check=False))
+    assert found.status == "wrong"
+    assert "gradient of step 2" in found.verdict
+
+
+class Idle(GPT):
+    """Trains nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * 0.0
+
+
+def test_what_trains_nothing_or_ends_early_is_not_called_right():
+    with pytest.raises(ValueError, match="one process got no gradient that is not zero in the first two batches"):
+        verify_parity(Idle, TOKENS, {"tp": 2})
+    with pytest.raises(ValueError, match="one process ended in front of the third batch"):
+        verify_parity(GPT, TOKENS, {"tp": 2}, trainer={"max_steps": 2})
+
+
 class Fixed(GPT):
     """Takes sequences of one length alone, and draws in its step."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from lightning_seqpar.trial.determinism import KeepFloat64, switch_off_dropout
 from lightning_seqpar.trial.hints import Wrong, describe_difference, describe_ranks, group_alike
 from lightning_seqpar.trial.training import Digest
 from lightning_seqpar.trial.verify import verify_parity
+from lightning_seqpar.verify.parity import Trace, compare, largest_gap
 
 SIZES = {"tp": 2, "dp": 4}
 RIGHT = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -159,6 +162,16 @@ def test_a_batch_of_tokens_is_made_up_for_a_model_of_hugging_face_s():
     assert torch.equal(batch["labels"], batch["input_ids"])
     with pytest.raises(ValueError, match="nothing says what the model takes"):
         make_batch(nn.Linear(2, 2), 1, None)
+
+
+def test_a_number_that_is_none_differs_from_every_number():
+    right, wrong = Trace([1.0], {"a": RIGHT}, 1.0, {"a": RIGHT, "b": RIGHT}), RIGHT.clone()
+    wrong[0, 0] = float("nan")
+    # "b" comes behind it, and its comparison is an ordinary one.
+    row = compare(right, Trace([1.0], {"a": RIGHT}, 1.0, {"a": wrong, "b": RIGHT + 1e-12})).rows[-1]
+    assert (row.ok, row.where, row.error) == (False, "a", math.inf)
+    assert largest_gap(RIGHT, RIGHT[:4]) == largest_gap(None, RIGHT) == math.inf
+    assert largest_gap(None, None) == 0.0
 
 
 @pytest.mark.parametrize(
