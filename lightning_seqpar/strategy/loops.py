@@ -140,8 +140,13 @@ class LoopStrategy(SteppingStrategy):
         """Read what was compared in the last step, and end if a signal came behind the last question. Collective."""
         self._finish_micro_batches()
         self.settle()
-        if self._ending.listens:
+        if self._ending.listens and not self._is_tried:
             self._ending.act()
+
+    @property
+    def _is_tried(self) -> bool:
+        """Whether this is a trial of a search, behind whose end the ranks meet otherwise."""
+        return False
 
     def on_validation_start(self) -> None:
         """Compare the number of batches over the ranks of a replica. Collective."""

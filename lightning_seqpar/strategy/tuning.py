@@ -177,6 +177,11 @@ class TuningStrategy(SavingStrategy):
             self._search.size = getattr(dataloader, "batch_size", None)
         return made
 
+    @property
+    def _is_tried(self) -> bool:
+        """Whether a search runs: one rank may have run out of memory where others end, and :meth:`BatchSizeSearch.meet` tells."""
+        return self._search is not None
+
     def _on_loop_start(self) -> None:
         super()._on_loop_start()
         if self._search is not None:

@@ -52,7 +52,7 @@ def run_twice(place: Place) -> Any:
     for fit in ({}, {"ckpt_path": path}):
         callback = EMAWeightAveraging(decay=0.7)
         averaging = StochasticWeightAveraging(0.05, 1, annealing_epochs=1)
-        options = {"max_steps": 2} if not fit else {"max_epochs": 3}
+        options = {"max_epochs": 1} if not fit else {"max_epochs": 3}
         out = place.train(module, averaging, callback, count=32, val=8, fit=fit, **options)
         trainer = out["trainer"]
         if not fit:

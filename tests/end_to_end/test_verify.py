@@ -231,7 +231,7 @@ class Poisoned(SeqParallelStrategy):
 
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
-        name, parameter = next(iter(self.lightning_module.named_parameters()))
+        _, parameter = next(iter(self.lightning_module.named_parameters()))
         parameter.register_hook(lambda grad: grad * float("nan") if trainer.global_step == 1 else grad)
 
 
