@@ -54,8 +54,8 @@ class Block:
 
         args, kwargs = tree_map_only(Tensor, leaf, self.flow.call.given)
         # The recorded forward filled a cache of keys and values, which the block would read instead of computing them.
-        args = [None if _is_cache(arg) else arg for arg in args]
-        kwargs = {key: None if _is_cache(arg) else arg for key, arg in kwargs.items()}
+        args = [None if is_cache(arg) else arg for arg in args]
+        kwargs = {key: None if is_cache(arg) else arg for key, arg in kwargs.items()}
         holder: Any = args if isinstance(self.flow.arg, int) else kwargs
         x = holder[self.flow.arg]
         if seed:
@@ -129,6 +129,6 @@ class Block:
         return None if all(mixed) else 0 if mixed[0] else 1
 
 
-def _is_cache(value: Any) -> bool:
+def is_cache(value: Any) -> bool:
     """Whether an argument is a cache of keys and values, recognised by transformers' methods."""
     return all(callable(getattr(value, name, None)) for name in ("update", "get_seq_length"))

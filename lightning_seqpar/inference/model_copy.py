@@ -103,7 +103,7 @@ def detached_copy(
         share_equal_blocks(model, rules or {}, memo)
     copied = copy.deepcopy(model, memo)
     _refuse_shared(model, copied)
-    _point_to_copy(model, copied, memo)
+    point_to_copy(model, copied, memo)
     if reduction.vocabularies:
         tell_vocabularies(copied, model, reduction)
     if reduction.skips_repeats:
@@ -123,7 +123,7 @@ def detached_copy(
     return copied
 
 
-def _point_to_copy(model: nn.Module, copied: nn.Module, memo: Mapping[int, Any]) -> None:
+def point_to_copy(model: nn.Module, copied: nn.Module, memo: Mapping[int, Any]) -> None:
     """Let weak references and closures among a copy's attributes lead to the copy, in place: ``deepcopy`` leaves them as they are.
 
     They would run the model itself, and a proof on copies would prove nothing.

@@ -78,7 +78,7 @@ class _Swap:
         region = SequenceRegion(
             self._groups["tp"], stack.dim, sp=stack.sp, name=stack.shown, regather=regather, context=self._context
         )
-        region.blocks = tuple(stack.blocks)
+        region.blocks, region.argument = tuple(stack.blocks), stack.arg
         return region
 
     def apply(self) -> ShardedModel:

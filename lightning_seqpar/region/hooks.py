@@ -103,7 +103,21 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
             )
         entered = region.path.enter(x, name)
         region.rng.begin_block()
+        if region.recorder is not None and name not in region.recorder.late:
+            entered = region.recorder.entered(name, where, x, entered, args, kwargs)
         return put_argument(where, entered, args, kwargs)
+
+    return hook
+
+
+def record_call(region: SequenceRegion, name: str) -> Callable[..., Any]:
+    """A pre-hook of a block that is called with what another stage has made, behind the hook that brings it: it is recorded."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if region.recorder is None:
+            return None
+        where, x = find_argument(name, region.argument, args, kwargs)
+        return put_argument(where, region.recorder.entered(name, where, x, x, args, kwargs), args, kwargs)
 
     return hook
 
@@ -112,6 +126,8 @@ def leave_block(region: SequenceRegion, name: str) -> Callable[..., None]:
     """A hook of a block, which returned or raised."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> None:
+        if region.recorder is not None:
+            region.recorder.left(name, out)
         first = out[0] if isinstance(out, list | tuple) and out else out
         region.end_block(first, name, aborted=out is None)  # no output: it raised
 

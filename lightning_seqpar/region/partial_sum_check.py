@@ -119,7 +119,7 @@ class PartialSumCheck:
         raise PartialSumError(
             f"{name}: its output is reduced over tp where it returns, so every term of it must come from a row, linearly; "
             f"{what} (a residual, a token that no expert takes, or an expert that is not in the plan?), and would count tp "
-            f"times. Leave the module whole: {{pattern: {name}, style: whole}}"
+            f"times. Leave the module whole: {{pattern: {in_all_layers(name)}, style: whole}}"
         )
 
     def _of(self, start: Any) -> TermKind:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.context.seq_part import Place, SeqPart
 from lightning_seqpar.distributed.collectives import gather_replicated_from_sequence_parallel_region
+from lightning_seqpar.layout.module_names import in_all_layers
 
 _MANY = 4096
 """Number of tensors that are remembered outside any step, which would forget them."""
@@ -85,7 +86,7 @@ class ShardedOutputs:
             raise ValueError(
                 f"{part.name}: the model returns something that it made of this rank's heads, of shape {list(tensor.shape)}, "
                 "and nothing tells how the ranks' parts are put together; do not ask for it (output_attentions=False), or "
-                f"leave the module whole: {{pattern: {part.name}, style: whole}}"
+                f"leave the module whole: {{pattern: {in_all_layers(part.name)}, style: whole}}"
             )
         if isinstance(tensor, SeqPart):  # heads of a part of a sequence
             return tensor.like(

@@ -50,9 +50,24 @@ from lightning_seqpar.verify.guards.optimizer import (
     refuse_optimizers,
     refuse_optimizers_in_stages,
 )
+from lightning_seqpar.verify.shadow_check import ShadowCheck
 
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 """Hooks between the backward and the update, in which a user's code may change gradients."""
+
+
+def _may_change_gradients(callback: Callback) -> bool:
+    """Whether a callback has hooks between the backward and the update, in which it may change gradients.
+
+    A class with ``only_reads_gradients = True`` says that those which it defines itself don't. What a subclass defines over them is
+    not covered, unless the subclass says so again.
+    """
+    for hook in _BEHIND_BACKWARD:
+        if is_overridden(hook, callback, Callback):
+            owner = next((kind for kind in type(callback).__mro__ if hook in vars(kind)), Callback)
+            if hook in vars(callback) or not vars(owner).get("only_reads_gradients", False):
+                return True
+    return False
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -80,6 +95,7 @@ class SteppingStrategy(StagedStrategy):
         super().__init__(config, **plugins)
         self._forward_redirection = _Redirection(self)
         self._sync: GradSync | None = None
+        self._shadow: ShadowCheck | None = None
         self._steps: dict[int, int] = {}
         self._comparisons: OneStepLate[Comparison] = OneStepLate()
         self._flushed = self._others_flushed = False
@@ -178,6 +194,8 @@ class SteppingStrategy(StagedStrategy):
         batch_idx, accumulate = self._trainer.fit_loop.epoch_loop.batch_idx, self._trainer.accumulate_grad_batches
         if self._split is not None and self._module.automatic_optimization and batch_idx % accumulate == 0:
             self._split.begin_window()
+        if self._shadow is not None and self._module.automatic_optimization and batch_idx % accumulate == 0:
+            self._shadow.begin_step()
         with self._in_stages("training_step"):
             return self._step("training", super().training_step, args, kwargs)
 
@@ -259,6 +277,8 @@ class SteppingStrategy(StagedStrategy):
             assert self._sync is not None
             self._sync.attach()  # once more, since a parameter may have thawed in the step
             self._sync.begin_backward()
+            if self._shadow is not None and self._shadow.records:
+                self._shadow.note_loss(loss)
             if self._split is not None:
                 self._split.expect_backward(loss)
             if is_loss:
@@ -340,6 +360,8 @@ class SteppingStrategy(StagedStrategy):
         def synced() -> Any:
             out = closure()
             self.sync_gradients(optimizer)
+            if self._shadow is not None:
+                self._shadow.check(_parameters(optimizer))
             return out
 
         self._optimizing = optimizer
@@ -538,7 +560,7 @@ class SteppingStrategy(StagedStrategy):
         self._gradients_may_change = self.reduce_boolean_decision(
             not module.automatic_optimization
             or any(is_overridden(hook, module) for hook in own)
-            or any(is_overridden(hook, each, Callback) for hook in _BEHIND_BACKWARD for each in callbacks),
+            or any(_may_change_gradients(each) for each in callbacks),
             all=False,
         )
 

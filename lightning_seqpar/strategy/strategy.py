@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lightning_seqpar.checkpoint.atomic_files import on_every_rank
-from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec, nearest
+from lightning_seqpar.config import VERSION, CheckpointConfig, ParallelConfig, PlanSpec
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.distributed.host import OneStepLate
 from lightning_seqpar.distributed.rank_consistency import check_agreement, describe_model
@@ -59,9 +59,10 @@ from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.missing_ranks import find_missing
 from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
-from lightning_seqpar.strategy.refusals import Refusals, without_inner_frames
+from lightning_seqpar.strategy.refusals import Refusals, is_refusal, shorten, shortens_refusals
 from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize
 from lightning_seqpar.strategy.tuning import TuningStrategy
+from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
 from lightning_seqpar.verify.guards.config import (
@@ -72,6 +73,7 @@ from lightning_seqpar.verify.guards.config import (
 )
 from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
 from lightning_seqpar.verify.prover import Proved, Prover
+from lightning_seqpar.verify.shadow_check import ShadowCheck, whole_blocks
 
 P = ParamSpec("P")
 
@@ -158,6 +160,7 @@ class SeqParallelStrategy(TuningStrategy):
         pydantic.ValidationError: for a value outside its rule.
     """
 
+    @shortens_refusals
     @_names_unknown_keywords
     def __init__(
         self,
@@ -325,6 +328,9 @@ class SeqParallelStrategy(TuningStrategy):
         if fitting:
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)
+                self._shadow = ShadowCheck(
+                    record, record.whole_blocks, self.config.check_every, self._reads_each_backward
+                )
                 if record.stage is not None:
                     self._begin_stages(record.stage)
             self._apply_layer_sync(module)
@@ -433,6 +439,7 @@ class SeqParallelStrategy(TuningStrategy):
         cut = prover.find_cut(plans) if config.pp > 1 else None
         if cut is not None:
             proved.lines += prover.check_stages(plans, cut)
+        blocks = whole_blocks(module, plans) if config.self_check else {}
         with phases.phase("cutting the model"):
             record = parallelize(
                 *(module, plans, self.groups),
@@ -444,7 +451,7 @@ class SeqParallelStrategy(TuningStrategy):
                 cp_method=config.cp_method,
                 compiler=BlockGraphs(config.compile_options) if config.compile else None,
             )
-        record.made_by = made_by
+        record.made_by, record.whole_blocks = made_by, blocks
         if cut is not None:
             self._cut(record, cut)
         try:
@@ -669,7 +676,7 @@ class SeqParallelStrategy(TuningStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Report an error to the process that started the ranks, so that the others end too.
 
-        One that every rank raises before it trains is told by rank 0 alone.
+        One that every rank raises before it trains is told by rank 0 alone, and so is a refusal of all ranks in a later step.
         """
         self._failed = True
         if self._stage is not None and "written-to tensor refers to a single memory location" in str(exception):
@@ -681,10 +688,11 @@ class SeqParallelStrategy(TuningStrategy):
                 )
         super().on_exception(exception)
         self._unmute_writers()
-        without_inner_frames(exception)
+        may_be_shared = not self._schedule.has_begun or is_refusal(exception)
+        shorten(exception)
         if isinstance(self.launcher, SeqParallelLauncher) and not self._ending.together:
             world = dist.group.WORLD if dist.is_initialized() else None
-            refusals = None if world is None or self._schedule.has_begun else Refusals(world)
+            refusals = Refusals.of_world(world) if world is not None and may_be_shared else None
             missing = None if world is None else lambda: find_missing(exception, world, self._groups, self._trainer)
             self.launcher.tell(exception, refusals, missing)
 
@@ -708,6 +716,9 @@ class SeqParallelStrategy(TuningStrategy):
         if self._sync is not None:
             self._sync.remove()
             self._sync = None
+        if self._shadow is not None:
+            self._shadow.stop()
+            self._shadow = None
         self._stop_watching()
         for change in reversed(self._unsharded_changes):
             change.undo()

@@ -134,7 +134,7 @@ def self_check(
         FailedAloneError: on a rank whose sharded copy raises while others wait for it.
     """
     example = example.to(device, dtype)
-    rules = _rules_by_name(model, plans)
+    rules = rules_by_name(model, plans)
 
     how = Sharding(sp, regather, loss_chunk, recompute, context)
 
@@ -265,7 +265,7 @@ def _hint(failure: str) -> str:
     return ""
 
 
-def _rules_by_name(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, str]:
+def rules_by_name(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, str]:
     """What the plans say of each module and parameter: its rules without their patterns, as text."""
     found: dict[str, list[str]] = {}
     for match in (match for plan in plans for match in plan.match(model)):
