@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -97,7 +97,7 @@ class ShardedModel:
         is_copy: the model is a copy that no trainer trains.
         replicas: what splits the parts over the data-parallel replicas too; None if every replica holds all of them.
         stage: what this rank runs of a pipeline; None where there is none.
-        whole_blocks: the blocks as they were before they were sharded, without numbers, by name.
+        shadow: what compares steps of the training with whole blocks; None where nothing is checked.
         context_blocks: names of the blocks that see a part of the sequence each, where ``cp`` is more than 1.
         graphs: what compiled the blocks; None if they run eagerly.
     """
@@ -127,7 +127,7 @@ class ShardedModel:
     graphs: BlockGraphs | None = None
     context_blocks: tuple[str, ...] = ()
     stage: Stage | None = None
-    whole_blocks: Mapping[str, Any] = field(default_factory=dict)
+    shadow: Any = None
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:

@@ -59,7 +59,7 @@ from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.missing_ranks import find_missing
 from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
-from lightning_seqpar.strategy.refusals import Refusals, is_refusal, shorten, shortens_refusals
+from lightning_seqpar.strategy.refusals import Refusals, is_refusal, shorten_traceback, shortens_refusals
 from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize
 from lightning_seqpar.strategy.tuning import TuningStrategy
 from lightning_seqpar.user_input import nearest
@@ -328,9 +328,9 @@ class SeqParallelStrategy(TuningStrategy):
         if fitting:
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)
-                self._shadow = ShadowCheck(
-                    record, record.whole_blocks, self.config.check_every, self._reads_each_backward
-                )
+                self._shadow = record.shadow
+                if self._shadow is not None:
+                    self._shadow.begin_run(self.config.check_every, self._reads_each_backward)
                 if record.stage is not None:
                     self._begin_stages(record.stage)
             self._apply_layer_sync(module)
@@ -451,9 +451,11 @@ class SeqParallelStrategy(TuningStrategy):
                 cp_method=config.cp_method,
                 compiler=BlockGraphs(config.compile_options) if config.compile else None,
             )
-        record.made_by, record.whole_blocks = made_by, blocks
+        record.made_by = made_by
         if cut is not None:
             self._cut(record, cut)
+        if config.self_check:
+            record.shadow = ShadowCheck(record, blocks)
         try:
             record.changes += sync_batch_norms(module, self.groups, every=self._syncs_batch_norms)
         except ValueError:
@@ -689,7 +691,7 @@ class SeqParallelStrategy(TuningStrategy):
         super().on_exception(exception)
         self._unmute_writers()
         may_be_shared = not self._schedule.has_begun or is_refusal(exception)
-        shorten(exception)
+        shorten_traceback(exception)
         if isinstance(self.launcher, SeqParallelLauncher) and not self._ending.together:
             world = dist.group.WORLD if dist.is_initialized() else None
             refusals = Refusals.of_world(world) if world is not None and may_be_shared else None

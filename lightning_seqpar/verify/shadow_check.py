@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,54 @@ class WholeBlock:
         point_to_copy(model, self.module, memo)
 
 
+class _Followed:
+    """What users may change of a live block while it trains, so that the whole one is changed alike.
+
+    Args:
+        live: the block, as it was sharded.
+        whole: the same block, whole.
+    """
+
+    def __init__(self, live: nn.Module, whole: nn.Module) -> None:
+        self._live, self._whole = live, whole
+        self._known = {name: (module, _settings(module)) for name, module in live.named_modules()}
+
+    def update(self) -> str:
+        """Change the whole block as the live one was changed since.
+
+        Returns:
+            Why that can't be done; empty if it was.
+        """
+        now = dict(self._live.named_modules())
+        for name, module in self._live.named_modules():
+            before, known = self._known.get(name, (None, {}))
+            holder, _, key = name.rpartition(".")
+            if before is not module:
+                if any(True for _ in module.parameters()) or holder not in now:
+                    return f"{name} was exchanged since the model was sharded"
+                self._whole.get_submodule(holder)._modules[key] = copy.deepcopy(module)
+                continue
+            whole = self._whole.get_submodule(name)
+            whole.training = module.training
+            for attribute, value in _settings(module).items():
+                if attribute in vars(whole) and (attribute not in known or not _is_same(known[attribute], value)):
+                    vars(whole)[attribute] = value
+        trains = {name: parameter.requires_grad for name, parameter in self._live.named_parameters()}
+        for name, parameter in self._whole.named_parameters():
+            parameter.requires_grad_(trains.get(name, parameter.requires_grad))
+        return ""
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Numbers, words and functions among a module's own attributes."""
+    plain = (bool, int, float, str, types.FunctionType, types.BuiltinFunctionType, type(None))
+    return {key: value for key, value in vars(module).items() if isinstance(value, plain)}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and one == other)
+
+
 def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor.detach(), device="meta")
 
@@ -131,22 +180,14 @@ class ShadowCheck:
     Args:
         record: of the sharded model.
         blocks: whole blocks by name.
-        every: number of optimizer steps from one check to the next; 0 for the first alone.
-        changes_gradients: whether code of the user's may change gradients behind a backward, so that they are not compared.
 
     Attributes:
         findings: of the last check, by block.
     """
 
-    def __init__(
-        self,
-        record: ShardedModel,
-        blocks: Mapping[str, WholeBlock],
-        every: int = 0,
-        changes_gradients: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._record, self._groups, self._every = record, record.groups, every
-        self._step, self._changes_gradients = 0, changes_gradients
+    def __init__(self, record: ShardedModel, blocks: Mapping[str, WholeBlock]) -> None:
+        self._record, self._groups = record, record.groups
+        self.begin_run()
         self._recorders: list[tuple[SequenceRegion, BlockRecorder]] = []
         self._late: list[RemovableHandle] = []
         self.findings: dict[str, Finding] = {}
@@ -158,8 +199,19 @@ class ShadowCheck:
                 if whole is not None and id(whole) not in seen and self._holds(name):
                     seen.add(id(whole))
                     self._blocks[name] = whole
+        live = {name: record.model.get_submodule(name) for name in self._blocks}
+        self._followed = {name: _Followed(live[name], whole.module) for name, whole in self._blocks.items()}
         self._read_elsewhere: set[str] = set()
         self._leaks: set[int] = set()
+
+    def begin_run(self, every: int = 0, changes_gradients: Callable[[], bool] = lambda: False) -> None:
+        """A training begins: its steps are counted from here.
+
+        Args:
+            every: number of optimizer steps from one check to the next; 0 for the first alone.
+            changes_gradients: whether code of the user's may change gradients behind a backward, so that they are not compared.
+        """
+        self._step, self._every, self._changes_gradients = 0, every, changes_gradients
 
     @property
     def _first_of_chunks(self) -> set[str]:
@@ -278,9 +330,8 @@ class ShadowCheck:
             why_not = "a call of it did not return"
         elif "cp" in self._groups.topology.axes and self._groups.size("cp") > 1:
             why_not = "it is given parts of a sequence"
-        if why_not := self._agree(why_not):
+        if why_not := self._agree(why_not or self._followed[name].update()):
             return Finding(why_not=why_not)
-        _follow_modes(skeleton, live)
         weights = {key: self._whole(f"{name}.{key}", p) for key, p in live.named_parameters()}
         buffers = {key: self._whole_buffer(f"{name}.{key}", b) for key, b in live.named_buffers()}
         leaks = any(id(call) in self._leaks for call in calls)
@@ -568,16 +619,6 @@ def _put_together(parts: Sequence[Tensor], shape: tuple[int, ...], rank: int) ->
         if whole.shape[dims[0]] >= shape[dims[0]]:
             return whole.narrow(dims[0], 0, shape[dims[0]])
     raise ValueError(f"ranks drew {list(own)} each, which do not make {list(shape)}")
-
-
-def _follow_modes(skeleton: nn.Module, live: nn.Module) -> None:
-    """Let a whole block train what the live one does, in the modes that it is in."""
-    modes = {name: module.training for name, module in live.named_modules()}
-    for name, module in skeleton.named_modules():
-        module.training = modes.get(name, module.training)
-    trains = {name: parameter.requires_grad for name, parameter in live.named_parameters()}
-    for name, parameter in skeleton.named_parameters():
-        parameter.requires_grad_(trains.get(name, parameter.requires_grad))
 
 
 # ---- judging --------------------------------------------------------------------------------------------------------

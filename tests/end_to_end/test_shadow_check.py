@@ -1,0 +1,255 @@
+"""The shadow check: steps of a training beside whole blocks, what it sees, what it leaves alone, and that it changes nothing."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify.parity import gather_weights
+from lightning_seqpar.verify.shadow_check import Finding, ShadowError
+from tests.helpers import models
+from tests.helpers.fit import class_named, quiet_trainer
+from tests.helpers.slices import rest
+
+
+class Dropping(L.LightningModule):
+    """torch's encoder with dropout everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.2, batch_first=True)
+        self.tokens = nn.Embedding(31, 16)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 31)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        return nn.functional.cross_entropy(self.head(self.encoder(self.tokens(tokens))).flatten(0, 1), tokens.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class Noted(Callback):
+    """Keeps what each check found, and the step behind which it came."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, dict[str, Finding]]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        shadow = trainer.strategy._shadow
+        if shadow is not None and shadow.findings:
+            self.found.append((trainer.global_step, shadow.findings))
+            shadow.findings = {}
+
+
+def trained(
+    model: str = "GPT",
+    config: dict[str, Any] | None = None,
+    precision: str = "64-true",
+    steps: int = 1,
+    accumulate: int = 1,
+    callback: Callback | None = None,
+    strategy: Any = SeqParallelStrategy,
+) -> Any:
+    """Train; what the checks found, and the whole weights."""
+    torch.manual_seed(0)
+    module = globals()[model]() if model in globals() else class_named(model)()
+    noted = Noted()
+    trainer = quiet_trainer(
+        devices=dist.get_world_size(),
+        strategy=strategy(**{"tp": 2, **(config or {})}),
+        max_steps=steps,
+        precision=precision,
+        accumulate_grad_batches=accumulate,
+        callbacks=[noted, *([callback] if callback else [])],
+    )
+    trainer.fit(module, models.loader(4, count=16 * accumulate * steps))
+    record = record_of(module)
+    assert record is not None
+    return noted.found, gather_weights(module), None if record.shadow is None else record.shadow.records
+
+
+SETUPS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {}),
+    "dp2-tp2": (4, {}),
+    "tp4-no-sp": (4, {"config": {"tp": 4, "sp": False}}),
+    "fsdp2-tp2-recompute": (4, {"config": {"data_parallel": "fsdp", "recompute": "full"}, "accumulate": 2}),
+    "pp2-tp2": (4, {"config": {"pp": 2}, "accumulate": 2}),
+    "dropout": (2, {"model": "Dropping", "accumulate": 2}),
+    "dropout-dp2-tp2": (4, {"model": "Dropping", "config": {"regather": True}}),
+    "bf16-mixed": (2, {"precision": "bf16-mixed"}),
+    "bf16-true": (2, {"precision": "bf16-true", "model": "Dropping"}),
+    "float32": (2, {"precision": "32-true"}),
+}
+ERROR = {"bf16-mixed": 0.02, "bf16-true": 0.02, "float32": 1e-5}
+"""Largest error of what was compared, relative to the size of each tensor; 1e-12 in float64."""
+
+
+@pytest.mark.parametrize("name", [*SETUPS][:2] + [rest(one) for one in [*SETUPS][2:]])
+def test_right_steps_are_the_whole_blocks(name):
+    world, kwargs = SETUPS[name]
+    for found, _, records in run_distributed(trained, world, **kwargs):
+        assert not records
+        ((step, blocks),) = found
+        assert step == 1
+        assert len(blocks) == 1
+        for finding in blocks.values():
+            assert (finding.why_not, finding.partly, finding.wrong) == ("", "", [])
+            assert finding.compared == 12 + 2 * kwargs.get("accumulate", 1)
+            assert finding.largest <= ERROR.get(name, 1e-12)
+
+
+def test_training_goes_on_as_without_it():
+    checked = run_distributed(trained, 2, model="Dropping", steps=4, config={"check_every": 2})[0]
+    plain = run_distributed(trained, 2, model="Dropping", steps=4, config={"self_check": False})[0]
+    assert [step for step, _ in checked[0]] == [1, 2, 4]
+    assert plain[0] == []
+    assert all(torch.equal(weight, plain[1][name]) for name, weight in checked[1].items())
+
+
+# ---- what is wrong ------------------------------------------------------------------------------------------------
+
+
+class NotSummed(SeqParallelStrategy):
+    """Partial gradients stay partial, and nobody compares them."""
+
+    def sync_gradients(self, optimizer: Any) -> None:
+        """Nothing."""
+
+    def check_step(self, optimizer: Any) -> None:
+        """Nothing."""
+
+
+class NotReduced(SeqParallelStrategy):
+    """Replicas keep gradients of their own, and nobody compares them."""
+
+    def _wrap_ddp(self, module: Any, **more: Any) -> None:
+        super()._wrap_ddp(module, **more)
+        self.model.register_comm_hook(None, _as_it_is)
+
+    def check_step(self, optimizer: Any) -> None:
+        """Nothing."""
+
+
+def _as_it_is(state: Any, bucket: Any) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+_as_it_is.__annotations__ = {"bucket": dist.GradBucket}
+
+
+class Normalised(Callback):
+    """Behind the proof, the MLP of a block begins to divide by the largest of its features, of which a rank has a part."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        module.encoder.layers[0].activation = over_features
+
+
+def over_features(x: Tensor) -> Tensor:
+    return x / (1 + x.abs().amax(-1, keepdim=True))
+
+
+class Late(Callback):
+    """From the third step on one rank's attention sees noise."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            module.encoder.layers[0].linear1.register_forward_hook(_doubled_on_the_last_rank)
+
+
+def _doubled_on_the_last_rank(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out * (1 + dist.get_rank())
+
+
+def raised(**kwargs: Any) -> str:
+    try:
+        trained(**kwargs)
+    except ShadowError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("world", "kwargs", "seen"),
+    [
+        (
+            2,
+            {"strategy": NotSummed},
+            r"in step 1 .* model\.blocks\.0 \(Block\) .*: the gradient of \S*(bias|norm\d\.weight) is",
+        ),
+        (4, {"strategy": NotReduced}, r"in step 1 .* model\.blocks\.0 \(Block\) .*: the gradient of .* is"),
+        (
+            2,
+            {"model": "Dropping", "callback": Normalised()},
+            r"encoder\.layers\.0 .*: (what it returns|the gradient of)",
+        ),
+        (
+            2,
+            {"model": "Dropping", "callback": Late(), "steps": 4, "config": {"check_every": 3}},
+            r"in step 3 .*encoder\.layers\.0",
+        ),
+    ],
+    ids=["not summed", "not reduced", "activation", "late"],
+)
+def test_wrong_steps_end_on_all_ranks(world, kwargs, seen):
+    for text in run_distributed(raised, world, **kwargs):
+        assert re.search(seen, text), text
+        assert text.startswith("shadow check: in step ")
+
+
+# ---- what it can't tell -------------------------------------------------------------------------------------------
+
+
+class Hooked(Callback):
+    """Halves the gradient of one weight of a block."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        module.encoder.layers[0].linear1.weight.register_hook(lambda grad: grad / 2)
+
+
+class Rescaled(Callback):
+    """Changes gradients behind each backward."""
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class Softer(Callback):
+    """Changes rates of dropout, and a module without weights, behind the proof."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        module.encoder.layers[0].dropout1.p = 0.5
+        module.encoder.layers[0].dropout2 = nn.Dropout(0.4)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "compared", "partly"),
+    [
+        pytest.param({"callback": Hooked()}, 13, "", id="a hook on a gradient"),
+        pytest.param({"callback": Rescaled()}, 2, "", id="gradients changed"),
+        pytest.param({"callback": Softer()}, 14, "", id="settings changed"),
+    ],
+)
+def test_what_users_change_is_no_error(kwargs, compared, partly):
+    found, _, _ = run_distributed(trained, 2, model="Dropping", **kwargs)[0]
+    ((_, blocks),) = found
+    (finding,) = blocks.values()
+    assert (finding.why_not, finding.wrong) == ("", [])
+    assert finding.compared == compared
+    assert finding.partly == partly
