@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "lightning_seqpar"
 
 GROUPS = {
-    "what is asked for, and where ranks are": ("#dbe7f5", ["config", "topology"]),
+    "what is asked for, and where ranks are": ("#dbe7f5", ["user_input", "config", "topology"]),
     "layers, and what they stand on": ("#d9efdc", ["distributed", "layout", "context", "activations", "region", "nn"]),
     "a plan, and carrying it out": ("#fbeccb", ["styles", "plan", "pipeline", "parallel"]),
     "before and around training": ("#f6dcd6", ["data", "inference", "init", "checkpoint", "verify"]),

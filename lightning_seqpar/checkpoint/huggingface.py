@@ -18,9 +18,9 @@ from torch import Tensor
 from lightning_seqpar.checkpoint.atomic_files import MARKER, UNFINISHED, beside, sync_folder, write_synced
 from lightning_seqpar.checkpoint.convert import Contents, Form, Source, check_free, identity
 from lightning_seqpar.checkpoint.folder import begin_folder
-from lightning_seqpar.config import nearest
 from lightning_seqpar.init.meta_weights import WeightFiles
 from lightning_seqpar.init.model_source import model_from_folder
+from lightning_seqpar.user_input import nearest
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """Files of which such a folder has one: all weights, or the index of several files."""

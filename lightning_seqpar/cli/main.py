@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
-from omegaconf import OmegaConf
 
 from lightning_seqpar.checkpoint.convert import (
     Form,
@@ -31,10 +30,13 @@ from lightning_seqpar.checkpoint.convert import (
     write_checkpoint,
 )
 from lightning_seqpar.checkpoint.huggingface import HuggingFaceSource, HuggingFaceTarget, inspect_folder, is_huggingface
+from lightning_seqpar.cli.arguments import add_model_arguments, config_of
 from lightning_seqpar.cli.report import human, render, render_contents, render_tensors
 from lightning_seqpar.cli.verify import verify_parser, verify_target
-from lightning_seqpar.config import ParallelConfig, nearest
+from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.init.model_source import load_target
+from lightning_seqpar.strategy.refusals import VERBOSE, is_verbose
+from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.describe import OPTIMIZERS, describe
 
 OWN = {
@@ -130,7 +132,7 @@ class SeqParallelCLI(LightningCLI):
                     "--trainer.strategy=lightning_seqpar.SeqParallelStrategy --trainer.strategy.tp=3"
                 )
             ours = "class_path='lightning_seqpar.SeqParallelStrategy'" in str(error) or _is_raised_here(error)
-            if not ours:
+            if not ours or is_verbose():
                 raise
             self._refuse(str(error))
 
@@ -138,6 +140,28 @@ class SeqParallelCLI(LightningCLI):
         """Exit with a message of the parser of the subcommand."""
         parsers = self._subcommand_parsers if self.subcommand else {}
         parsers.get(str(self.subcommand), self.parser).error(message)
+
+
+class _Verbose(argparse.Action):
+    """An option without a value that has refusals told with all frames, on every rank, and is in no saved configuration."""
+
+    def __init__(self, option_strings: Sequence[str], **kwargs: Any) -> None:
+        super().__init__(
+            option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=kwargs["help"]
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """The ranks that this process starts have its environment."""
+        os.environ[VERBOSE] = "1"
+
+
+class _OwnCLI(SeqParallelCLI):
+    """The command line of this package, whose users write no classes of their own that could have the same options."""
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Lightning's arguments, and ``-v``; ``--verbose`` is an argument of ``Trainer.validate``."""
+        super().add_core_arguments_to_parser(parser)
+        parser.add_argument("-v", action=_Verbose, help="Show refusals with all frames of their tracebacks.")
 
 
 def has_cli() -> bool:
@@ -207,11 +231,7 @@ def _plan_parser() -> argparse.ArgumentParser:
         "  seqpar plan my_package.models:make tp=4 --yaml > my_plan.yaml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "target", help="YAML file with a model, Hugging Face folder (config.json is enough), or package.module:factory"
-    )
-    parser.add_argument("overrides", nargs="*", help="fields of ParallelConfig: tp=4 sp=false plan=my_plan.yaml")
-    parser.add_argument("--config", help="YAML file of a ParallelConfig; the overrides come on top")
+    add_model_arguments(parser)
     parser.add_argument("--world-size", type=int, help="ranks (default: as the YAML says, or the smallest)")
     parser.add_argument("--batch-size", type=int, default=1, help="samples of a micro-batch on one rank")
     parser.add_argument("--length", type=int, help="positions of a sample (default: the model's limit, 2048 at most)")
@@ -231,15 +251,9 @@ def print_plan(args: Sequence[str]) -> None:
     given = parser.parse_intermixed_args(list(args))
     try:
         target = load_target(given.target, getattr(torch, given.dtype) if given.dtype else None)
-        fields = target.fields
-        if given.config:
-            fields = ParallelConfig.from_yaml(given.config).model_dump()
-        for override in given.overrides:
-            if "=" not in override:
-                raise ValueError(f"override {override!r}: write it as field=value, such as tp=4")
         described = describe(
             target.model,
-            ParallelConfig.from_omegaconf(OmegaConf.merge(fields, OmegaConf.from_dotlist(given.overrides))),
+            config_of(given, target.fields),
             world_size=given.world_size or target.world_size,
             batch=target.batch,
             batch_size=given.batch_size,
@@ -429,7 +443,7 @@ def _run(args: Sequence[str] | None) -> None:
     if not has_cli():
         _main_without_cli(given)
         return
-    SeqParallelCLI(
+    _OwnCLI(
         save_config_kwargs={"overwrite": True},
         parser_kwargs={
             "prog": _program(),

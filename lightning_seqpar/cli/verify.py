@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
-from omegaconf import OmegaConf
 from torch import nn
 
+from lightning_seqpar.cli.arguments import add_model_arguments, config_of
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.init.model_source import TargetModel, function_named, load_target
 from lightning_seqpar.init.shrink import shrink, shrink_depth
@@ -41,11 +41,7 @@ def verify_parser() -> argparse.ArgumentParser:
         "  seqpar verify my_package.models:make --strategy my_package.models:my_strategy",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "target", help="YAML file with a model, Hugging Face folder (config.json is enough), or package.module:factory"
-    )
-    parser.add_argument("overrides", nargs="*", help="fields of ParallelConfig: tp=4 sp=false plan=my_plan.yaml")
-    parser.add_argument("--config", metavar="FILE", help="YAML file of a ParallelConfig; the overrides come on top")
+    add_model_arguments(parser)
     parser.add_argument(
         "--strategy",
         metavar="NAME",
@@ -86,7 +82,7 @@ def verify_target(given: argparse.Namespace) -> Verification:
     change = _shrinking(given.target, notes) if given.shrink else None
     target = load_target(given.target, change=change, foreign=True)
     _check_room(target.model, given)
-    config = _config_of(given, target)
+    config = _strategy_of(given, target)
     world_size = given.world_size
     if world_size is None and target.world_size is not None and not given.overrides and target.world_size <= 8:
         world_size = target.world_size
@@ -141,7 +137,7 @@ def _shrinking(target: str, notes: list[str]) -> Callable[[Any], Any]:
     )
 
 
-def _config_of(given: argparse.Namespace, target: TargetModel) -> ParallelConfig | Callable[[], Strategy] | str:
+def _strategy_of(given: argparse.Namespace, target: TargetModel) -> ParallelConfig | Callable[[], Strategy] | str:
     """The strategy that is asked for: by option, by fields, or by the YAML file.
 
     Raises:
@@ -157,11 +153,7 @@ def _config_of(given: argparse.Namespace, target: TargetModel) -> ParallelConfig
     if target.strategy is not None and not given.overrides and not given.config:
         path, arguments = target.strategy
         return path if path in StrategyRegistry else functools.partial(_make_strategy, path, arguments)
-    fields = ParallelConfig.from_yaml(given.config).model_dump() if given.config else target.fields
-    for override in given.overrides:
-        if "=" not in override:
-            raise ValueError(f"override {override!r}: write it as field=value, such as tp=4")
-    return ParallelConfig.from_omegaconf(OmegaConf.merge(fields, OmegaConf.from_dotlist(given.overrides)))
+    return config_of(given, target.fields)
 
 
 def _make_strategy(path: str, arguments: Mapping[str, Any]) -> Strategy:

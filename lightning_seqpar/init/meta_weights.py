@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_seqpar.config import nearest
 from lightning_seqpar.distributed.autograd import storage_id
 from lightning_seqpar.init.deferred import DeferredInit, TensorRef
 from lightning_seqpar.layout.adapters import is_adapted
@@ -26,6 +25,7 @@ from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.replica_rows import empty_on_cpu, is_split, local_rows, rows_held
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.parallel.sharded_model import ShardedModel
+from lightning_seqpar.user_input import nearest
 
 _SOURCE = "_seqpar_weights"
 """The attribute of a module on the meta device that holds its :class:`_Source`."""

@@ -17,8 +17,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
-from lightning_seqpar.config import nearest
 from lightning_seqpar.plan.sharding_plan import parse_yaml
+from lightning_seqpar.user_input import nearest, read_text
 
 
 @dataclass
@@ -148,18 +148,19 @@ def model_from_folder(
         change: is called with the configuration before the model is made.
 
     Raises:
-        ValueError: if there is no such file, or it is no configuration of a model.
+        ValueError: if there is no such file, it can't be read, or it is no configuration of a model.
         ImportError: without the extra ``hf``.
     """
     file = folder / "config.json"
-    if not file.is_file():
+    text = read_text(file, str(file))
+    if text is None:
         raise ValueError(f"target={str(folder)!r} holds no config.json; give {_FORMS}")
     try:
         import transformers
     except ImportError:
         raise ImportError("a Hugging Face folder needs transformers: pip install 'lightning-seqpar[hf]'") from None
     try:
-        fields = json.loads(file.read_text())
+        fields = json.loads(text)
         # Code in the folder is not run: transformers would ask on the terminal.
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
@@ -178,13 +179,14 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
     """The model of a YAML file of Lightning's command line, with the strategy's fields and the first batch.
 
     Raises:
-        ValueError: if the file names no model, or the model can't be made.
+        ValueError: if the file can't be read or names no model, or the model can't be made.
         ImportError: without the extra ``cli``.
     """
-    if not file.is_file():
+    text = read_text(file, str(file))
+    if text is None:
         raise ValueError(f"target={str(file)!r}: no such file; give {_FORMS}")
     try:
-        data = parse_yaml(file.read_text())
+        data = parse_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{file} is not YAML: {error}") from None
     if not isinstance(data, Mapping) or "model" not in data:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_seqpar.config import PlanSpec, nearest
+from lightning_seqpar.config import PlanSpec
 from lightning_seqpar.layout.adapters import BASE, is_adapted
 from lightning_seqpar.layout.module_names import inside, match_pattern
 from lightning_seqpar.plan.sharding_plan import EXAMPLE, Family, ShardingPlan, load_families
 from lightning_seqpar.styles.style import Rule
+from lightning_seqpar.user_input import nearest
 
 
 @dataclass

@@ -18,20 +18,13 @@ import yaml
 from pydantic import Field
 from torch import nn
 
-from lightning_seqpar.config import (
-    FrozenModel,
-    check_yaml,
-    nearest,
-    read_text,
-    shortened,
-    shown,
-    why_unreadable,
-)
+from lightning_seqpar.config import FrozenModel
 from lightning_seqpar.layout.adapters import plain_modules
 from lightning_seqpar.layout.class_source import class_source
-from lightning_seqpar.layout.module_names import compile_pattern, match_pattern
+from lightning_seqpar.layout.module_names import compile_pattern, in_all_layers, likely_blocks, match_pattern
 from lightning_seqpar.styles.registry import parse_rule
 from lightning_seqpar.styles.style import Match, Rule, Target
+from lightning_seqpar.user_input import check_yaml, nearest, read_text, shortened, shown, why_unreadable
 
 EXAMPLE = """\
 rules:
@@ -213,7 +206,9 @@ class ShardingPlan:
             pattern = self.full(rule.pattern)
             hits, target = names.hits(rule, pattern)
             if not hits:
-                near = nearest(pattern, [name for name in names.of[target] if name], 5)
+                patterns = [in_all_layers(name) for name in names.of[target] if name]
+                patterns += likely_blocks(model) if target is Target.MODULES else []
+                near = nearest(in_all_layers(pattern), [*dict.fromkeys(patterns)], 5)
                 raise ValueError(
                     f"plan pattern {shown(pattern)} (style {rule.style}) matches no {target.value}; near names: {near}"
                 )

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from lightning_seqpar.config import nearest
 from lightning_seqpar.layout.module_names import match_pattern
+from lightning_seqpar.user_input import nearest
 
 _TYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)

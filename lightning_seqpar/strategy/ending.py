@@ -28,6 +28,7 @@ class Ending:
     def __init__(self) -> None:
         self._signum = 0
         self._requeue = 0
+        self._requeue_signal = 0
         self._requeued = False
         self._asking: Trainer | None = None
         self.together = False
@@ -78,6 +79,7 @@ class Ending:
     def take_requeue_signal(self, trainer: Trainer) -> None:
         """Put :meth:`note_requeue` where Lightning's handler saves at once, at whatever place this rank is."""
         environment = trainer._accelerator_connector.cluster_environment
+        self._requeue_signal = int(getattr(environment, "requeue_signal", None) or 0)
         if (
             isinstance(environment, SLURMEnvironment)
             and environment.auto_requeue
@@ -98,7 +100,7 @@ class Ending:
         ends, requeues = self._ask([self._signum > 0, self._requeue > 0])
         if requeues and not self._requeued:
             self._requeued = True  # SLURM may send it several times
-            trainer._signal_connector._slurm_sigusr_handler_fn(self._requeue, None)  # type: ignore[arg-type]
+            trainer._signal_connector._slurm_sigusr_handler_fn(self._requeue_signal, None)  # type: ignore[arg-type]
         if ends:
             signum = signal.SIGTERM
             self.together = True

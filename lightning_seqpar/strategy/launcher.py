@@ -99,6 +99,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         _set_num_threads_if_needed(num_processes=self.num_processes)
         call = inspect.signature(function).bind(*args, **kwargs)
         if RestartList.is_kept() and trainer.state.fn == TrainerFn.FITTING:
+            RestartList.count_training()
             resume = self._where_to_resume(RestartList(trainer, trainer.lightning_module))
             if call.arguments.get("ckpt_path") is None and resume is not None:
                 call.arguments["ckpt_path"] = resume

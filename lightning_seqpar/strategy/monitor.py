@@ -52,6 +52,9 @@ class SeqParallelMonitor(Callback):
         ValueError: if ``every_n_steps`` is less than 1, and before a training if the Trainer has no logger.
     """
 
+    only_reads_gradients = True
+    """So that the strategy does not compare gradients over the ranks in every step, as it does where a callback may change them."""
+
     def __init__(self, every_n_steps: int | None = None) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"SeqParallelMonitor(every_n_steps={every_n_steps}): give 1 or more, or None")
@@ -75,14 +78,16 @@ class SeqParallelMonitor(Callback):
         every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps  # type: ignore[attr-defined]
         self._run = _Run(trainer, every)
         self._run.agree()
-        # Not a method of the class: the strategy compares gradients in every step where callbacks may change them behind the
-        # backward, and this one only reads them.
-        vars(self)["on_before_optimizer_step"] = self._run.note_gradients
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count what is in the batch, and begin to count what is sent if its step is logged."""
         if self._run is not None:
             self._run.begin_batch(batch)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Note the norm of the gradients, which are whole here, if the step is logged. Collective in such steps."""
+        if self._run is not None:
+            self._run.note_gradients(optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -119,7 +124,6 @@ class SeqParallelMonitor(Callback):
     def _leave(self) -> None:
         """Nothing is measured any more."""
         run, self._run = self._run, None
-        vars(self).pop("on_before_optimizer_step", None)
         if run is not None:
             run.leave_batch()
 
@@ -205,12 +209,12 @@ class _Run:
             self._traffic.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._counts_traffic = False
 
-    def note_gradients(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """The gradients are whole, as a hook ``on_before_optimizer_step`` finds them. Collective in steps that are logged."""
+    def note_gradients(self, optimizer: Any) -> None:
+        """An optimizer is about to step, and its gradients are whole. Collective in steps that are logged."""
         if not self._is_logged:
             return
         before = 0 if self._traffic is None else self._traffic.total_bytes
-        norm = _norm_before_step(trainer, optimizer)
+        norm = _norm_before_step(self._trainer, optimizer)
         self._norm = None if norm is None else LateNumbers(norm.view(1))
         self._own_bytes += 0 if self._traffic is None else self._traffic.total_bytes - before
 

@@ -12,6 +12,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_seqpar.checkpoint.atomic_files import MARKER, UNFINISHED, beside, local_path, write_synced
 
 
+TRAININGS = "LIGHTNING_SEQPAR_TRAININGS"
+"""The environment variable with the number of the process's trainings so far."""
+
+
 class RestartList:
     """The checkpoints that a run under torchrun has written, for its next attempt.
 
@@ -20,15 +24,19 @@ class RestartList:
 
     Args:
         trainer: the Trainer.
-        module: the module that trains; scripts may train several after each other, which are told apart by their classes and
-            by how long they train.
+        module: the module that trains; scripts may train several after each other, which are told apart by their number.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         run = "".join(c if c.isalnum() else "-" for c in os.environ.get("TORCHELASTIC_RUN_ID", "run"))
         self._file = Path(trainer.default_root_dir, f".seqpar-restart-{run}.json")
         kind = type(module)
-        self._training = f"{kind.__module__}.{kind.__qualname__}, {trainer.max_steps} steps"
+        self._training = f"training {os.environ.get(TRAININGS, '0')} of the process: {kind.__module__}.{kind.__qualname__}"
+
+    @staticmethod
+    def count_training() -> None:
+        """Another training of this process begins. Every attempt of a run has them in the same order."""
+        os.environ[TRAININGS] = str(int(os.environ.get(TRAININGS, "0")) + 1)
 
     @staticmethod
     def is_kept() -> bool:

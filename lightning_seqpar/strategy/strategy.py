@@ -710,6 +710,7 @@ class SeqParallelStrategy(TuningStrategy):
     def teardown(self) -> None:
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
         self._is_set_up = False
+        self._interruption = None  # it holds the frames of the run that it ended
         self._leave_loops()
         self._ending.leave()
         if self._split is not None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lightning_seqpar.config import nearest
 from lightning_seqpar.styles.blocks import BlocksRule
 from lightning_seqpar.styles.column import ColumnRule
 from lightning_seqpar.styles.copy import CopyRule
@@ -25,6 +24,7 @@ from lightning_seqpar.styles.set import SetRule
 from lightning_seqpar.styles.style import Rule
 from lightning_seqpar.styles.vocab import VocabRule
 from lightning_seqpar.styles.whole import WholeRule
+from lightning_seqpar.user_input import nearest
 
 STYLES: dict[str, type[Rule]] = {
     "blocks": BlocksRule,

@@ -1,5 +1,5 @@
 """Which rank is where: named axes, pipeline stages, and the process groups that follow from them.
 
 The arithmetic (``grid``) is made of sizes alone; only ``process_groups`` knows torch.distributed.
-May import: ``config``.
+May import: ``user_input``, ``config``.
 """

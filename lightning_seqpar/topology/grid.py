@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_seqpar.config import LARGEST_NUMBER, ParallelConfig, nearest, shortened, shown, why_unreadable
+from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.user_input import LARGEST_NUMBER, nearest, shortened, shown, why_unreadable
 
 PIPELINE = "pp"
 """The axis of pipeline stages; a topology without it is a pipeline of one stage."""

@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_seqpar.config import nearest
 from lightning_seqpar.topology.grid import ProcessTopology
+from lightning_seqpar.user_input import nearest
 
 Axes = str | tuple[str, ...]
 """One axis, several axes, or one of :data:`NAMED`."""

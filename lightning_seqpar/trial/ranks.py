@@ -12,6 +12,7 @@ import tempfile
 import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -78,31 +79,49 @@ def _tell(sender: Connection, good: bool, value: Any) -> None:
     sender.send_bytes(pickle.dumps((good, value)))
 
 
-def _rank_main(
-    sender: Connection,
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    store: str | None,
-    env: dict[str, str],
-    timeout: timedelta,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
+@dataclass(frozen=True)
+class _Call:
+    """A call that processes make at once; each is handed this object.
+
+    Attributes:
+        fn: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        timeout: seconds for the whole call and for each collective.
+        env: environment variables that each process sets.
+        world_size: the number of processes.
+        store: the file at which they meet as ranks; None where they are ranks of nothing.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    timeout: float
+    env: dict[str, str]
+    world_size: int = 1
+    store: str | None = None
+
+    def __call__(self) -> Any:
+        return self.fn(*self.args, **self.kwargs)
+
+
+def _rank_main(sender: Connection, rank: int, call: _Call) -> None:
+    """What a process of a call does: join the others if they are ranks, make the call, and tell the parent what came of it."""
     os.setsid()  # so that what this rank starts (data workers) ends with it
-    os.environ.update(env)
+    os.environ.update(call.env)
     torch.set_num_threads(1)
     try:
-        if store is None:
-            _tell(sender, True, fn(*args, **kwargs))
+        if call.store is None:
+            _tell(sender, True, call())
             return
+        world_size, timeout = call.world_size, timedelta(seconds=call.timeout)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), NODE_RANK="0")
-        meeting = FileStore(store, world_size)
+        meeting = FileStore(call.store, world_size)
         dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=timeout)
         # A rank that fails at once would end while others still connect to it, and they would tell of that alone.
         meeting.set(f"connected/{rank}", "")
         meeting.wait([f"connected/{each}" for each in range(world_size)], timeout)
-        result = fn(*args, **kwargs)
+        result = call()
         dist.barrier()
         _tell(sender, True, result)
         dist.destroy_process_group()
@@ -132,7 +151,7 @@ def run_distributed(
     with tempfile.TemporaryDirectory() as folder:
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
         env |= loopback_only()
-        return _run(fn, world_size, str(Path(folder, "store")), env, timeout, args, kwargs)
+        return _run(_Call(fn, args, kwargs, timeout, env, world_size, str(Path(folder, "store"))))
 
 
 def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> Any:
@@ -145,32 +164,23 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwar
     Raises:
         RankFailedError: if it raised, died or ran past the timeout.
     """
-    return _run(fn, 1, None, {"OMP_NUM_THREADS": "1"}, timeout, args, kwargs)[0]
+    return _run(_Call(fn, args, kwargs, timeout, {"OMP_NUM_THREADS": "1"}))[0]
 
 
-def _run(
-    fn: Callable[..., Any],
-    world_size: int,
-    store: str | None,
-    env: dict[str, str],
-    timeout: float,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> list[Any]:
-    """Call a function in ``world_size`` processes, which meet at the file ``store``, or nowhere, and return their results."""
+def _run(call: _Call) -> list[Any]:
+    """Let as many processes as a call asks for make it, and return their results, in rank order."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_seqpar.strategy"])
     procs, receivers = [], []
-    for rank in range(world_size):
+    for rank in range(call.world_size):
         receiver, sender = context.Pipe(duplex=False)
-        rest = (rank, world_size, store, env, timedelta(seconds=timeout), args, kwargs)
-        proc = context.Process(target=_rank_main, args=(sender, fn, *rest))
+        proc = context.Process(target=_rank_main, args=(sender, rank, call))
         proc.start()
         sender.close()
         procs.append(proc)
         receivers.append(receiver)
     try:
-        return _collect(receivers, procs, timeout)
+        return _collect(receivers, procs, call.timeout)
     finally:
         for proc in procs:
             proc.join(timeout=5)

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
 from torch import nn
 
-from lightning_seqpar.config import ParallelConfig, nearest
+from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.trial.batches import TrialError
@@ -22,6 +22,7 @@ from lightning_seqpar.trial.comparison import compare_sides
 from lightning_seqpar.trial.hints import Group, Wrong, group_first_wrong
 from lightning_seqpar.trial.ranks import RankFailedError, RankFailure, run_alone, run_distributed
 from lightning_seqpar.trial.training import Outcome, Trial, train_alone, train_on_ranks
+from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.parity import Row
 
 DType = Literal["float64", "float32"]

@@ -244,6 +244,9 @@ class ParityRecorder(Callback):
         tensors: also keep whole gradients and weights (memory for the whole model).
     """
 
+    only_reads_gradients = True
+    """So that a run that is recorded checks gradients in the same steps as one that is not."""
+
     def __init__(self, *, tensors: bool = True) -> None:
         self.trace = Trace()
         self._tensors = tensors

@@ -99,7 +99,7 @@ EXTRA: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no such tensor": (
         {"pattern": "model.blocks.*.norm1.wight", "style": "local_heads"},
-        "matches no parameter or buffer; near names: .*'model.blocks.0.norm1.weight'",
+        r"matches no parameter or buffer; near names: .*'model.blocks.\*.norm1.weight'",
     ),
     "units for each": (
         {"pattern": "model.blocks.*.attn.qkv", "style": "column", "segments": 3, "units": [4, 4]},

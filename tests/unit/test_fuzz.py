@@ -31,9 +31,10 @@ from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from lightning_seqpar import CheckpointConfig, ParallelConfig, PlanSpec, ProcessTopology, ShardingPlan
-from lightning_seqpar.config import AXES, SYNONYMS, shortened, shown, why_unreadable
+from lightning_seqpar.config import AXES
 from lightning_seqpar.plan.sharding_plan import parse_yaml
 from lightning_seqpar.styles.registry import STYLES
+from lightning_seqpar.user_input import SYNONYMS, shortened, shown, why_unreadable
 
 CASES = int(os.environ.get("SEQPAR_FUZZ", 0))
 """Of each random test; 0 for the few that are the same at every run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import random
 import re
@@ -189,8 +190,8 @@ def test_a_rule_that_it_proposes_was_tried_and_works():
         infer_plan(model, IDS, 2)
     said, rules = str(caught.value).split("with it a plan is found for tp=2:\n")
     assert "layers" not in said, "the names are the model's own"
-    assert rules == "    - {pattern: h.*.mlp, style: whole}"
-    own = ShardingPlan.from_yaml_text(f"rules:\n{rules}")
+    assert rules == "    plan={'rules': [{'pattern': 'h.*.mlp', 'style': 'whole'}]}"
+    own = ShardingPlan.from_rules(ast.literal_eval(rules.partition("=")[2])["rules"])
     assert "{pattern: h.*.attn.proj, style: row" in infer_plan(model, IDS, 2, own).plan.to_yaml()
 
 
@@ -206,8 +207,12 @@ def test_rules_that_it_proposes_together_were_tried_together():
 
     told = str(with_tried_rules(stop("attn"), attempt, 2))
     assert told.startswith("h.0.attn: it can't be split\n  h.0.mlp: it can't be split\n")
-    assert told.endswith(
-        "with them a plan is found for tp=2:\n    - {pattern: h.*.attn, style: whole}\n    - {pattern: h.*.mlp, style: whole}"
+    rules = [{"pattern": f"h.*.{name}", "style": "whole"} for name in ("attn", "mlp")]
+    assert told.endswith(f"with it a plan is found for tp=2:\n    plan={{'rules': {rules}}}")
+    own = ShardingPlan.from_rules([{"pattern": "h.*", "style": "blocks"}])
+    told = str(with_tried_rules(stop("attn"), attempt, 2, own))
+    assert told.endswith(f"plan={{'rules': {[{'pattern': 'h.*', 'style': 'blocks'}, *rules]}}}"), (
+        "with the user's own in front"
     )
 
 

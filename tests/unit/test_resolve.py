@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import Tensor, nn
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, ShardingPlan
@@ -46,6 +47,63 @@ def test_an_exit_that_two_rules_name_ends_the_region_once():
     assert [stack.exits for stack in plan.stacks] == [["model.norm"]]
 
 
+def refusal(model: nn.Module, *rules: dict[str, Any], size: int = 2, base: bool = True) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text is what matters
+        resolved(model, *rules, size=size, base=base)
+    return str(caught.value)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(24, 3, 48, batch_first=True, norm_first=True)
+    return nn.ModuleDict({"net": nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)})
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "rule"),
+    [
+        (lambda: models.GPT(n_head=3, dim=24), 2, {"pattern": "model.blocks.*.attn", "style": "whole"}),
+        (lambda: models.GPT(n_head=3, dim=24), 4, {"pattern": "model.blocks.*.attn", "style": "whole"}),
+        (encoder, 2, {"pattern": "net.layers.*.self_attn", "style": "whole", "args": [0, 1, 2]}),
+    ],
+)
+def test_heads_that_do_not_divide_are_told_with_a_rule_that_helps(make, size, rule):
+    said = refusal(make(), size=size)
+    assert "3 units (heads or features) do not divide by tp=" in said
+    assert yaml.safe_load(said.partition("by a rule behind the others: ")[2]) == rule, said
+    resolved(make(), rule, size=size)
+
+
+def test_no_rule_is_proposed_with_which_it_still_does_not_divide():
+    assert refusal(models.GPT(), size=3).endswith("do not divide by tp=3; use tp of 1, 2, 4")
+    rows = [
+        {"pattern": "model.blocks.*.mlp.up", "style": "column"},
+        {"pattern": "model.blocks.*.mlp.down", "style": "row"},
+    ]
+    blocks = {"pattern": "model.blocks.*", "style": "blocks"}
+    gathered = {"pattern": "model.blocks.*.mlp.up", "style": "gather"}
+    said = refusal(models.GPT(), blocks, gathered, *rows, size=3, base=False)
+    assert said.endswith("use tp of 1, 2, 4, 8, 16, 32, 64"), (
+        "what is gathered for is a linear itself, whose row would go on"
+    )
+
+
+def test_refusals_name_the_modules_of_the_model():
+    row = {"pattern": "model.blocks.*.mlp.down", "style": "row"}
+    assert refusal(models.GPT(), row, base=False).endswith("for example {pattern: model.blocks.*, style: blocks}")
+    units = {"pattern": "model.blocks.*.attn.qkv", "style": "column", "segments": 3, "units": "n_heads"}
+    assert "did you mean 'n_head'" in refusal(models.GPT(), units)
+    near = refusal(models.GPT(), {"pattern": "model.blocks.0.mlp.ups", "style": "column"})
+    assert "near names: 'model.blocks.*.mlp.up'" in near
+    assert "near names: 'model.blocks.*'" in refusal(models.GPT(), {"pattern": "model.block.*", "style": "blocks"})
+    exits = [{"pattern": "first.*", "style": "blocks"}, {"pattern": "second.*", "style": "blocks"}]
+    said = refusal(TwoStacks(), *exits, {"pattern": "third", "style": "exit"}, base=False)
+    assert said.endswith(
+        "{pattern: third, style: exit, blocks: first.*} or {pattern: third, style: exit, blocks: second.*}"
+    )
+    with pytest.raises(ValueError, match=r"if they are tied\): \{pattern: model.head, style: vocab\}"):
+        ResolvedPlan(models.GPT(), resolve_plans("auto", models.GPT()), 2, True, loss_chunk=4)
+
+
 class TwoStacks(nn.Module):
     """One module that runs two stacks of blocks."""
 
@@ -53,6 +111,7 @@ class TwoStacks(nn.Module):
         super().__init__()
         self.first = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(2))
         self.second = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(2))
+        self.third = nn.LayerNorm(4)
 
 
 TWO_STACKS: list[dict[str, Any]] = [

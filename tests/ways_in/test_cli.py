@@ -63,6 +63,17 @@ def test_a_wrong_option_is_one_sentence(capsys, argument, says):
     assert len(told.splitlines()) <= 6, told
 
 
+def test_an_option_shows_refusals_with_all_frames(capsys, monkeypatch):
+    monkeypatch.setenv("SEQPAR_VERBOSE", "0")
+    with pytest.raises(ValueError, match="world size 2 does not divide by tp 3") as caught:
+        main(["fit", *CONFIG, "-v", "--trainer.strategy.tp=3"])
+    assert caught.traceback[-1].path.name == "grid.py", "the frame that refuses"
+    assert os.environ["SEQPAR_VERBOSE"] == "1", "the ranks that are started read it"
+    with pytest.raises(SystemExit):
+        main(["fit", *CONFIG, "-v", "--print_config"])
+    assert "verbose" not in capsys.readouterr().out.lower(), "it is no part of a configuration"
+
+
 def test_a_key_in_a_file(capsys, tmp_path):
     (tmp_path / "bad.yaml").write_text(
         "trainer: {strategy: {class_path: lightning_seqpar.SeqParallelStrategy, init_args: {tensor_parallel: 2}}}\n"

@@ -34,6 +34,8 @@ class Bad(Callback):
         if batch_idx == at and rank in (str(trainer.global_rank), "every"):
             if what == "raise":
                 raise ValueError("on purpose")
+            if what == "refused":
+                trainer.strategy.groups.rank("nowhere")
             if what == "hang":
                 os.write(1, b"HANGING\\n")
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -63,7 +65,8 @@ if __name__ == "__main__":
         signal.signal(signal.SIGTERM, mine)
     world = int(os.environ.get("WORLD", "2"))
     refused = {"plan": [{"pattern": "nowhere", "style": "row"}]} if "REFUSED" in os.environ else {}
-    strategy = SeqParallelStrategy(tp=2, timeout=int(os.environ.get("TIMEOUT", "60")), **refused)
+    tp = int(os.environ.get("TP", "2"))
+    strategy = SeqParallelStrategy(tp=tp, timeout=int(os.environ.get("TIMEOUT", "60")), **refused)
     steps = int(os.environ.get("STEPS", "6"))
     bad = [Bad()] if "BAD" in os.environ else []
     saves = {}
@@ -242,19 +245,39 @@ def test_torchrun_with_a_rank_that_raises(script):
     assert "ValueError: on purpose" in summary, "torchrun's own summary reads the error file"
 
 
-def test_a_refusal_is_told_once_and_without_our_frames(script):
-    """By rank 0, whose traceback Python prints; children say nothing, and so does the watch over them."""
-    done = script(REFUSED="1")
+@pytest.mark.parametrize(
+    ("refused", "users"),
+    [({"REFUSED": "1"}, ["<module>"]), ({"BAD": "refused:every"}, ["<module>", "on_train_batch_start"])],
+    ids=["at the start", "in a later step"],
+)
+def test_a_refusal_is_told_once_and_without_our_frames(script, refused, users):
+    """By rank 0, with the frames of the script alone; children say nothing, and so does the watch over them."""
+    done = script(**refused)
     assert done.returncode == 1
     told = done.stderr[done.stderr.index("Traceback") :]
     assert done.stderr.count("'nowhere'") == done.stderr.count("Traceback") == 1, done.stderr
     assert "rank1" not in done.stderr
     assert "the run failed" not in done.stderr
-    ours = [line for line in told.splitlines() if "lightning_seqpar/" in line]
-    assert len(ours) == 2, "the launcher and what Lightning calls to set the model up"
+    assert re.findall(r"File .*script.py\", line \d+, in (.*)", told) == users
+    assert told.count("  File ") == len(users), told
     assert "direct cause" not in told
     assert "During handling" not in told
-    assert len(told.splitlines()) < 30
+
+
+def test_a_refusal_is_told_with_all_frames_if_that_is_asked_for(script):
+    done = script(REFUSED="1", SEQPAR_VERBOSE="1")
+    assert done.returncode == 1
+    assert done.stderr.count("'nowhere'") == done.stderr.count("Traceback") == 1, "by rank 0 alone too"
+    told = done.stderr[done.stderr.index("Traceback") :]
+    assert told.count("lightning_seqpar/") > 2
+    assert told.count("lightning/pytorch/") > 2
+
+
+def test_torchrun_tells_a_refusal_before_the_ranks_are_connected_once(script):
+    done = script(*TORCHRUN, TP="0")
+    assert done.returncode == 1
+    own = done.stderr[: done.stderr.index("torch/distributed/elastic")]
+    assert own.count("tp=0: a size must be 1 or more") == own.count("Traceback") == own.count("  File ") == 1, own
 
 
 @pytest.mark.matrix

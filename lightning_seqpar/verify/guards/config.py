@@ -12,7 +12,8 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_seqpar.config import ParallelConfig, nearest
+from lightning_seqpar.config import ParallelConfig
+from lightning_seqpar.user_input import nearest
 
 LATER = {
     "fp8_groups": "fp8 training",

@@ -1,0 +1,103 @@
+"""What ``seqpar plan`` and ``seqpar verify`` are given: what can't be read is refused in a sentence, with exit status 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_seqpar.cli.main import main
+from lightning_seqpar.config import with_overrides
+
+LLAMA = "tests.helpers.families:make_llama"
+BOTH = pytest.mark.parametrize("command", ["plan", "verify"])
+NO_TEXT = b'{"\xff": 1}'
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """What a command line that ends with status 2 says on the standard error."""
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def write(path: Path, text: str | bytes) -> str:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return str(path)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("tp", "error: override 'tp': write it as field=value, such as 'tp=4'"),
+        ("tp=[", "error: override 'tp=[': while parsing a flow "),
+        ("plan=${", "error: override 'plan=${': "),
+        ("tp=${tp}", "error: the parallel config can't be resolved: Recursive interpolation detected"),
+        ("ddp.x=${nowhere}", "error: the parallel config can't be resolved: Interpolation key 'nowhere' not found"),
+        (f"ddp={'[' * 60}{']' * 60}", "nested in 50 levels at most; write it as field=value"),
+        (f"ddp={{x: [{'0, ' * 60_000}]}}", "it must hold 50,000 values at most"),
+        (f"plan={'x' * 1_000_001}", "it has 1,000,001 characters; write 1,000,000 at most"),
+        (f"tp={'9' * 5000}", "error: override 'tp=999"),
+    ],
+    ids=[
+        "no value",
+        "half a list",
+        "half an interpolation",
+        "a circle",
+        "leads nowhere",
+        "too deep",
+        "too many values",
+        "too long",
+        "too many digits",
+    ],
+)
+def test_an_override_that_cannot_be_read(command, override, told, capsys):
+    said = refusal(capsys, command, LLAMA, override)
+    assert told in said
+    assert len(said) < 2000, "a long one is not shown whole"
+
+
+@BOTH
+def test_a_file_of_the_configuration_and_overrides_over_it(command, tmp_path, capsys):
+    file = write(tmp_path / "parallel.yaml", "tp: 3\ncp: 2\ncp_method: ring\n")
+    said = refusal(capsys, command, LLAMA, "cp=1", "--config", file)
+    assert "cp_method='ring' with cp=1: " in said
+    assert refusal(capsys, command, LLAMA, "tp=[", "--config", file).startswith("error: override 'tp=[': ")
+    main(["plan", LLAMA, "tp=2", "--config", file])
+    assert capsys.readouterr().out.startswith("4 ranks: cp 2 × tp 2")
+
+
+@BOTH
+def test_fields_in_the_file_of_a_model(command, tmp_path, capsys):
+    text = (
+        "trainer: {strategy: {class_path: lightning_seqpar.SeqParallelStrategy, init_args: {tp: 2, cp: FIELD}}}\n"
+        "model: {class_path: tests.helpers.models.GPT, init_args: {dim: 32}}\n"
+    )
+    circle = write(tmp_path / "circle.yaml", text.replace("FIELD", "'${cp}'"))
+    assert "error: the parallel config can't be resolved: Recursive" in refusal(capsys, command, circle)
+    half = write(tmp_path / "half.yaml", text.replace("FIELD", "'${'"))
+    assert "error: the parallel config can't be read: " in refusal(capsys, command, half)
+    main(["plan", write(tmp_path / "run.yaml", text.replace("FIELD", "'${tp}'"))])
+    assert capsys.readouterr().out.startswith("4 ranks: cp 2 × tp 2")
+
+
+def test_fields_are_a_mapping_or_a_node():
+    assert with_overrides({"ddp": {"a": 1}}, ["ddp.b=2", "tp=4"]) == {"ddp": {"a": 1, "b": 2}, "tp": 4}
+    assert with_overrides({"tp": 2}, []) == {"tp": 2}
+
+
+@BOTH
+def test_files_that_are_no_text_are_named(command, tmp_path, capsys):
+    for name, target in (("run.yaml", tmp_path / "run.yaml"), ("config.json", tmp_path)):
+        file = write(tmp_path / name, NO_TEXT)
+        assert refusal(capsys, command, str(target)).startswith(
+            f"error: {file} is no text: byte 2 is not UTF-8; save it as UTF-8\n"
+        )
+    large = write(tmp_path / "large.yaml", "#" * 4_000_001)
+    assert refusal(capsys, command, large).startswith(f"error: {large} has 4,000,001 bytes; give a file of 1,000,000 ")

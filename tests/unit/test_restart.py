@@ -1,0 +1,26 @@
+"""The list of checkpoints by which a run that torchrun starts again goes on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import lightning as L
+
+from lightning_seqpar.strategy import restart
+
+
+def test_each_training_of_a_script_goes_on_from_its_own_checkpoints(tmp_path, monkeypatch):
+    trainer, module = SimpleNamespace(default_root_dir=tmp_path), L.LightningModule()
+    monkeypatch.setenv(restart.TRAININGS, "0")
+    for name in ("first.ckpt", "second.ckpt"):
+        restart.RestartList.count_training()
+        listed = restart.RestartList(trainer, module)
+        listed.begin()
+        (tmp_path / name).touch()
+        listed.add(tmp_path / name)
+    monkeypatch.setenv(restart.TRAININGS, "0")  # another attempt
+    for name in ("first.ckpt", "second.ckpt"):
+        restart.RestartList.count_training()
+        assert restart.RestartList(trainer, module).newest() == str(tmp_path / name)
+    restart.RestartList.count_training()
+    assert restart.RestartList(trainer, module).newest() is None
