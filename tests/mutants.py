@@ -703,7 +703,7 @@ MUTANTS = [
     Mutant(
         "weak references and closures of a copy lead to the model itself",
         "detached_copy",
-        "    _point_to_copy(model, copied, memo)\n",
+        "    point_to_copy(model, copied, memo)\n",
         "",
         "tests/test_trainer_view.py -k roundabout",
     ),

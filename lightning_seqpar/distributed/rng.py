@@ -626,6 +626,11 @@ class Drawn(NamedTuple):
     seeded: bool = False
 
 
+def is_draw(func: Any) -> bool:
+    """Whether an operation, as a dispatch mode is given it, draws random numbers."""
+    return func.name().split("::")[-1].split(".")[0].rstrip("_") in DRAWS
+
+
 def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Drawn | None:
     """The draw that an operation made; None if it draws nothing.
 
@@ -635,9 +640,9 @@ def drawn_by(func: Any, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         args: its positional arguments.
         kwargs: its keyword arguments.
     """
-    name = func.name().split("::")[-1].split(".")[0].rstrip("_")
-    if name not in DRAWS:
+    if not is_draw(func):
         return None
+    name = func.name().split("::")[-1].split(".")[0].rstrip("_")
     passed: Any = next((arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, torch.Generator)), None)
     own = [generator_id(generator) for generator in _generators()]
     seeded = passed is not None and generator_id(passed) not in own

@@ -155,7 +155,11 @@ class BlockRecorder:
         if name not in self.calls or in_backward() or not torch.is_grad_enabled():
             return x
         is_shard = self._sp and self._frames.active
-        strange = "it is given parts of a sequence" if isinstance(x, SeqPart) else ""
+        strange = ""
+        if isinstance(x, SeqPart):
+            strange = "it is given parts of a sequence"
+        elif is_shard and self._frames.length == 1:
+            strange = "its sequence has one position, of which a part looks like the whole"
         leaves, _ = tree_flatten((args, kwargs))
         if any(isinstance(leaf, SeqPart) for leaf in leaves):
             strange = "it is given parts of a sequence"
@@ -207,8 +211,7 @@ class BlockRecorder:
         """Whether an output is this rank's part: it is whole behind the region's end, which may be at this block."""
         if not call.x.is_shard or tensor.ndim <= self._dim:
             return False
-        shard = call.x.value.shape[self._dim]
-        return tensor.shape[self._dim] == shard != call.length
+        return self._frames.active and tensor.shape[self._dim] == call.x.value.shape[self._dim]
 
     def close(self) -> None:
         """Stop: a step ended, or was aborted within a block."""

@@ -19,6 +19,7 @@ from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitEr
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import Inference, infer_blocks, infer_plan
 from lightning_seqpar.inference.pipeline_cut import HowToCut, find_cut, leaves_blocks
+from lightning_seqpar.inference.proposals import PROPOSAL
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.pipeline.cut import Cut
@@ -381,11 +382,12 @@ class Prover:
             self._known.rest = str(error)
             return None
 
-    def _infer(self, *, sums: bool = True) -> ShardingPlan:
+    def _infer(self, *, sums: bool = True, keeps_own: bool = True) -> ShardingPlan:
         """Infer a plan on the first rank, for what no shipped plan covers; collective over the world.
 
         Args:
             sums: whether a module that deals its tokens out to experts may be reduced where it returns.
+            keeps_own: whether rules of the user's stay; if not, what they say is found anew.
 
         Raises:
             ValueError: if there is no example, or inference stops; the message says what to write.
@@ -400,7 +402,7 @@ class Prover:
             )
 
         spec = self._config.plan
-        own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) else None
+        own = ShardingPlan.from_rules(spec.rules) if isinstance(spec, PlanSpec) and keeps_own else None
 
         def work() -> Inference:
             return infer_plan(
@@ -421,10 +423,11 @@ class Prover:
                 raise
             if isinstance(error, NothingToSplitError):
                 raise ValueError(f"plan='auto': no shipped plan fits {name}, and none can be made. {error}") from None
+            why, proposes, rules = str(error).partition(PROPOSAL)
             raise ValueError(
-                f"plan='auto': no shipped plan fits {name}, and inference stops at\n  {error}\nRules of yours are kept, and the "
+                f"plan='auto': no shipped plan fits {name}, and inference stops at\n  {why}\nRules of yours are kept, and the "
                 "others found as before (plan={'rules': [...]}); a whole plan is plan='my_plan.yaml' or plan={'base': 'none', "
-                "'rules': [...]} (docs/your_model.md)"
+                f"'rules': [...]}} (docs/your_model.md){proposes}{rules}"
             ) from None
         self._reasons, self._parts = inferred.reasons, inferred.parts
         self._known.whole, self._known.no_sp = inferred.whole, inferred.no_sp
@@ -487,6 +490,11 @@ class Prover:
                 tried.append("sp=False")
                 if self._is_right([plan.without_sp() for plan in narrow]):
                     raise type(error)(f"{error}. Tried: with sp=False the same plan is right") from None
+            if not inferred and isinstance(error, SelfCheckError) and (more := self._mending(narrow)):
+                too = "sp=False, which is wrong too; " if tried else ""
+                raise type(error)(
+                    f"{error}. Tried: {too}these rules behind those above, which are right:\n{more}"
+                ) from None
             if tried and (inferred or isinstance(error, SelfCheckError)):
                 raise type(error)(f"{error}. Tried: {'; '.join(tried)}. None of that is right") from None
             raise error from None
@@ -497,6 +505,24 @@ class Prover:
             return self._check(Proved(plans))
         except ValueError:
             return False
+
+    def _mending(self, plans: Sequence[ShardingPlan]) -> str:
+        """Rules that inference finds for the whole model and these plans lack, if they are right with those; collective.
+
+        Returns:
+            the rules as lines of a plan's file; empty if they do not help, or none is found.
+        """
+        known = [rule for plan in plans for rule in plan.rules]
+        said = self._reasons, self._parts, self._known.whole, self._known.no_sp  # of the plans that are under way
+        try:
+            found = self._infer(keeps_own=False)
+        except ValueError:
+            return ""
+        finally:
+            self._reasons, self._parts, self._known.whole, self._known.no_sp = said
+        more = replace(found, rules=tuple(rule for rule in found.rules if rule not in known))
+        is_right = bool(more.rules) and self._is_right([*plans, more])
+        return "\n".join(f"  {line}" for line in more.to_yaml().splitlines()[1:]) if is_right else ""
 
     def _variants(self, inferred: Sequence[ShardingPlan]) -> Iterator[tuple[str, Callable[[], list[ShardingPlan]]]]:
         """Other forms of the inferred plans, in which less is sharded, each with what it is, in words.

@@ -6,25 +6,32 @@ the recompute, the reduction over replicas and the user's hooks.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.activations.wgrad_overlap import READERS
-from lightning_seqpar.distributed.autograd import backward_classes, children, reach, sequence_nr, tensor_hooks
+from lightning_seqpar.distributed.autograd import (
+    backward_classes,
+    children,
+    in_backward,
+    reach,
+    sequence_nr,
+    tensor_hooks,
+)
 from lightning_seqpar.distributed.collectives import all_gather, gather_replicated_from_sequence_parallel_region
-from lightning_seqpar.distributed.rng import drawn_by, kept_streams
+from lightning_seqpar.distributed.rng import drawn_by, get_streams, is_draw, kept_streams
 from lightning_seqpar.inference.block_kinds import kind_of
 from lightning_seqpar.inference.isolated_block import is_cache
 from lightning_seqpar.inference.model_copy import point_to_copy
@@ -508,12 +515,12 @@ def _repeat(
         rank: this tensor-parallel rank, for draws that are not divided.
     """
     done = _Repeated()
-    own = dict(module.named_parameters())
+    trains = {key: parameter.requires_grad for key, parameter in module.named_parameters()}
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(wide) if wide is not None and tensor.is_floating_point() else tensor
 
-    leaves = {key: cast(weight).detach().requires_grad_(own[key].requires_grad) for key, weight in weights.items()}
+    leaves = {key: nn.Parameter(cast(weight).detach(), trains[key]) for key, weight in weights.items()}
     held = {key: cast(buffer).clone() for key, buffer in buffers.items()}
     device = next(iter(weights.values())).device
     for run in runs:
@@ -524,30 +531,54 @@ def _repeat(
             args = (*args[: run.call.where], x, *args[run.call.where + 1 :])
         else:
             kwargs = {**kwargs, run.call.where: x}
-        casts = run.call.autocast is not None and wide is None
-        with (
-            torch.enable_grad(),
-            kept_streams(device),
-            torch.autocast(device.type, run.call.autocast if casts else None, enabled=casts),
-            _Again(run.drawn, rank),
-        ):
-            out = functional_call(module, {**leaves, **held}, args, kwargs)
-        made = tree_flatten(out)[0]
-        done.outputs.append({at: made[at].detach() for at in run.outputs})
-        tops = {at: one.grad(tuple(made[at].shape), rank) for at, one in run.outputs.items() if made[at].requires_grad}
-        ends = {at: grad.to(made[at]) for at, grad in tops.items() if grad is not None}
-        if len(ends) > 1:
-            ends = _from_outside(made, ends)
         wanted = [x] * x.requires_grad + [leaf for leaf in leaves.values() if leaf.requires_grad]
         grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
-        if ends:
-            grads = torch.autograd.grad([made[at] for at in ends], wanted, [*ends.values()], allow_unused=True)
+        casts = run.call.autocast is not None and wide is None
+        numbers = _numbers(module, {**leaves, **held})
+        with torch.enable_grad(), kept_streams(device), numbers, _Again(run.drawn, rank, device):
+            with torch.autocast(device.type, run.call.autocast if casts else None, enabled=casts):
+                out = module(*args, **kwargs)
+            made = tree_flatten(out)[0]
+            tops = {
+                at: one.grad(tuple(made[at].shape), rank) for at, one in run.outputs.items() if made[at].requires_grad
+            }
+            ends = {at: grad.to(made[at]) for at, grad in tops.items() if grad is not None}
+            if len(ends) > 1:
+                ends = _from_outside(made, ends)
+            if ends:
+                grads = torch.autograd.grad([made[at] for at in ends], wanted, [*ends.values()], allow_unused=True)
+        done.outputs.append({at: made[at].detach() for at in run.outputs})
         by_leaf = iter(grads)
         done.inputs.append(next(by_leaf) if x.requires_grad else None)
         for key, leaf in leaves.items():
             if leaf.requires_grad and (grad := next(by_leaf)) is not None:
                 done.grads[key] = done.grads[key] + grad if key in done.grads else grad
     return done
+
+
+@contextlib.contextmanager
+def _numbers(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which a block of the meta device has numbers, in its backward too, where parts of it may run again.
+
+    Args:
+        module: the block.
+        tensors: its parameters and buffers, by name.
+    """
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    places = []
+    for name, tensor in named:
+        holder, _, key = name.rpartition(".")
+        owner = module.get_submodule(holder)
+        held = owner._parameters if key in owner._parameters else owner._buffers
+        places.append((held, key, tensor, first.setdefault(id(tensor), name)))
+    try:
+        for held, key, _, name in places:
+            held[key] = tensors[name]  # type: ignore[assignment]
+        yield
+    finally:
+        for held, key, tensor, _ in places:
+            held[key] = tensor  # type: ignore[assignment]
 
 
 def _from_outside(made: Sequence[Any], ends: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -573,27 +604,39 @@ def _from_outside(made: Sequence[Any], ends: Mapping[int, Tensor]) -> dict[int, 
 class _Again(TorchDispatchMode):
     """A mode in which random draws give again what was drawn in a recorded call.
 
+    An activation checkpoint within the block draws once more in the backward, from the state that the generator had in the forward:
+    by that state it is given the same numbers.
+
     Args:
         drawn: for each draw its operation, and what each tensor-parallel rank drew.
         rank: this rank.
+        device: on which the block runs.
     """
 
-    def __init__(self, drawn: Sequence[tuple[str, list[Tensor]]], rank: int) -> None:
+    def __init__(self, drawn: Sequence[tuple[str, list[Tensor]]], rank: int, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._drawn, self._rank = iter(drawn), rank
+        self._drawn, self._rank, self._device = iter(drawn), rank, device
+        self._by_state: dict[bytes, Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not is_draw(func):
+            return func(*args, **(kwargs or {}))
+        state = b"".join(one.numpy().tobytes() for one in get_streams(self._device)[2:] if one is not None)
         out = func(*args, **(kwargs or {}))
         drawn = drawn_by(func, out, args, kwargs)
-        if drawn is None:
-            return out
-        name, parts = next(self._drawn, ("nothing", []))
-        if name != drawn.name:
-            raise ValueError(f"it draws {drawn.name} where the sharded block drew {name}")
-        filled = _put_together(parts, drawn.shape, self._rank)
-        if name == "native_dropout":
+        assert drawn is not None
+        if in_backward():
+            if state not in self._by_state:
+                raise ValueError(f"it draws {drawn.name} in the backward, where the forward drew nothing of the kind")
+            filled = self._by_state[state]
+        else:
+            name, parts = next(self._drawn, ("nothing", []))
+            if name != drawn.name:
+                raise ValueError(f"it draws {drawn.name} where the sharded block drew {name}")
+            filled = self._by_state[state] = _put_together(parts, drawn.shape, self._rank)
+        if drawn.name == "native_dropout":
             keep = 1.0 - float(args[1])
             return args[0] * filled * (1.0 / keep if keep else 0.0), filled
         return out.copy_(filled)
