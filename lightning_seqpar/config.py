@@ -310,7 +310,7 @@ class ParallelConfig(FrozenModel):
     self_check: bool = True
     """Prove the plan before training: a copy of the model whole against sharded, losses and gradients."""
     check_every: int = 0
-    """Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..."""
+    """Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..., and the shadow check."""
     broadcast_batch: bool = False
     """One rank of each replica reads the batches and sends them to the others: for iterable data sets that give each
     process other samples, dealt out by ``strategy.dp_rank`` and ``dp_size``. Off, every rank reads for itself and

@@ -4,8 +4,9 @@
     make detectors ARGS=gather     those with 'gather' in their name
 
 Each fault is put into a copy of the repository. There some models train on four ranks (dp 2 x tp 2), three times: as they are, for
-the proof; without a proof, for the checks of a run, and for verify, which sees a run that ends and compares one that does not with
-one process; and with a proof that passes everything, for the shadow check. A fault that none of these models shows is in the table with dashes: its test has another.
+the proof; without a proof, for the checks of a run, and for verify, which sees a run that ends and compares one that goes on with
+one process; and with a proof that passes everything, for the shadow check. A fault that none of these models shows has an empty
+row: its test has another model.
 """
 
 from __future__ import annotations
@@ -48,22 +49,22 @@ def on_ranks(folder: str) -> dict[str, list[str]]:
     from tests.helpers.fit import fit
 
     own = prover.self_check
-    seen: dict[str, list[str]] = {}
-    for name, (model, arguments, config) in SETUPS.items():
+    all_seen: dict[str, list[str]] = {}
+    for name, (model, arguments, _) in SETUPS.items():
         reference = Trace.load(Path(folder, f"{name}.pt"))
         found: set[str] = set()
 
         def train(
-            name: str = name, model: str = model, arguments: Any = arguments, found: set[str] = found, **more: Any
+            name: str = name, model: str = model, given: Any = arguments, seen: Any = found, **more: Any
         ) -> Trace | None:
             try:
-                return fit(model, arguments, world=4, strategy={**SETUPS[name][2], **more}, steps=2)
+                return fit(model, given, world=4, strategy={**SETUPS[name][2], **more}, steps=2)
             except SelfCheckError:
-                found.add("self-check")
+                seen.add("self-check")
             except ShadowError:
-                found.add("shadow")
+                seen.add("shadow")
             except Exception:  # whatever ends a run
-                found.add("run")
+                seen.add("run")
                 if torch.distributed.get_rank() == 0:
                     traceback.print_exc()
             return None
@@ -77,8 +78,8 @@ def on_ranks(folder: str) -> dict[str, list[str]]:
             train()
         finally:
             prover.self_check = own
-        seen[name] = sorted(found)
-    return seen
+        all_seen[name] = sorted(found)
+    return all_seen
 
 
 def references(folder: str) -> None:
@@ -108,15 +109,11 @@ def run(mutant: mutants.Mutant | None, folder: str) -> dict[str, Any]:
         mutants.copy_repository(Path(place))
         if mutant is not None:
             mutants.apply(mutant, Path(place, "lightning_seqpar"))
-        env = {
-            **os.environ,
-            "PYTHONPATH": f"{place}:{place}/examples:{place}/benchmarks",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "XDG_CACHE_HOME": f"{place}/cache",
-        }
+        path = ":".join([place, f"{place}/examples", f"{place}/benchmarks"])
+        own = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": f"{place}/cache"}
         done = subprocess.run(
             [sys.executable, "-m", "tests.detectors", "--one", folder],
-            cwd=place, env=env, capture_output=True, text=True, check=False, timeout=400,
+            cwd=place, env={**os.environ, **own}, capture_output=True, text=True, check=False, timeout=400,
         )  # fmt: skip
         line = next((line for line in done.stdout.splitlines() if line.startswith("SEEN ")), None)
         return {"all": ["run"], "error": done.stderr[-300:]} if line is None else dict(json.loads(line[5:]))

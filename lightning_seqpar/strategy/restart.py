@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_seqpar.checkpoint.atomic_files import MARKER, UNFINISHED, beside, local_path, write_synced
 
-
 TRAININGS = "LIGHTNING_SEQPAR_TRAININGS"
 """The environment variable with the number of the process's trainings so far."""
 
@@ -31,7 +30,9 @@ class RestartList:
         run = "".join(c if c.isalnum() else "-" for c in os.environ.get("TORCHELASTIC_RUN_ID", "run"))
         self._file = Path(trainer.default_root_dir, f".seqpar-restart-{run}.json")
         kind = type(module)
-        self._training = f"training {os.environ.get(TRAININGS, '0')} of the process: {kind.__module__}.{kind.__qualname__}"
+        self._training = (
+            f"training {os.environ.get(TRAININGS, '0')} of the process: {kind.__module__}.{kind.__qualname__}"
+        )
 
     @staticmethod
     def count_training() -> None:

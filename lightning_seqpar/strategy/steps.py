@@ -16,6 +16,7 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -360,8 +361,10 @@ class SteppingStrategy(StagedStrategy):
         def synced() -> Any:
             out = closure()
             self.sync_gradients(optimizer)
-            if self._shadow is not None:
+            if self._shadow is not None and self._shadow.records:
                 self._shadow.check(_parameters(optimizer))
+                if self._shadow.is_first:
+                    rank_zero_info(f"lightning_seqpar: {self._shadow.summary}")
             return out
 
         self._optimizing = optimizer

@@ -137,7 +137,8 @@ class SeqParallelStrategy(TuningStrategy):
         compile: Compile each block by ``torch.compile`` after it was sharded, one graph for each kind of block.
         compile_options: Options passed on to ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``.
         self_check: Prove the plan before training: a copy of the model whole against sharded, losses and gradients.
-        check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ...
+        check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..., and the
+            shadow check.
         broadcast_batch: One rank of each replica reads the batches and sends them to the others: for iterable
             data sets that give each process other samples, dealt out by ``strategy.dp_rank`` and ``dp_size``.
             Off, every rank reads for itself and checksums are compared.

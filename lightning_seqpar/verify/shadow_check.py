@@ -235,6 +235,25 @@ class ShadowCheck:
         """Whether the current step is being recorded."""
         return bool(self._recorders)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the last check was the first of the run."""
+        return self._step == 1
+
+    @property
+    def summary(self) -> str:
+        """What the last check found on this rank, in a sentence."""
+        told = []
+        for name, found in self.findings.items():
+            if found.why_not:
+                told.append(f"{name} is not compared ({found.why_not})")
+            else:
+                partly = f", without its gradients: {found.partly}" if found.partly else ""
+                told.append(
+                    f"{found.compared} tensors of {name} are the whole block's (largest error {found.largest:.0e}{partly})"
+                )
+        return f"shadow check of step {self._step}: {'; '.join(told) or 'no blocks to compare'}"
+
     def begin_step(self) -> None:
         """The first micro-batch of an optimizer step begins: its blocks are recorded if it is due."""
         self.stop()
@@ -359,7 +378,11 @@ class ShadowCheck:
             return Finding(why_not=why_not)
         assert same is not None
         assert exact is not None
-        found = Finding(partly="the loss reads what is inside of it" if leaks else "")
+        found = Finding()
+        if leaks:
+            found.partly = "the loss reads what is inside of it"
+        elif self._changes_gradients():
+            found.partly = "on_after_backward may change them"
         judge = _Judge(rounded)
         for number, run in enumerate(runs):
             for at, made in run.outputs.items():

@@ -48,7 +48,7 @@ def fit_adapted(strategy: dict[str, Any], cases: dict[str, dict[str, Any]]) -> d
     ("world", "strategy"),
     [
         rest(2, {"tp": 2}),
-        (2, {"tp": 2, "sp": False}),
+        rest(2, {"tp": 2, "sp": False}),
         pytest.param(4, {"tp": 4}, marks=pytest.mark.matrix),
         (4, {"tp": 2}),
         (2, {"tp": 2, "plan": "infer"}),

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from tests.helpers.habit_runs import LIMIT, Learner, Place, apart
+from tests.helpers.slices import rest
 
 
 class Late(WeightAveraging):
@@ -92,7 +93,7 @@ def at(name: str, topology: str, folder: str) -> Any:
     return WORKERS[name](Place(topology, str(own)))
 
 
-@pytest.mark.parametrize(("name", "topology"), [("apart", "dp2xtp2"), ("twice", "tp2"), ("twice", "fsdp2xtp2")])
+@pytest.mark.parametrize(("name", "topology"), [("apart", "dp2xtp2"), ("twice", "tp2"), rest("twice", "fsdp2xtp2")])
 def test_it_is_the_average_of_one_process(name, topology, tmp_path):
     expected = at(name, "alone", str(tmp_path))
     world = {"tp2": 2}.get(topology, 4)

@@ -231,7 +231,7 @@ def peak_of(folder: str, check: bool, sizes: dict[str, int], how: str) -> dict[s
     ("source", "sizes", "how"),
     [
         ("file", {"tp": 2}, "ddp"),
-        ("file", {"pp": 2}, "ddp"),
+        rest("file", {"pp": 2}, "ddp"),
         rest("random", {"tp": 2}, "ddp"),
         rest("random", {}, "fsdp"),
         rest("random", {"pp": 2}, "ddp"),

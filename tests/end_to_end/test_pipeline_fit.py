@@ -67,7 +67,7 @@ def fit_all(sizes: dict[str, Any]) -> list[Found]:
 
 @pytest.mark.parametrize(
     ("world", "sizes"),
-    [(2, {"pp": 2}), (4, {"pp": 2, "tp": 2}), (4, {"pp": 2, "tp": 2, "sp": False})],
+    [(2, {"pp": 2}), (4, {"pp": 2, "tp": 2}), rest(4, {"pp": 2, "tp": 2, "sp": False})],
     ids=["pp2", "pp2-tp2", "pp2-tp2-no-sp"],
 )
 def test_a_trainer_runs_stages_as_one_process(world, sizes):

@@ -97,7 +97,10 @@ ERROR = {"bf16-mixed": 0.02, "bf16-true": 0.02, "float32": 1e-5}
 """Largest error of what was compared, relative to the size of each tensor; 1e-12 in float64."""
 
 
-@pytest.mark.parametrize("name", [*SETUPS][:2] + [rest(one) for one in [*SETUPS][2:]])
+ALWAYS = ("dp2-tp2", "dropout")
+
+
+@pytest.mark.parametrize("name", [one if one in ALWAYS else rest(one) for one in SETUPS])
 def test_right_steps_are_the_whole_blocks(name):
     world, kwargs = SETUPS[name]
     for found, _, records in run_distributed(trained, world, **kwargs):
@@ -242,7 +245,7 @@ class Softer(Callback):
     ("kwargs", "compared", "partly"),
     [
         pytest.param({"callback": Hooked()}, 13, "", id="a hook on a gradient"),
-        pytest.param({"callback": Rescaled()}, 2, "", id="gradients changed"),
+        pytest.param({"callback": Rescaled()}, 2, "on_after_backward may change them", id="gradients changed"),
         pytest.param({"callback": Softer()}, 14, "", id="settings changed"),
     ],
 )

@@ -36,7 +36,7 @@ TOKENS = [torch.randint(0, 31, (8, 13), generator=torch.Generator().manual_seed(
     ("config", "world"),
     [
         ({"tp": 2}, 4),
-        ({"tp": 2, "data_parallel": "fsdp", "checkpoint": {"format": "sharded"}}, 4),
+        rest({"tp": 2, "data_parallel": "fsdp", "checkpoint": {"format": "sharded"}}, 4),
         ({"cp": 2}, 2),
         ({"pp": 2, "virtual_pp": 2}, 2),
         ("ddp", 2),

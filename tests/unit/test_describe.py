@@ -17,6 +17,7 @@ from lightning_seqpar.cli.main import main
 from lightning_seqpar.cli.report import human, render
 from tests.helpers.families import HuggingFace, build
 from tests.helpers.models import GPT, loader
+from tests.helpers.slices import rest
 from tests.helpers.zoo import Zoo
 
 LENGTH = 10
@@ -237,7 +238,7 @@ def test_what_is_recomputed_is_said_and_not_counted(tp):
         assert all(at_least <= traced for at_least, traced in zip(formulas, kept, strict=True))
 
 
-@pytest.mark.parametrize("sizes", [{"cp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "cp": 2, "sp": False}], ids=str)
+@pytest.mark.parametrize("sizes", [rest({"cp": 2}), {"tp": 2, "cp": 2}, rest({"tp": 2, "cp": 2, "sp": False})], ids=str)
 def test_sequences_over_ranks_are_counted_in_parts(sizes):
     options = ({}, {"tile_mlp": 16}, {"loss_chunk": 8}, {"recompute": "full"})
     for more in options:

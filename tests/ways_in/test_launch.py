@@ -129,12 +129,12 @@ def test_torchrun(script):
     [
         pytest.param("raise:1", 2, r"the run failed: rank 1 raised ValueError: on purpose", marks=pytest.mark.matrix),
         pytest.param("raise:0", 2, r"the run failed: rank 0 raised ValueError: on purpose", marks=pytest.mark.matrix),
-        pytest.param(
-            "KILL:1", 2, r"the run failed: rank 1 \(pid \d+\) was killed by SIGKILL", marks=pytest.mark.matrix
-        ),
+        ("KILL:1", 2, r"the run failed: rank 1 \(pid \d+\) was killed by SIGKILL"),
         pytest.param("TERM:1", 2, r"the run ended by SIGTERM, between two steps", marks=pytest.mark.matrix),
         pytest.param("TERM:0", 2, r"the run ended by SIGTERM, between two steps", marks=pytest.mark.matrix),
-        ("KILL:2", 4, r"the run failed: rank 2 \(pid \d+\) was killed by SIGKILL"),
+        pytest.param(
+            "KILL:2", 4, r"the run failed: rank 2 \(pid \d+\) was killed by SIGKILL", marks=pytest.mark.matrix
+        ),
     ],
 )
 def test_a_bad_end_names_the_rank_and_leaves_nobody(script, bad, world, says):
@@ -215,6 +215,7 @@ def test_a_save_on_one_rank_alone_ends_with_the_reason(script, tmp_path):
     assert not (tmp_path / "half.ckpt").exists()
 
 
+@pytest.mark.matrix
 def test_the_main_process_killed(script):
     done = script(BAD="KILL:0")
     assert done.returncode == -signal.SIGKILL
@@ -264,6 +265,7 @@ def test_a_refusal_is_told_once_and_without_our_frames(script, refused, users):
     assert "During handling" not in told
 
 
+@pytest.mark.matrix
 def test_a_refusal_is_told_with_all_frames_if_that_is_asked_for(script):
     done = script(REFUSED="1", SEQPAR_VERBOSE="1")
     assert done.returncode == 1
@@ -313,7 +315,7 @@ def test_a_rank_that_nobody_meets(script):
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        ("raise:1", "lightning_seqpar: rank 1 raised ValueError: on purpose"),
+        pytest.param("raise:1", "lightning_seqpar: rank 1 raised ValueError: on purpose", marks=pytest.mark.matrix),
         ("KILL:1", "rank 0 lost another rank, which ended first"),
     ],
 )
@@ -332,6 +334,7 @@ def read_until(proc, word: str) -> str:
     return told
 
 
+@pytest.mark.matrix
 def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
     """Its main thread sits in a collective, where no Python handler runs."""
     proc = start((PYTHON, script.path), env={"SEQPAR_TAG": script.tag, "BAD": "hang:1", "TIMEOUT": "300", "SAY": "1"})
@@ -342,6 +345,7 @@ def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
     assert "the run failed: rank 0 got SIGTERM" in told
 
 
+@pytest.mark.matrix
 def test_signals_to_forked_processes_are_not_the_runs(script):
     done = script(BAD="fork:0", GRACE="0.02", STEPS="50")
     assert done.returncode == 0, done.stderr

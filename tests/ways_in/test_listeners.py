@@ -36,7 +36,13 @@ if __name__ == "__main__":
 LOOPBACK = "0100007F"  # 127.0.0.1, as /proc/net/tcp has it
 
 
-@pytest.mark.parametrize("command", [(PYTHON,), (*TORCHRUN, "--nproc-per-node", "2")], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param((PYTHON,), id="python", marks=pytest.mark.matrix),
+        pytest.param((*TORCHRUN, "--nproc-per-node", "2"), id="torchrun"),
+    ],
+)
 def test_ranks_of_one_node_listen_to_themselves(command, tmp_path):
     script = Path(tmp_path, "script.py")
     script.write_text(SCRIPT)

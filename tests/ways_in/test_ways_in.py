@@ -184,6 +184,7 @@ def test_hydra_composes_experiments(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.matrix
 def test_hydra_sweeps_over_single_processes_alone(tmp_path):
     script = str(ROOT / "examples" / "train_hydra.py")
     code, told = run(PYTHON, script, "-m", "strategy.sp=true,false", "trainer.max_steps=1", cwd=tmp_path)
