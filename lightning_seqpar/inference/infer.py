@@ -99,7 +99,7 @@ def infer_plan(
         try:
             return attempt([])
         except CantInferError as error:
-            raise with_tried_rules(error, attempt, tp) from None
+            raise with_tried_rules(error, attempt, tp, own) from None
 
 
 @contextmanager

@@ -8,12 +8,17 @@ from typing import Any
 from lightning_seqpar.inference.dataflow import CantInferError, NothingToSplitError
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 
+PROPOSAL = "\n  To have every rank compute that whole, and shard the rest, write what follows"
+"""Where the proposal begins in a message; it is the end of it."""
 _MOST_RULES = 6
 """Rules that are tried together: a model needs one for each kind of part that can't be split."""
 
 
 def with_tried_rules(
-    error: CantInferError, attempt: Callable[[Sequence[dict[str, Any]]], object], tp: int
+    error: CantInferError,
+    attempt: Callable[[Sequence[dict[str, Any]]], object],
+    tp: int,
+    own: ShardingPlan | None = None,
 ) -> CantInferError:
     """The error with rules that let inference go on, or with the sentence that no such rule was found.
 
@@ -23,6 +28,7 @@ def with_tried_rules(
         error: where inference stopped.
         attempt: inference with more rules of the user's; raises where it stops.
         tp: number of tensor-parallel ranks, for the sentence.
+        own: the user's own rules, which stand in front of those.
     """
     if isinstance(error, NothingToSplitError):
         return error
@@ -38,10 +44,9 @@ def with_tried_rules(
             reasons.append(stopped.why)
             continue
         text = "\n  ".join(dict.fromkeys(reasons))
-        them, it = ("them", "these rules") if len(rules) > 1 else ("it", "this rule")
+        more = [*(rule.dump() for rule in own.rules), *rules] if own is not None else rules
         return type(error)(
-            f"{text}\n  To have every rank compute that whole, and shard the rest, give {it} as plan={{'rules': [...]}}; with "
-            f"{them} a plan is found for tp={tp}:{shown(rules)}",
+            f"{text}{PROPOSAL}; with it a plan is found for tp={tp}:\n    plan={{'rules': {more}}}",
             error.whole,
             error.why,
         )

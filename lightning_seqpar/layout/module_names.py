@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from torch import nn
+
 Argument = int | str
 """An argument of a call: its position or its name."""
 
@@ -19,6 +21,17 @@ def in_all_layers(name: str) -> str:
     Only the number in front of a name counts layers: one at the end, as in ``h.*.mlp.2``, tells apart what is not alike.
     """
     return re.sub(r"(?<![^.])\d+(?=\.[^.\d])", "*", name)
+
+
+def likely_blocks(model: nn.Module) -> list[str]:
+    """Patterns of what may be a model's repeated blocks: modules of one class in a list, with modules of their own inside."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        listed = [*module.children()] if isinstance(module, nn.ModuleList | nn.Sequential) else []
+        are_blocks = len({type(one) for one in listed}) == 1 and all(any(one.children()) for one in listed)
+        if are_blocks and not any(inside(name, outer) for outer in found):
+            found.append(name)
+    return [f"{name}.*" if name else "*" for name in found]
 
 
 def match_pattern(pattern: str, name: str) -> bool:

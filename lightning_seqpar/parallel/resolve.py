@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +16,7 @@ from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.styles.registry import STYLES
-from lightning_seqpar.styles.style import PlannedModel
+from lightning_seqpar.styles.style import PlannedModel, UnevenUnitsError
 
 _NOT_POINTWISE = (
     nn.modules.batchnorm._NormBase,
@@ -55,8 +56,15 @@ class ResolvedPlan(PlannedModel):
         super().__init__(model, matches, list(STYLES), size, sp, loss_chunk)
         self._aliases = self._other_names_of_vocabularies()
         self._check_tensors()
-        for match in self.decided:
-            match.rule.check(match.name, self)
+        try:
+            for match in self.decided:
+                match.rule.check(match.name, self)
+        except UnevenUnitsError as error:
+            if rules := self._that_help(error, plans):
+                shown = ", ".join(ShardingPlan.from_rules(rules).to_yaml().splitlines()[1:]).replace("- ", "")
+                whole = f"{'rules' if len(rules) > 1 else 'a rule'} behind the others: {shown}"
+                raise ValueError(f"{error}, or have every rank compute whole what does not, by {whole}") from None
+            raise
         self._check_loss_chunk()
         if (
             all(isinstance(self.modules[n], nn.TransformerEncoder) for n in self.linears)
@@ -66,6 +74,22 @@ class ResolvedPlan(PlannedModel):
         if self.sp:
             self._check_pointwise()
         self._check_ties()
+
+    def _that_help(self, error: UnevenUnitsError, plans: Sequence[ShardingPlan]) -> list[dict[str, Any]]:
+        """Rules ``whole`` behind these plans with which they can be carried out; none if there are no such rules."""
+        rules: list[dict[str, Any]] = []
+        while error.rule is not None and error.rule not in rules:
+            rules.append(error.rule)
+            more = ShardingPlan.from_rules(rules)
+            try:
+                _Trial(self.model, [*plans, more], self.size, self.sp, self.loss_chunk)
+            except UnevenUnitsError as following:
+                error = following
+            except ValueError:
+                return []
+            else:
+                return rules
+        return []
 
     # ---- checks of the model as a whole, before anything changes ---------------------------------------------------
 
@@ -85,10 +109,16 @@ class ResolvedPlan(PlannedModel):
     def _check_loss_chunk(self) -> None:
         heads = [name for name in self.named("vocab") if isinstance(self.modules[name], nn.Linear)]
         if self.loss_chunk is not None and not heads:
+            likely = [
+                name
+                for name, module in self.modules.items()
+                if isinstance(module, nn.Linear) and not any(stack.covers(name) for stack in self.stacks)
+            ]
+            rule = " or ".join(f"{{pattern: {name}, style: vocab}}" for name in likely[-3:] or ["HEAD"])
             raise ValueError(
                 f"loss_chunk={self.loss_chunk}: no head of this plan is sharded by vocabulary, so its logits are made whole; "
-                "set vocab=True, which shards the heads that are found, or add a rule {pattern: HEAD, style: vocab} with the "
-                "head's name (and its embedding's, if they are tied), or leave loss_chunk out"
+                f"leave loss_chunk out, or set vocab=True, which shards the heads that are found, or add a rule for the head (and "
+                f"one for its embedding, if they are tied): {rule}"
             )
 
     def _check_pointwise(self) -> None:
@@ -189,3 +219,10 @@ def _around(parameter: str) -> Iterator[str]:
     path = parameter.split(".")
     for at in range(len(path)):
         yield ".".join(path[:at])
+
+
+class _Trial(ResolvedPlan):
+    """A plan that is read to see whether it can be carried out, which proposes nothing itself."""
+
+    def _that_help(self, error: UnevenUnitsError, plans: Sequence[ShardingPlan]) -> list[dict[str, Any]]:
+        return []

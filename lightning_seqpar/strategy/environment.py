@@ -39,6 +39,7 @@ from lightning_seqpar.distributed.rendezvous import keep_gloo_local, serve_store
 from lightning_seqpar.nn.sharded_logits import whole_logits
 from lightning_seqpar.pipeline.link import count_channels
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher, is_hydra_sweep, is_script
+from lightning_seqpar.strategy.refusals import shortens_refusals
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.config import check_backend, check_layer_sync, refuse_notebook, refuse_sweep
@@ -167,6 +168,7 @@ class TopologyStrategy(ParallelStrategy):
 
     # ---- environment -------------------------------------------------------------------------------------------
 
+    @shortens_refusals
     def _configure_launcher(self) -> None:
         """Make the launcher, after all that can be checked before processes are started."""
         assert self.cluster_environment is not None

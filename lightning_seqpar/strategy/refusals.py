@@ -1,22 +1,38 @@
-"""Errors that every rank raises alike: rank 0 tells them once, and the other ranks end without a word."""
+"""Errors that every rank raises alike: rank 0 tells them once, and the other ranks end without a word.
+
+Most of them are refusals: what the user asked for can't be done right, and a sentence says what to change. They are told
+without the frames of this package, of Lightning and of torch.
+"""
 
 from __future__ import annotations
 
+import dis
+import functools
 import hashlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
+from pydantic import ValidationError
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_seqpar.strategy.child_watch import say
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 PATIENCE = timedelta(seconds=5)
 """How long a rank waits for what the others raise, and for rank 0 to tell it."""
-_PACKAGE = Path(__file__).parent.parent
+VERBOSE = "SEQPAR_VERBOSE"
+"""Environment variable: set, to anything but 0, it has refusals told with all frames."""
+_PACKAGE = "lightning_seqpar"
+_NOT_THE_USERS = {*sys.stdlib_module_names, _PACKAGE, "lightning", "lightning_utilities", "pydantic", "torch"}
+"""Packages whose frames say nothing of the user's code."""
 
 
 class Refusals:
@@ -28,15 +44,39 @@ class Refusals:
     and print it themselves if it is not.
 
     Args:
-        world: the process group of all ranks.
+        store: the store in which they compare.
+        rank: this rank, of all.
+        size: how many there are.
         patience: how long a rank waits for the others.
     """
 
-    def __init__(self, world: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
-        self._patience = patience
-        self._store = dist.distributed_c10d._world.pg_map[world][1]
-        self._rank, self._size = world.rank(), world.size()
+    def __init__(self, store: Store, rank: int, size: int, patience: timedelta = PATIENCE) -> None:
+        self._store, self._rank, self._size, self._patience = store, rank, size, patience
         self._name = ""
+
+    @classmethod
+    def of_world(cls, world: dist.ProcessGroup, patience: timedelta = PATIENCE) -> Refusals:
+        """Those of ranks that are connected.
+
+        Args:
+            world: the process group of all ranks.
+            patience: how long a rank waits for the others.
+        """
+        return cls(dist.distributed_c10d._world.pg_map[world][1], world.rank(), world.size(), patience)
+
+    @classmethod
+    def of_torchrun(cls) -> Refusals | None:
+        """Those of ranks that torchrun has started and that are not connected yet; None where it has no store for them."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+            return None
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            store = TCPStore(address, port, is_master=False, timeout=PATIENCE)
+        except RuntimeError:  # its store is gone, and every rank tells the error
+            return None
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        started = PrefixStore(f"before attempt {attempt} is connected", store)
+        return cls(started, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
     def is_shared(self, error: BaseException) -> bool:
         """Whether every rank raises this error now, with the same text. Returns once that is known, or out of patience."""
@@ -46,17 +86,20 @@ class Refusals:
         self._store.set(keys[self._rank], said)
         return self._have_come(keys) and all(self._store.get(key).decode() == said for key in keys)
 
-    def tell_once(self, error: BaseException, *, opens_log: bool) -> None:
+    def tell_once(self, error: BaseException, *, opens_log: bool, is_compared: bool = True) -> None:
         """Have rank 0 alone print an error that every rank raised, if nothing catches it.
 
         Args:
             error: the error.
             opens_log: whether this rank is the first one of its node, of which it prints one line if it is not rank 0.
+            is_compared: whether it is known that every rank raised it; else they compare where nothing catches it.
         """
         usual = sys.excepthook
 
         def print_once(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-            if value is not error or (self._rank and not self._have_come([f"{self._name} is told"])):
+            if value is not error or not (is_compared or self.is_shared(error)):
+                return usual(kind, value, trace)
+            if self._rank and not self._have_come([f"{self._name} is told"]):
                 return usual(kind, value, trace)
             if self._rank == 0:
                 usual(kind, value, trace)
@@ -83,19 +126,102 @@ class Refusals:
         return True
 
 
-def without_inner_frames(error: BaseException) -> None:
-    """Shorten the traceback of a refusal of this package: it ends where Lightning calls the package.
+class _WithUsersFrames:
+    """A ``sys.excepthook`` that prints one error with the user's frames alone, and any other as the hook before it does.
 
-    What lies inside says nothing of the user's model. ``python -X dev`` keeps it; so does an error that the user's code or a
-    library raised, and any other than a ``ValueError``.
+    There is one at a time, so that a script that catches many refusals does not get a hook for each.
     """
+
+    def __init__(self, error: BaseException) -> None:
+        before = sys.excepthook
+        self._usual: Callable[..., Any] = before._usual if isinstance(before, _WithUsersFrames) else before
+        self._error = error
+
+    def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
+        frames = _frames(trace)
+        return self._usual(kind, value, _linked(filter(_is_users, frames)) if value is self._error else trace)
+
+
+def is_verbose() -> bool:
+    """Whether refusals are told with all frames."""
+    return os.environ.get(VERBOSE, "0") not in ("", "0")
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error is a sentence of this package for the user, and nobody's mistake in code.
+
+    That is a ``ValueError`` or ``RuntimeError`` which a ``raise`` statement of this package makes, or pydantic for a value
+    that this package has it validate. What the interpreter or a library raises inside of this package (an index out of range,
+    a rank that is gone) is none, and what the user's code raises neither.
+    """
+    frames = _frames(error.__traceback__)
+    while frames and _package_of(frames[-1]) == "pydantic":
+        frames.pop()
+    if not isinstance(error, ValueError | RuntimeError) or not frames or _package_of(frames[-1]) != _PACKAGE:
+        return False
+    code, place = frames[-1].tb_frame.f_code.co_code, frames[-1].tb_lasti
+    return isinstance(error, ValidationError) or code[place] == dis.opmap["RAISE_VARARGS"]
+
+
+def shorten_traceback(error: BaseException) -> None:
+    """Leave of the traceback of a refusal where it is caught, and the user's own frames behind that.
+
+    Where nothing catches it, ``sys.excepthook`` prints the user's frames alone. What else lies inside says nothing of the user's
+    code; ``SEQPAR_VERBOSE=1`` keeps it. Any other error keeps all its frames, as the cause of a refusal too, if the user's code
+    has raised it.
+    """
+    if is_verbose() or not is_refusal(error):
+        return
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None:
+        own = [one for one in _frames(cause.__traceback__) if _is_users(one)]
+        if is_refusal(cause) or not own:
+            cause.__traceback__ = _linked(own)
+    first, *inner = _frames(error.__traceback__)
+    _linked([first, *filter(_is_users, inner)])
+    sys.excepthook = _WithUsersFrames(error)
+
+
+def shortens_refusals(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate what is called before the ranks are connected: its refusals are short, and torchrun's rank 0 alone tells them."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (ValueError, RuntimeError) as error:
+            refusals = Refusals.of_torchrun() if is_refusal(error) else None
+            shorten_traceback(error)
+            if refusals is not None:
+                refusals.tell_once(error, opens_log=os.environ.get("LOCAL_RANK") == "0", is_compared=False)
+            raise
+
+    return called
+
+
+def _frames(trace: TracebackType | None) -> list[TracebackType]:
+    """A traceback's frames, the outermost first."""
     frames = []
-    trace = error.__traceback__
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    ours = [Path(one.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE) for one in frames]
-    if not isinstance(error, ValueError) or sys.flags.dev_mode or not ours or not ours[-1]:
-        return
-    inner = len(ours) - ours[::-1].index(False) if False in ours else 0
-    frames[inner].tb_next = None
+    return frames
+
+
+def _linked(frames: Iterable[TracebackType]) -> TracebackType | None:
+    """A traceback of these frames, in place: Python 3.10 raises an error again with the traceback that it was caught with."""
+    kept = [*frames]
+    for one, following in zip(kept, [*kept[1:], None], strict=False):
+        one.tb_next = following
+    return kept[0] if kept else None
+
+
+def _package_of(frame: TracebackType) -> str:
+    """The package, or module without one, whose code a frame runs; ``__main__`` for a script."""
+    names = frame.tb_frame.f_globals
+    return str(names.get("__package__") or names.get("__name__") or "").partition(".")[0]
+
+
+def _is_users(frame: TracebackType) -> bool:
+    """Whether a frame runs the user's code, or a library that the user has chosen, such as a model's."""
+    return _package_of(frame) not in _NOT_THE_USERS

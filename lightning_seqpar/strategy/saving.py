@@ -140,11 +140,13 @@ class SavingStrategy(LoopStrategy):
         if self._groups is None or self._trainer.state.status != TrainerStatus.INTERRUPTED or self._ending.together:
             return False
         error = sys.exc_info()[1]
+        if error is None:  # somebody has caught it, and saves later
+            return False
         if error is not self._interruption:
             self._interruption = error
             self._apart = self._world.size() > 1
             if self._apart and isinstance(error, Exception) and not is_lost_peer(error):
-                self._apart = not Refusals(self._world).is_shared(error)
+                self._apart = not Refusals.of_world(self._world).is_shared(error)
         return self._apart
 
     def barrier(self, name: str | None = None) -> None:

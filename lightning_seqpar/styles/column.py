@@ -63,6 +63,9 @@ class ColumnRule(Rule):
         if set(units) == {1} and isinstance(self.units, str) and plan.size > 1:
             plan.drop(name, self)  # one kv head for all query heads: every rank has it whole
             return
+        for count in units:
+            if count % plan.size and plan.size % count:
+                plan.refuse_uneven(name, count)
         plan.shards[name] = Shard.by_segments(0 if kind == "out_in" else 1, segments, units, plan.size, name)
         plan.units[name] = units[0]
 

@@ -52,8 +52,10 @@ def _nearest_stack(name: str, plan: PlannedModel) -> Stack:
     best = max(closeness(stack) for stack in plan.stacks)
     nearest = [stack for stack in plan.stacks if closeness(stack) == best]
     if len(nearest) > 1:
+        blocks = [f"{stack.blocks[0].rpartition('.')[0]}.*" for stack in nearest]
+        rules = [f"{{pattern: {name}, style: exit, blocks: {pattern}}}" for pattern in blocks]
         raise ValueError(
             f"plan: the exit {name!r} could end the region of {' or '.join(stack.blocks[0] for stack in nearest)}; say "
-            "which by its blocks: {pattern: ..., style: exit, blocks: 'decoder.*'}"
+            f"which by its blocks: {' or '.join(rules)}"
         )
     return nearest[0]

@@ -13,7 +13,7 @@ from typing import Literal
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.layout.module_names import in_all_layers, inside
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.region.hooks import begin_sum, end_sum, reduce_output
 from lightning_seqpar.styles.style import Application, Match, PlannedModel, Rule
@@ -104,8 +104,9 @@ def _check_siblings(name: str, plan: PlannedModel) -> None:
                 if not any(inside(one, ".".join([*path[:at], key])) for one in (*linears, *plan.unwrapped_parameters)):
                     twin = ".".join([*path[:at], key])
                 if twin in plan.modules and twin not in linears:
+                    every = ".".join([*path[:at], "*", *path[at + 1 :]])
                     raise ValueError(
                         f"{twin}: no rule names it, but {planned} beside it is a {linears[planned].rule.style} whose "
                         f"output is summed at the end of {name}, where a whole expert would count tp times; write the "
-                        "pattern for all of them ('*')"
+                        f"pattern for all of them: {{pattern: {in_all_layers(every)}, style: {linears[planned].rule.style}}}"
                     )

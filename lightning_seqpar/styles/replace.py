@@ -40,10 +40,7 @@ class ReplaceRule(Rule):
             )
         ParallelMultiheadAttention.check(module, name, sp=stack.sp, dim=stack.dim)
         if module.num_heads % plan.size:
-            works = ", ".join(str(n) for n in range(1, module.num_heads + 1) if module.num_heads % n == 0)
-            raise ValueError(
-                f"{name}: {module.num_heads} units (heads) do not divide by tp={plan.size}; use tp of {works}"
-            )
+            plan.refuse_uneven(name, module.num_heads)
 
     def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:
         """Of an attention: projections by heads, the bias of its row as that of any row. An encoder has no layout of its own."""

@@ -66,10 +66,7 @@ class RowRule(Rule):
             segments = segment_lengths(name, self.segments, self.units, length, plan)
             units = unit_counts(name, self.units, segments, plan)
             if uneven := [count for count in units if count % plan.size]:
-                works = ", ".join(str(n) for n in range(1, uneven[0] + 1) if uneven[0] % n == 0)
-                raise ValueError(
-                    f"{name}: {uneven[0]} units (heads or features) do not divide by tp={plan.size}; use tp of {works}"
-                )
+                plan.refuse_uneven(name, uneven[0])
         plan.shards[name] = Shard.by_segments(dim, segments, units, plan.size, name)
 
     def layout(self, parameter: str, name: str, plan: PlannedModel) -> ParamLayout | None:

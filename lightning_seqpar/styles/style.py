@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from pydantic import field_validator
 from torch import Tensor, nn
@@ -21,11 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from lightning_seqpar.config import FrozenModel
 from lightning_seqpar.layout.attribute_override import read_attribute
 from lightning_seqpar.layout.linear_kind import LinearKind, linear_kind
-from lightning_seqpar.layout.module_names import Argument, inside
+from lightning_seqpar.layout.module_names import Argument, in_all_layers, inside, likely_blocks
 from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.region.lowered import LoweredRegion
 from lightning_seqpar.region.sequence_region import SequenceRegion
+from lightning_seqpar.user_input import nearest
 
 LINEAR = "linear"
 """The slot of the styles that shard a linear: a module is a column, a row or replaced."""
@@ -176,6 +177,18 @@ class Match:
     of_tensor: bool = False
 
 
+class UnevenUnitsError(ValueError):
+    """What is dealt out to tp ranks does not divide by their number.
+
+    Attributes:
+        rule: by which every rank computes that part whole, behind the plan's others; none if there is no such rule.
+    """
+
+    def __init__(self, text: str, rule: dict[str, Any] | None = None) -> None:
+        super().__init__(text)
+        self.rule = rule
+
+
 @dataclass
 class Stack:
     """One stack of blocks and what belongs to it.
@@ -264,10 +277,9 @@ class PlannedModel:
         self._kinds: dict[str, LinearKind | None] = {}
         self._decide()
         if not self.named("blocks"):
-            raise ValueError(
-                "the plan has no 'blocks' rule: name the repeated blocks, for example "
-                "{pattern: 'model.layers.*', style: blocks}"
-            )
+            likely = likely_blocks(self.model) or ["model.layers.*"]
+            rules = " or ".join(f"{{pattern: {pattern}, style: blocks}}" for pattern in likely[:3])
+            raise ValueError(f"the plan has no 'blocks' rule: name the repeated blocks, for example {rules}")
         for match in self.decided:
             match.rule.place(match.name, self)
 
@@ -313,6 +325,37 @@ class PlannedModel:
         """A rule that follows from another one, where none of the plan says so; the plan's table does not list it."""
         self._implied.append(match)
         self._decide()
+
+    def refuse_uneven(self, name: str, count: int) -> NoReturn:
+        """Refuse what does not divide by tp.
+
+        Args:
+            name: of a linear, or of an attention that is replaced.
+            count: how many units it has.
+
+        Raises:
+            UnevenUnitsError: always.
+        """
+        works = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        text = f"{name}: {count} units (heads or features) do not divide by tp={self.size}; use tp of {works}"
+        raise UnevenUnitsError(text, self._whole_around(name))
+
+    def _whole_around(self, name: str) -> dict[str, Any] | None:
+        """The rule ``whole`` for the part of a block around a linear; none if there is no such part.
+
+        That part is what is entered with whole activations, outermost, and the same arguments are gathered for it.
+        """
+        blocks = {block for stack in self.stacks for block in stack.blocks}
+        rules = {one: match.rule for one, match in self.named("gather").items() if inside(name, one)}
+        args = {one: rule.args for one, rule in rules.items() if isinstance(rule, ArgumentsRule)}
+        around = self.modules.get(name.rpartition(".")[0])
+        if isinstance(around, nn.TransformerEncoderLayer) and name in self.named("replace"):
+            args[name] = (0, 1, 2)
+        part = min(args, key=len, default="")
+        if not part or part in blocks or part in self.named("column", "row", "copy"):
+            return None
+        gathered = {} if args[part] == (0,) else {"args": [*args[part]]}
+        return {"pattern": in_all_layers(part), "style": "whole", **gathered}
 
     # ---- where a module is -----------------------------------------------------------------------------------------
 
@@ -379,7 +422,11 @@ class PlannedModel:
             ValueError: if no module on the way up has it.
         """
         at = name if name in self.modules else name.rpartition(".")[0]
+        known: dict[str, None] = {}
         while True:
+            known |= dict.fromkeys(
+                key for key, value in vars(self.modules[at]).items() if type(value) is int and value > 1
+            )
             try:
                 value = read_attribute(self.modules[at], attribute)
             except AttributeError:
@@ -387,8 +434,9 @@ class PlannedModel:
             if isinstance(value, int):
                 return value
             if at == "":
+                near = f"; did you mean {nearest(attribute, [*known])}?" if known else ""
                 raise ValueError(
-                    f"{name}: units={attribute!r} is no whole-number attribute of it or of a module around it"
+                    f"{name}: units={attribute!r} is no whole-number attribute of it or of a module around it{near}"
                 )
             at = at.rpartition(".")[0]
 

@@ -13,7 +13,7 @@ from lightning_seqpar.testing import run_distributed
 
 def refusals() -> Refusals:
     assert dist.group.WORLD is not None
-    return Refusals(dist.group.WORLD, patience=timedelta(seconds=2))
+    return Refusals.of_world(dist.group.WORLD, patience=timedelta(seconds=2))
 
 
 def compares() -> None:

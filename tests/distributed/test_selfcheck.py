@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import yaml
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
@@ -230,13 +231,28 @@ def test_a_proof_is_remembered_once_for_each_model(cache):
 
 
 def test_a_refused_plan_is_not_remembered(cache):
-    rules = without("set")(rules_of("einsum", 2))
+    rules = [*without("set")(rules_of("einsum", 2)), {"pattern": "net.h.*.ln1", "style": "set", "values": {"eps": 0.5}}]
     for _ in range(2):
         with pytest.raises(
             RankFailedError, match=r"(?s)self_check: with the plan.* Tried: sp=False. None of that is right"
         ):
             run(cache, "einsum", {"base": "none", "rules": rules})
     assert proofs(cache) == []
+
+
+def test_a_wrong_plan_is_told_with_the_rules_that_mend_it(cache):
+    rules = without("set")(rules_of("einsum", 2))
+    with pytest.raises(RankFailedError) as caught:
+        run(cache, "einsum", {"base": "none", "rules": rules})
+    said = re.search(
+        r"Tried: sp=False, which is wrong too; these rules behind those above, which are right:((\n  - .*)+)",
+        str(caught.value),
+    )
+    assert said is not None, str(caught.value)
+    more = yaml.safe_load(said[1])
+    assert [rule["style"] for rule in more] == ["set"]
+    mended = run(cache, "einsum", {"base": "none", "rules": [*rules, *more]})
+    assert mended == pytest.approx(run(cache, "einsum"), rel=1e-12)
 
 
 def test_whole_sequences_are_tried_for_a_wrong_plan_of_the_users(cache):

@@ -5,8 +5,6 @@ Everything here is refused before any process is started.
 
 from __future__ import annotations
 
-import traceback
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from omegaconf import OmegaConf
 
 from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, SeqParallelStrategy, ShardingPlan
-from lightning_seqpar.strategy.refusals import without_inner_frames
 from lightning_seqpar.strategy.strategy import _dense_parts
 from tests.helpers.fit import quiet_trainer
 
@@ -233,21 +230,6 @@ def test_every_message_says_what_to_do():
         with pytest.raises(ValueError) as raised:  # noqa: PT011
             SeqParallelStrategy(**arguments)
         assert any(fix in str(raised.value) for fix in fixes), raised.value
-
-
-def test_the_traceback_of_a_refusal_ends_where_this_package_is_called():
-    def raised(call):
-        with pytest.raises(ValueError) as caught:  # noqa: PT011 - its frames are what matters
-            call()
-        without_inner_frames(caught.value)
-        return [Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)]
-
-    def users_own():
-        raise ValueError("of the model")
-
-    this = Path(__file__).name
-    assert raised(lambda: ShardingPlan.from_rules([3])) == [this, this, "sharding_plan.py"]
-    assert raised(users_own) == [this, this], "an error of the user's keeps its frames"
 
 
 def test_groups_and_plans_that_know_no_such_thing():

@@ -1,0 +1,143 @@
+"""Which frames of a refusal's traceback are left, and which errors are refusals."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_seqpar import SeqParallelStrategy, ShardingPlan
+from lightning_seqpar.inference.infer import infer_blocks
+from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.strategy.refusals import is_refusal, shorten_traceback, shortens_refusals
+
+THIS = Path(__file__).name
+
+
+@pytest.fixture(autouse=True)
+def printed(monkeypatch) -> list[tuple[BaseException, list[str]]]:
+    """What ``sys.excepthook`` is given to print: the error, and its frames."""
+    got: list[tuple[BaseException, list[str]]] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: got.append((value, frames(trace))))
+    monkeypatch.delenv("SEQPAR_VERBOSE", raising=False)
+    return got
+
+
+def frames(trace: TracebackType | None) -> list[str]:
+    return [Path(frame.filename).name for frame in traceback.extract_tb(trace)]
+
+
+def refuses() -> None:
+    ShardingPlan.from_rules([3])
+
+
+def users_own() -> None:
+    raise ValueError("of the user's code")
+
+
+def strict_zip() -> None:
+    """An error that the interpreter raises in this package, where it has given itself too many units."""
+    Shard.by_segments(0, [4], [2, 2], 2, "name")
+
+
+def raised(call: Any) -> Exception:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - its frames are what matters
+        call()
+    return caught.value
+
+
+def uncaught(error: BaseException) -> None:
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def test_the_users_frames_stay_and_no_other(printed):
+    error = raised(refuses)
+    assert frames(error.__traceback__)[2:] != []
+    text = str(error)
+    shorten_traceback(error)
+    assert (type(error), str(error)) == (ValueError, text)
+    assert frames(error.__traceback__) == [THIS, THIS]
+    uncaught(error)
+    assert printed == [(error, [THIS, THIS])]
+
+
+def test_frames_between_those_of_the_user_are_left_out(printed):
+    error = raised(shortens_refusals(refuses))
+    assert frames(error.__traceback__) == [THIS, "refusals.py", THIS], "caught in the package"
+    uncaught(error)
+    assert printed == [(error, [THIS, THIS])]
+
+
+@pytest.mark.parametrize("call", [users_own, strict_zip])
+def test_an_error_that_is_no_refusal_keeps_all_its_frames(printed, call):
+    error = raised(call)
+    before = frames(error.__traceback__)
+    shorten_traceback(error)
+    assert not is_refusal(error)
+    assert frames(error.__traceback__) == before
+    uncaught(error)
+    assert printed == [(error, before)]
+
+
+def test_a_value_that_pydantic_refuses(printed):
+    error = raised(lambda: SeqParallelStrategy(tp=0))
+    assert type(error).__name__ == "ValidationError"
+    assert "main.py" not in frames(error.__traceback__), "pydantic's"
+    uncaught(error)
+    assert printed == [(error, [THIS, THIS])]
+
+
+@pytest.mark.parametrize(("value", "is_short"), [("1", False), ("0", True), ("", True)])
+def test_a_variable_keeps_all_frames(printed, monkeypatch, value, is_short):
+    monkeypatch.setenv("SEQPAR_VERBOSE", value)
+    error = raised(refuses)
+    shorten_traceback(error)
+    uncaught(error)
+    assert ("sharding_plan.py" not in frames(error.__traceback__)) == is_short
+    assert ("sharding_plan.py" not in printed[0][1]) == is_short
+
+
+class Broken(nn.Module):
+    def forward(self, x):
+        users_own()
+
+
+def test_the_cause_of_a_refusal_keeps_its_frames_if_the_user_raised_it():
+    error = raised(lambda: infer_blocks(Broken(), torch.ones(1, 2, 3)))
+    cause = error.__cause__
+    assert cause is not None
+    before = frames(cause.__traceback__)
+    shorten_traceback(error)
+    assert frames(error.__traceback__) == [THIS, THIS]
+    assert error.__cause__ is cause
+    assert frames(cause.__traceback__) == before
+    assert before[-2:] == [THIS, THIS]
+
+
+@pytest.mark.parametrize("cause", [strict_zip, refuses])
+def test_a_cause_from_within_the_package_is_told_without_frames(cause):
+    error, within = raised(refuses), raised(cause)
+    trace = within.__traceback__
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).name == THIS:
+        trace = trace.tb_next
+    error.__cause__ = within.with_traceback(trace)
+    shorten_traceback(error)
+    assert error.__cause__ is within
+    assert within.__traceback__ is None
+
+
+def test_a_script_that_catches_many_refusals_gets_one_hook(printed):
+    before = sys.excepthook
+    for _ in range(sys.getrecursionlimit()):
+        shorten_traceback(error := raised(refuses))
+    other = raised(users_own)
+    uncaught(other)
+    uncaught(error)
+    assert [value for value, _ in printed] == [other, error]
+    assert sys.excepthook is not before
