@@ -233,6 +233,11 @@ def pipeline(given: argparse.Namespace, keep: Keep) -> Found:
     return script("pipeline.py")
 
 
+def checks(given: argparse.Namespace, keep: Keep) -> Found:
+    """Steps in which checks are due, beside those in which none is."""
+    return script("checks.py")
+
+
 def script(name: str, *args: str) -> Found:
     """What a script of this folder prints, in a process of its own."""
     command, env = [sys.executable, str(HERE / name), *args], {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -252,6 +257,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Keep], Found]] = {
     "length": length,
     "context": context,
     "pipeline": pipeline,
+    "checks": checks,
     "longest": longest,
 }
 

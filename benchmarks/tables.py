@@ -37,6 +37,7 @@ def write(results: dict[str, Any], out: Path) -> None:
         "length": _length,
         "context": _context,
         "pipeline": _pipeline,
+        "checks": _checks,
         "longest": _longest,
         "scale": _scale,
     }
@@ -137,6 +138,14 @@ def _host(found: dict[str, list[float]], out: Path) -> list[str]:
         "",
         "![host time](host.png)",
     ]
+
+
+def _checks(found: dict[str, Any], out: Path) -> list[str]:
+    lines = ["## Checks", "", "Steps on two ranks in which checks are due, of one in which none is:", ""]
+    lines += _head("sequences × positions, width", "unchecked, s", "checks of a run", "with the shadow check")
+    for name, one in found.items():
+        lines.append(_row(name, f"{one['unchecked']:.3f}", f"{one['due']:.2f}", f"{one['shadow']:.2f}"))
+    return lines
 
 
 def _overlap(found: dict[str, Any], out: Path) -> list[str]:

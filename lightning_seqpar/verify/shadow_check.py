@@ -341,11 +341,18 @@ class ShadowCheck:
         """The axes over which all ranks run the same blocks."""
         return tuple(axis for axis in self._groups.topology.axes if axis != "pp")
 
-    def _agree(self, why_not: str) -> str:
-        """Why any rank of this stage can't go on; empty if all can. Collective."""
+    def _agree(self, why_not: str, to_come: Any = None) -> str:
+        """Why any rank of this stage can't go on; empty if all can. Collective.
+
+        Args:
+            why_not: why this rank can't.
+            to_come: what decides which collectives follow: ranks go on only if it is the same on all of them.
+        """
         told: list[Any] = [None] * self._groups.size(self._stage_axes)
-        dist.all_gather_object(told, why_not, group=self._groups[self._stage_axes])
-        return next((one for one in told if one), "")
+        dist.all_gather_object(told, (why_not, to_come), group=self._groups[self._stage_axes])
+        if why_not := next((one for one, _ in told if one), ""):
+            return why_not
+        return "" if all(other == to_come for _, other in told) else "ranks did other things in it"
 
     def _check_block(self, region: SequenceRegion, name: str, calls: list[RecordedCall], summed: set[str]) -> Finding:
         live, skeleton = self._record.model.get_submodule(name), self._blocks[name].module
@@ -356,12 +363,13 @@ class ShadowCheck:
             why_not = "a call of it did not return"
         elif "cp" in self._groups.topology.axes and self._groups.size("cp") > 1:
             why_not = "it is given parts of a sequence"
-        if why_not := self._agree(why_not or self._followed[name].update()):
+        leaks = any(id(call) in self._leaks for call in calls)
+        compared = [] if leaks or self._changes_gradients() else self._comparable(name, live, summed)
+        to_come = compared, [([drawn for drawn, _ in call.drawn], [*call.outputs], call.x.is_shard) for call in calls]
+        if why_not := self._agree(why_not or self._followed[name].update(), to_come):
             return Finding(why_not=why_not)
         weights = {key: self._whole(f"{name}.{key}", p) for key, p in live.named_parameters()}
         buffers = {key: self._whole_buffer(f"{name}.{key}", b) for key, b in live.named_buffers()}
-        leaks = any(id(call) in self._leaks for call in calls)
-        compared = [] if leaks or self._changes_gradients() else self._comparable(name, live, summed)
         runs = [self._to_repeat(call, region) for call in calls]
         dtype = next((p.dtype for p in weights.values() if p.is_floating_point()), torch.float32)
         rounded = next((call.autocast for call in calls if call.autocast is not None), dtype)
@@ -440,10 +448,13 @@ class ShadowCheck:
         def whole(tensor: Tensor) -> Tensor:
             return gather_replicated_from_sequence_parallel_region(tensor, region.dim, group, call.length)
 
+        def gradient(made: Recorded) -> Tensor:
+            return torch.zeros_like(made.value) if made.grad is None else made.grad  # other ranks may have one
+
         def of(made: Recorded) -> Recorded:
             if not made.is_shard:
                 return made
-            return Recorded(whole(made.value), False, None if made.grad is None else whole(made.grad))
+            return Recorded(whole(made.value), False, whole(gradient(made)))
 
         def parts(tensor: Tensor) -> list[Tensor]:
             return list(all_gather(tensor.contiguous().unsqueeze(0), 0, group))
@@ -454,7 +465,7 @@ class ShadowCheck:
             if made.is_shard or made.value.shape == x.value.shape:
                 run.outputs[at] = _Parts(of(made), None, None)
             else:  # what else it returns may be of this rank's heads
-                run.outputs[at] = _Parts(made, parts(made.value), None if made.grad is None else parts(made.grad))
+                run.outputs[at] = _Parts(made, parts(made.value), parts(gradient(made)))
         return run
 
 

@@ -1,0 +1,74 @@
+"""What checks cost a step: ``python benchmarks/checks.py``.
+
+A llama-like decoder of four layers on two gloo ranks trains by the stock Trainer. Of one run, seconds of steps in which no check is
+due (17 to 31), beside those in which the checks of a run are due (4 to 16); and, with ``check_every=3`` in another run, of those
+behind 16 in which the shadow check is due too, beside those in which nothing is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import lightning as L  # noqa: E402
+import peers  # noqa: E402
+import torch  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+from lightning_seqpar import SeqParallelStrategy  # noqa: E402
+from lightning_seqpar.testing import run_distributed  # noqa: E402
+
+STEPS = 31
+SHAPES = {"2 × 256, width 256": (256, 256), "4 × 512, width 512": (512, 512)}
+"""Positions and features."""
+
+
+class Decoder(peers.Module):
+    """A decoder that notes when each step ends."""
+
+    def on_train_start(self) -> None:
+        self.ends = [time.perf_counter()]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def measure(length: int, dim: int, every: int) -> list[float]:
+    """Seconds of each step of a run."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    model = Decoder(dim, 4, 1024)
+    samples = dim // 128
+    tokens = torch.randint(1024, (samples * STEPS, length), generator=torch.Generator().manual_seed(1))
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=SeqParallelStrategy(tp=2, check_every=every), max_steps=STEPS, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(tokens, batch_size=samples))
+    return [b - a for a, b in zip(model.ends, model.ends[1:], strict=False)]
+
+
+def main() -> None:
+    """Print, for each shape, the ratios of the steps' medians."""
+    found = {}
+    for name, (length, dim) in SHAPES.items():
+        plain = run_distributed(measure, 2, length, dim, 0, timeout=600)[0]
+        often = run_distributed(measure, 2, length, dim, 3, timeout=600)[0]
+        due, rare = statistics.median(plain[3:16]), statistics.median(plain[16:31])
+        seldom = statistics.median(t for n, t in enumerate(often, 1) if n > 16 and n % 3)
+        shadow = statistics.median(t for n, t in enumerate(often, 1) if n > 16 and n % 3 == 0)
+        found[name] = {"unchecked": rare, "due": due / rare, "shadow": shadow / seldom}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
