@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.distributed.autograd import in_backward, next_sequence_nr
-from lightning_seqpar.distributed.rng import drawn_by
+from lightning_seqpar.distributed.rng import HostDraws, drawn_by
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.sharded_outputs import ShardedOutputs
 
@@ -60,6 +60,7 @@ class RecordedCall:
         drawn: each random draw in it: the operation, and what it filled.
         nodes: sequence numbers of the first node of the graph that it made, and of the first behind it.
         is_whole: whether it returned.
+        host: what it drew from Python's and numpy's generators.
         strange: why it can't be repeated on one rank; empty if it can.
     """
 
@@ -73,6 +74,7 @@ class RecordedCall:
     drawn: list[tuple[str, Tensor]] = field(default_factory=list)
     nodes: tuple[int, int] = (0, 0)
     is_whole: bool = False
+    host: HostDraws | None = None
     strange: str = ""
 
 
@@ -185,6 +187,7 @@ class BlockRecorder:
             x = x.view_as(x)
             call.x.note(x)
         call.nodes = (next_sequence_nr(), 0)
+        call.host = HostDraws()
         stack = ExitStack()
         stack.enter_context(_Draws(call))
         self._open.append((name, call, stack))
@@ -198,6 +201,8 @@ class BlockRecorder:
         stack.close()
         call.nodes = (call.nodes[0], next_sequence_nr())
         call.is_whole = out is not None
+        if call.host is not None:
+            call.host.end()
         for at, tensor in enumerate(tree_flatten(out)[0]):
             if not isinstance(tensor, Tensor) or not tensor.requires_grad:
                 continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,6 +120,11 @@ class _Followed:
         return ""
 
 
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    """Which buffers a module has, and how often each was changed in place."""
+    return [(id(buffer), buffer._version) for buffer in module.buffers()]
+
+
 def _settings(module: nn.Module) -> dict[str, Any]:
     """Numbers, words and functions among a module's own attributes."""
     plain = (bool, int, float, str, types.FunctionType, types.BuiltinFunctionType, type(None))
@@ -197,6 +203,7 @@ class ShadowCheck:
         self.begin_run()
         self._recorders: list[tuple[SequenceRegion, BlockRecorder]] = []
         self._late: list[RemovableHandle] = []
+        self._versions: dict[str, list[tuple[int, int]]] = {}  # of a block's buffers, when its step began
         self.findings: dict[str, Finding] = {}
         self._blocks: dict[str, WholeBlock] = {}
         for region in record.regions:  # one of each kind among those that this stage runs
@@ -262,6 +269,7 @@ class ShadowCheck:
             return
         for region in self._record.regions:
             names = [name for name in region.blocks if name in self._blocks]
+            self._versions |= {name: _versions(self._record.model.get_submodule(name)) for name in names}
             late = [name for name in names if name in self._first_of_chunks]
             region.recorder = BlockRecorder(names, late, region.dim, region.sp, region.frames, region.sharded_outputs)
             self._recorders.append((region, region.recorder))
@@ -277,7 +285,7 @@ class ShadowCheck:
             region.recorder = None
         for handle in self._late:
             handle.remove()
-        self._recorders, self._late = [], []
+        self._recorders, self._late, self._versions = [], [], {}
         self._read_elsewhere, self._leaks = set(), set()
 
     def note_loss(self, loss: Tensor) -> None:
@@ -361,6 +369,8 @@ class ShadowCheck:
             why_not = "it was not called with gradients"
         elif not all(call.is_whole for call in calls):
             why_not = "a call of it did not return"
+        elif self._versions.get(name) != _versions(live):
+            why_not = "its forward changes its buffers"
         elif "cp" in self._groups.topology.axes and self._groups.size("cp") > 1:
             why_not = "it is given parts of a sequence"
         leaks = any(id(call) in self._leaks for call in calls)
@@ -569,7 +579,8 @@ def _repeat(
         grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
         casts = run.call.autocast is not None and wide is None
         numbers = _numbers(module, {**leaves, **held})
-        with torch.enable_grad(), kept_streams(device), numbers, _Again(run.drawn, rank, device):
+        assert run.call.host is not None
+        with torch.enable_grad(), kept_streams(device), run.call.host.again(), numbers, _Again(run.drawn, rank, device):
             with torch.autocast(device.type, run.call.autocast if casts else None, enabled=casts):
                 out = module(*args, **kwargs)
             made = tree_flatten(out)[0]
@@ -712,7 +723,7 @@ class _Judge:
     """
 
     def __init__(self, dtype: torch.dtype, together: Collection[Tensor] = ()) -> None:
-        self._limit = _LIMITS.get(dtype, 2e-2)
+        self._limit, self._overflows = _LIMITS.get(dtype, 2e-2), dtype == torch.float16
         self._norm = float(torch.stack([_norm(one) for one in together]).norm()) if together else 0.0
         self._floor = _OF_BLOCK.get(dtype, 2e-3) * self._norm
         self._wrong: list[tuple[float, str]] = []
@@ -735,6 +746,8 @@ class _Judge:
         wide = torch.promote_types(exact.dtype, torch.float32)
         size, gap = float(_norm(exact)), float(_norm(got.to(wide) - exact.to(wide)))
         noise = float(_norm(same.to(wide) - exact.to(wide)))
+        if not math.isfinite(gap) and (not math.isfinite(noise) or self._overflows):
+            return  # a loss that is scaled too far, as a GradScaler finds out; or a model that makes no numbers whole either
         self.compared += 1
         if gap > self._floor:
             self.largest = max(self.largest, gap / size if size else float("inf"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
 
@@ -39,6 +40,39 @@ class Dropping(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class Branching(Dropping):
+    """Each block draws from Python's generator too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.encoder.layers:
+            layer.activation = scaled_by_chance
+
+
+def scaled_by_chance(x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+class Counting(Dropping):
+    """A block's norm counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.layers[0].norm1 = Counted(16)
+
+
+class Counted(nn.LayerNorm):
+    """Counts in a buffer."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
 
 
 class Noted(Callback):
@@ -112,6 +146,17 @@ def test_right_steps_are_the_whole_blocks(name):
             assert (finding.why_not, finding.partly, finding.wrong) == ("", "", [])
             assert finding.compared == 12 + 2 * kwargs.get("accumulate", 1)
             assert finding.largest <= ERROR.get(name, 1e-12)
+
+
+def test_what_is_drawn_on_the_host_is_drawn_again():
+    ((_, blocks),) = run_distributed(trained, 2, model="Branching")[0][0]
+    assert [(found.why_not, found.wrong, found.compared) for found in blocks.values()] == [("", [], 14)]
+
+
+def test_a_block_that_changes_its_buffers_is_left_out():
+    ((_, blocks),) = run_distributed(trained, 2, model="Counting", config={"sp": False})[0][0]
+    whys = sorted(found.why_not for found in blocks.values())
+    assert whys == ["", "its forward changes its buffers"]
 
 
 def test_training_goes_on_as_without_it():
