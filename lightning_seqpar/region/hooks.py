@@ -105,6 +105,7 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
         region.rng.begin_block()
         if region.recorder is not None and name not in region.recorder.late:
             entered = region.recorder.entered(name, where, x, entered, args, kwargs)
+            region.observers.shard_made(entered, name)  # somebody may keep it as a hidden state
         return put_argument(where, entered, args, kwargs)
 
     return hook
@@ -117,7 +118,9 @@ def record_call(region: SequenceRegion, name: str) -> Callable[..., Any]:
         if region.recorder is None:
             return None
         where, x = find_argument(name, region.argument, args, kwargs)
-        return put_argument(where, region.recorder.entered(name, where, x, x, args, kwargs), args, kwargs)
+        entered = region.recorder.entered(name, where, x, x, args, kwargs)
+        region.observers.shard_made(entered, name)
+        return put_argument(where, entered, args, kwargs)
 
     return hook
 

@@ -217,6 +217,7 @@ class ShadowCheck:
         self._followed = {name: _Followed(live[name], whole.module) for name, whole in self._blocks.items()}
         self._read_elsewhere: set[str] = set()
         self._leaks: set[int] = set()
+        self._read_inputs: set[int] = set()  # calls whose input a loss reads too (hidden states)
 
     def begin_run(self, every: int = 0, changes_gradients: Callable[[], bool] = lambda: False) -> None:
         """A training begins: its steps are counted from here.
@@ -286,7 +287,7 @@ class ShadowCheck:
         for handle in self._late:
             handle.remove()
         self._recorders, self._late, self._versions = [], [], {}
-        self._read_elsewhere, self._leaks = set(), set()
+        self._read_elsewhere, self._leaks, self._read_inputs = set(), set(), set()
 
     def note_loss(self, loss: Tensor) -> None:
         """Note what the loss reads of a recorded block past its outputs: gradients come to that on ways of their own."""
@@ -302,6 +303,7 @@ class ShadowCheck:
             if node in outputs or type(node) in handed_on:
                 continue
             number = sequence_nr(node)
+            self._read_inputs |= {id(call) for _, call in calls if node is call.x.node}
             for _, call, first, end in spans:
                 if first <= number < end:
                     self._leaks.add(id(call))
@@ -407,7 +409,8 @@ class ShadowCheck:
                 exact_one = exact.outputs[number][at]
                 whole = made.value(tuple(exact_one.shape), self._groups.rank("tp"))
                 judge.compare("what it returns", whole, same.outputs[number][at], exact_one)
-            if not leaks and run.x.grad is not None and exact.inputs[number] is not None:
+            is_read = id(run.call) in self._read_inputs
+            if not leaks and not is_read and run.x.grad is not None and exact.inputs[number] is not None:
                 judge.compare("the gradient of its input", run.x.grad, same.inputs[number], exact.inputs[number])
         found.add(judge)
         for one in {id(same): same, id(exact): exact}.values():
