@@ -58,7 +58,7 @@ audit: $(STAMP)  ## known vulnerabilities of what is installed, as far as a data
 mutants: $(STAMP)  ## break the source on purpose; show which test sees it
 	$(BIN)/python tests/mutants.py $(ARGS)
 
-detectors: $(STAMP)  ## which detectors see each fault of the engine (two hours)
+detectors: $(STAMP)  ## which detectors see each fault of the engine (hours)
 	$(BIN)/python -m tests.detectors $(ARGS)
 
 fuzz: $(STAMP)  ## 100,000 random configurations, plans and topologies: taken, or refused by a sentence that helps

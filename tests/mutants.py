@@ -4518,7 +4518,7 @@ MUTANTS = [
     ),
     Mutant(
         "shadow check: settings that users change are errors",
-        "_Followed.update",
+        "FollowedBlock.update",
         "                    vars(whole)[attribute] = value\n",
         "                    pass\n",
         "tests/test_shadow_check.py -k what_users",
@@ -4532,7 +4532,7 @@ MUTANTS = [
     ),
     Mutant(
         "shadow check: random numbers go on elsewhere",
-        "_repeat",
+        "repeated_block:repeat",
         "kept_streams(device), ",
         "",
         "tests/test_shadow_check.py::test_training_goes_on_as_without_it",

@@ -89,14 +89,7 @@ def detached_copy(
         frozen: leave frozen parameters frozen. Else all of the copy's ask for gradients: those of the model may thaw while it
             trains, and what nobody computed a gradient of would be unproved then.
     """
-    memo: dict[int, Any] = {}
-    for attribute in ("_trainer", "_fabric"):
-        for module in model.modules():
-            trainer = module.__dict__.get(attribute)
-            if trainer is not None:
-                memo[id(trainer)] = None
-    for module in model.modules():  # metrics hold the process group that they sync over, which can't be copied
-        memo |= {id(value): value for value in module.__dict__.values() if isinstance(value, ProcessGroup)}
+    memo = left_out_of_copies(model)
     if reduction.vocabularies:
         cut_vocabularies(model, reduction.vocabularies, memo)
     if reduction.skips_repeats:
@@ -121,6 +114,18 @@ def detached_copy(
         if not module.training and name:
             copied.get_submodule(name).train(False)  # a frozen tower in evaluation mode stays so
     return copied
+
+
+def left_out_of_copies(model: nn.Module) -> dict[int, Any]:
+    """A memo for ``copy.deepcopy`` by which copies of modules have no trainer, and the process groups of their metrics."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for attribute in ("_trainer", "_fabric"):
+            if (trainer := module.__dict__.get(attribute)) is not None:
+                memo[id(trainer)] = None
+        # Metrics hold the process group that they sync over, which can't be copied.
+        memo |= {id(value): value for value in module.__dict__.values() if isinstance(value, ProcessGroup)}
+    return memo
 
 
 def point_to_copy(model: nn.Module, copied: nn.Module, memo: Mapping[int, Any]) -> None:

@@ -39,7 +39,7 @@ class Recorded:
         """Keep the gradient that will reach ``tensor``, which is this activation in the graph."""
 
         def keep(grad: Tensor) -> None:
-            self.grad = grad.detach().clone()
+            self.grad = grad.detach().clone() if self.grad is None else self.grad + grad.detach()
 
         self.node = tensor.grad_fn
         tensor.register_hook(keep)
@@ -158,13 +158,10 @@ class BlockRecorder:
             return x
         is_shard = self._sp and self._frames.active
         strange = ""
-        if isinstance(x, SeqPart):
+        if any(isinstance(leaf, SeqPart) for leaf in (x, *tree_flatten((args, kwargs))[0])):
             strange = "it is given parts of a sequence"
         elif is_shard and self._frames.length == 1:
             strange = "its sequence has one position, of which a part looks like the whole"
-        leaves, _ = tree_flatten((args, kwargs))
-        if any(isinstance(leaf, SeqPart) for leaf in leaves):
-            strange = "it is given parts of a sequence"
 
         def kept(tensor: Tensor) -> Tensor | None:
             if tensor is given or tensor is x:

@@ -23,7 +23,8 @@ class RestartList:
 
     Args:
         trainer: the Trainer.
-        module: the module that trains; scripts may train several after each other, which are told apart by their number.
+        module: the module that trains; scripts may train several after each other, which are told apart by their number, their
+            class and how long they train: one that is skipped when the script starts again moves the numbers of those behind it.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -31,7 +32,8 @@ class RestartList:
         self._file = Path(trainer.default_root_dir, f".seqpar-restart-{run}.json")
         kind = type(module)
         self._training = (
-            f"training {os.environ.get(TRAININGS, '0')} of the process: {kind.__module__}.{kind.__qualname__}"
+            f"training {os.environ.get(TRAININGS, '0')} of the process: {kind.__module__}.{kind.__qualname__}, "
+            f"{trainer.max_epochs} epochs, {trainer.max_steps} steps"
         )
 
     @staticmethod

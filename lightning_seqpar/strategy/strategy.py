@@ -73,7 +73,8 @@ from lightning_seqpar.verify.guards.config import (
 )
 from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
 from lightning_seqpar.verify.prover import Proved, Prover
-from lightning_seqpar.verify.shadow_check import ShadowCheck, whole_blocks
+from lightning_seqpar.verify.shadow_check import ShadowCheck
+from lightning_seqpar.verify.whole_block import whole_blocks
 
 P = ParamSpec("P")
 
@@ -136,7 +137,8 @@ class SeqParallelStrategy(TuningStrategy):
             what an MLP needs does not grow with the sequence. None computes all at once.
         compile: Compile each block by ``torch.compile`` after it was sharded, one graph for each kind of block.
         compile_options: Options passed on to ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``.
-        self_check: Prove the plan before training: a copy of the model whole against sharded, losses and gradients.
+        self_check: Prove the plan before training, on a copy whole against sharded; and compare blocks of the first step with
+            whole ones.
         check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..., and the
             shadow check.
         broadcast_batch: One rank of each replica reads the batches and sends them to the others: for iterable

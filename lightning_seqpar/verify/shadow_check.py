@@ -6,45 +6,35 @@ the recompute, the reduction over replicas and the user's hooks.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import math
-import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.activations.wgrad_overlap import READERS
 from lightning_seqpar.distributed.autograd import (
     backward_classes,
     children,
-    in_backward,
     reach,
     sequence_nr,
     tensor_hooks,
 )
 from lightning_seqpar.distributed.collectives import all_gather, gather_replicated_from_sequence_parallel_region
-from lightning_seqpar.distributed.rng import drawn_by, get_streams, is_draw, kept_streams
-from lightning_seqpar.inference.block_kinds import kind_of
-from lightning_seqpar.inference.isolated_block import is_cache
-from lightning_seqpar.inference.model_copy import point_to_copy
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.replica_rows import is_split
 from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.parallel.sharded_model import ShardedModel
-from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.block_recorder import BlockRecorder, Recorded, RecordedCall
 from lightning_seqpar.region.hooks import record_call
 from lightning_seqpar.region.sequence_region import SequenceRegion
-from lightning_seqpar.verify.self_check import rules_by_name
+from lightning_seqpar.verify.repeated_block import CallToRepeat, ReturnedParts, repeat, size_of
+from lightning_seqpar.verify.whole_block import FollowedBlock, WholeBlock
 
 _NOISE = 8.0
 """How many times as far from the exact numbers as a whole block a sharded one may be: it rounds at other places."""
@@ -58,108 +48,6 @@ _OF_BLOCK = {torch.float64: 1e-11, torch.float32: 1e-6}
 
 class ShadowError(RuntimeError):
     """A block did not do in a step what it does whole."""
-
-
-class WholeBlock:
-    """A block as it was before it was sharded, on the meta device: its code and settings, and no numbers.
-
-    Args:
-        model: the whole model.
-        name: of the block.
-    """
-
-    def __init__(self, model: nn.Module, name: str) -> None:
-        memo: dict[int, Any] = {}
-        for module in model.modules():
-            for attribute in ("_trainer", "_fabric"):
-                if (other := module.__dict__.get(attribute)) is not None:
-                    memo[id(other)] = None
-            memo |= {id(value): value for value in vars(module).values() if isinstance(value, dist.ProcessGroup)}
-        for parameter in model.parameters():
-            memo[id(parameter)] = nn.Parameter(_on_meta(parameter), parameter.requires_grad)
-        memo |= {id(buffer): _on_meta(buffer) for buffer in model.buffers()}
-        self.module: nn.Module = copy.deepcopy(model.get_submodule(name), memo)
-        point_to_copy(model, self.module, memo)
-
-
-class _Followed:
-    """What users may change of a live block while it trains, so that the whole one is changed alike.
-
-    Args:
-        live: the block, as it was sharded.
-        whole: the same block, whole.
-    """
-
-    def __init__(self, live: nn.Module, whole: nn.Module) -> None:
-        self._live, self._whole = live, whole
-        self._known = {name: (module, _settings(module)) for name, module in live.named_modules()}
-
-    def update(self) -> str:
-        """Change the whole block as the live one was changed since.
-
-        Returns:
-            Why that can't be done; empty if it was.
-        """
-        now = dict(self._live.named_modules())
-        for name, module in self._live.named_modules():
-            before, known = self._known.get(name, (None, {}))
-            holder, _, key = name.rpartition(".")
-            if before is not module:
-                if any(True for _ in module.parameters()) or holder not in now:
-                    return f"{name} was exchanged since the model was sharded"
-                self._whole.get_submodule(holder)._modules[key] = copy.deepcopy(module)
-                continue
-            whole = self._whole.get_submodule(name)
-            whole.training = module.training
-            for attribute, value in _settings(module).items():
-                if attribute in vars(whole) and (attribute not in known or not _is_same(known[attribute], value)):
-                    vars(whole)[attribute] = value
-        trains = {name: parameter.requires_grad for name, parameter in self._live.named_parameters()}
-        for name, parameter in self._whole.named_parameters():
-            parameter.requires_grad_(trains.get(name, parameter.requires_grad))
-        return ""
-
-
-def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    """Which buffers a module has, and how often each was changed in place."""
-    return [(id(buffer), buffer._version) for buffer in module.buffers()]
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """Numbers, words and functions among a module's own attributes."""
-    plain = (bool, int, float, str, types.FunctionType, types.BuiltinFunctionType, type(None))
-    return {key: value for key, value in vars(module).items() if isinstance(value, plain)}
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and one == other)
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor.detach(), device="meta")
-
-
-def whole_blocks(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, WholeBlock]:
-    """A :class:`WholeBlock` for each block that the plans name; those of one kind share theirs.
-
-    Args:
-        model: the whole model.
-        plans: by which it will be sharded.
-    """
-    rules = rules_by_name(model, plans)
-    decisive: dict[type, frozenset[str]] = {}
-    kinds: dict[Any, WholeBlock] = {}
-    found: dict[str, WholeBlock] = {}
-    for name in dict.fromkeys(m.name for plan in plans for m in plan.match(model) if m.rule.says_where_blocks_are):
-        module = model.get_submodule(name)
-        if not any(True for _ in module.parameters()):
-            continue
-        told = tuple((key[len(name) :], rule) for key, rule in rules.items() if inside(key, name))
-        kind = kind_of(module, decisive), told
-        if kind not in kinds:
-            kinds[kind] = WholeBlock(model, name)
-        found[name] = kinds[kind]
-    return found
 
 
 @dataclass
@@ -214,7 +102,7 @@ class ShadowCheck:
                     seen.add(id(whole))
                     self._blocks[name] = whole
         live = {name: record.model.get_submodule(name) for name in self._blocks}
-        self._followed = {name: _Followed(live[name], whole.module) for name, whole in self._blocks.items()}
+        self._followed = {name: FollowedBlock(live[name], whole.module) for name, whole in self._blocks.items()}
         self._read_elsewhere: set[str] = set()
         self._leaks: set[int] = set()
         self._read_inputs: set[int] = set()  # calls whose input a loss reads too (hidden states)
@@ -382,7 +270,7 @@ class ShadowCheck:
             return Finding(why_not=why_not)
         weights = {key: self._whole(f"{name}.{key}", p) for key, p in live.named_parameters()}
         buffers = {key: self._whole_buffer(f"{name}.{key}", b) for key, b in live.named_buffers()}
-        runs = [self._to_repeat(call, region) for call in calls]
+        runs = [self._torepeat(call, region) for call in calls]
         dtype = next((p.dtype for p in weights.values() if p.is_floating_point()), torch.float32)
         rounded = next((call.autocast for call in calls if call.autocast is not None), dtype)
         wide = None if rounded == torch.float64 else torch.promote_types(dtype, torch.float32)
@@ -390,8 +278,8 @@ class ShadowCheck:
             wide = torch.float64
         same, exact, why_not = None, None, ""
         try:
-            same = _repeat(skeleton, weights, buffers, runs, None, self._groups.rank("tp"))
-            exact = same if wide is None else _repeat(skeleton, weights, buffers, runs, wide, self._groups.rank("tp"))
+            same = repeat(skeleton, weights, buffers, runs, None, self._groups.rank("tp"))
+            exact = same if wide is None else repeat(skeleton, weights, buffers, runs, wide, self._groups.rank("tp"))
         except Exception as error:  # of the user's code, which is run in another way than it was written for
             why_not = f"it does not run whole: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if why_not := self._agree(why_not):
@@ -454,7 +342,7 @@ class ShadowCheck:
             grad = grad / self._groups.size(axes)
         return grad
 
-    def _to_repeat(self, call: RecordedCall, region: SequenceRegion) -> _Run:
+    def _torepeat(self, call: RecordedCall, region: SequenceRegion) -> CallToRepeat:
         """A call of a rank as a call of the whole block. Collective over tp."""
         group = self._groups["tp"]
 
@@ -473,243 +361,18 @@ class ShadowCheck:
             return list(all_gather(tensor.contiguous().unsqueeze(0), 0, group))
 
         x = of(call.x)
-        run = _Run(call, x, {}, [(name, parts(tensor)) for name, tensor in call.drawn])
+        run = CallToRepeat(call, x, {}, [(name, parts(tensor)) for name, tensor in call.drawn])
         for at, made in call.outputs.items():
             if made.is_shard or made.value.shape == x.value.shape:
-                run.outputs[at] = _Parts(of(made), None, None)
+                run.outputs[at] = ReturnedParts(of(made), None, None)
             else:  # what else it returns may be of this rank's heads
-                run.outputs[at] = _Parts(made, parts(made.value), parts(gradient(made)))
+                run.outputs[at] = ReturnedParts(made, parts(made.value), parts(gradient(made)))
         return run
 
 
-# ---- repeating calls ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Parts:
-    """Something that a block returned.
-
-    Attributes:
-        made: what this rank has of it, and its gradient; the whole, where it is an activation.
-        values: what each tensor-parallel rank has, where it is no activation; else None.
-        grads: the gradients there.
-    """
-
-    made: Recorded
-    values: list[Tensor] | None
-    grads: list[Tensor] | None
-
-    def value(self, shape: tuple[int, ...], rank: int) -> Tensor:
-        """The whole, which has ``shape``."""
-        return self.made.value if self.values is None else _put_together(self.values, shape, rank)
-
-    def grad(self, shape: tuple[int, ...], rank: int) -> Tensor | None:
-        """The gradient of the whole: what every rank has, or, where each has a term of it, their sum."""
-        if self.grads is None or tuple(self.grads[rank].shape) != shape:
-            return self.made.grad if self.grads is None else _put_together(self.grads, shape, rank)
-        apart = max(float(_norm(one - self.grads[0])) for one in self.grads)
-        return self.grads[rank] if apart <= 0.1 * float(_norm(self.grads[0])) else torch.stack(self.grads).sum(0)
-
-
-@dataclass
-class _Run:
-    """A call to be repeated, in whole tensors.
-
-    Attributes:
-        call: as it was recorded.
-        x: the activation that it was given, and its gradient.
-        outputs: what it returned, by place.
-        drawn: for each random draw its operation, and what each tensor-parallel rank drew.
-    """
-
-    call: RecordedCall
-    x: Recorded
-    outputs: dict[int, _Parts]
-    drawn: list[tuple[str, list[Tensor]]]
-
-
-@dataclass
-class _Repeated:
-    """What a whole block did in some calls.
-
-    Attributes:
-        outputs: for each call, what it returned, by place.
-        inputs: for each call, the gradient of its activation.
-        grads: the gradient of each parameter, of all calls together.
-    """
-
-    outputs: list[dict[int, Tensor]] = field(default_factory=list)
-    inputs: list[Tensor | None] = field(default_factory=list)
-    grads: dict[str, Tensor] = field(default_factory=dict)
-
-
-def _repeat(
-    module: nn.Module,
-    weights: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    runs: Sequence[_Run],
-    wide: torch.dtype | None,
-    rank: int,
-) -> _Repeated:
-    """Run calls of a whole block forward and backward.
-
-    Args:
-        module: the block, on the meta device.
-        weights: its parameters.
-        buffers: its buffers.
-        runs: the calls.
-        wide: the type to compute in; None for that of the training.
-        rank: this tensor-parallel rank, for draws that are not divided.
-    """
-    done = _Repeated()
-    trains = {key: parameter.requires_grad for key, parameter in module.named_parameters()}
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(wide) if wide is not None and tensor.is_floating_point() else tensor
-
-    leaves = {key: nn.Parameter(cast(weight).detach(), trains[key]) for key, weight in weights.items()}
-    held = {key: cast(buffer).clone() for key, buffer in buffers.items()}
-    device = next(iter(weights.values())).device
-    for run in runs:
-        x = cast(run.x.value).detach().clone().requires_grad_(run.call.x.node is not None)
-        args, kwargs = tree_map_only(Tensor, cast, (run.call.args, run.call.kwargs))
-        args, kwargs = tree_map(lambda leaf: None if is_cache(leaf) else leaf, (args, kwargs), is_leaf=is_cache)
-        if isinstance(run.call.where, int):
-            args = (*args[: run.call.where], x, *args[run.call.where + 1 :])
-        else:
-            kwargs = {**kwargs, run.call.where: x}
-        wanted = [x] * x.requires_grad + [leaf for leaf in leaves.values() if leaf.requires_grad]
-        grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
-        casts = run.call.autocast is not None and wide is None
-        numbers = _numbers(module, {**leaves, **held})
-        assert run.call.host is not None
-        with torch.enable_grad(), kept_streams(device), run.call.host.again(), numbers, _Again(run.drawn, rank, device):
-            with torch.autocast(device.type, run.call.autocast if casts else None, enabled=casts):
-                out = module(*args, **kwargs)
-            made = tree_flatten(out)[0]
-            tops = {
-                at: one.grad(tuple(made[at].shape), rank) for at, one in run.outputs.items() if made[at].requires_grad
-            }
-            ends = {at: grad.to(made[at]) for at, grad in tops.items() if grad is not None}
-            if len(ends) > 1:
-                ends = _from_outside(made, ends)
-            if ends:
-                grads = torch.autograd.grad([made[at] for at in ends], wanted, [*ends.values()], allow_unused=True)
-        done.outputs.append({at: made[at].detach() for at in run.outputs})
-        by_leaf = iter(grads)
-        done.inputs.append(next(by_leaf) if x.requires_grad else None)
-        for key, leaf in leaves.items():
-            if leaf.requires_grad and (grad := next(by_leaf)) is not None:
-                done.grads[key] = done.grads[key] + grad if key in done.grads else grad
-    return done
-
-
-@contextlib.contextmanager
-def _numbers(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context in which a block of the meta device has numbers, in its backward too, where parts of it may run again.
-
-    Args:
-        module: the block.
-        tensors: its parameters and buffers, by name.
-    """
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    first: dict[int, str] = {}
-    places = []
-    for name, tensor in named:
-        holder, _, key = name.rpartition(".")
-        owner = module.get_submodule(holder)
-        held = owner._parameters if key in owner._parameters else owner._buffers
-        places.append((held, key, tensor, first.setdefault(id(tensor), name)))
-    try:
-        for held, key, _, name in places:
-            held[key] = tensors[name]  # type: ignore[assignment]
-        yield
-    finally:
-        for held, key, tensor, _ in places:
-            held[key] = tensor  # type: ignore[assignment]
-
-
-def _from_outside(made: Sequence[Any], ends: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Gradients that come to what a block returned from outside alone.
-
-    Something that it returns beside its activation may be read inside of it too (a bias of the attention's scores), and what
-    was recorded is the gradient from both.
-
-    Args:
-        made: what it returned.
-        ends: the recorded gradients, by place; the first is that of the activation.
-    """
-    first, *others = ends
-    inner = torch.autograd.grad(
-        made[first], [made[at] for at in others], ends[first], retain_graph=True, allow_unused=True
-    )
-    found = {first: ends[first]}
-    for at, inside_of_it in zip(others, inner, strict=True):
-        found[at] = ends[at] if inside_of_it is None else ends[at] - inside_of_it
-    return found
-
-
-class _Again(TorchDispatchMode):
-    """A mode in which random draws give again what was drawn in a recorded call.
-
-    An activation checkpoint within the block draws once more in the backward, from the state that the generator had in the forward:
-    by that state it is given the same numbers.
-
-    Args:
-        drawn: for each draw its operation, and what each tensor-parallel rank drew.
-        rank: this rank.
-        device: on which the block runs.
-    """
-
-    def __init__(self, drawn: Sequence[tuple[str, list[Tensor]]], rank: int, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._drawn, self._rank, self._device = iter(drawn), rank, device
-        self._by_state: dict[bytes, Tensor] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not is_draw(func):
-            return func(*args, **(kwargs or {}))
-        state = b"".join(one.numpy().tobytes() for one in get_streams(self._device)[2:] if one is not None)
-        out = func(*args, **(kwargs or {}))
-        drawn = drawn_by(func, out, args, kwargs)
-        assert drawn is not None
-        if in_backward():
-            if state not in self._by_state:
-                raise ValueError(f"it draws {drawn.name} in the backward, where the forward drew nothing of the kind")
-            filled = self._by_state[state]
-        else:
-            name, parts = next(self._drawn, ("nothing", []))
-            if name != drawn.name:
-                raise ValueError(f"it draws {drawn.name} where the sharded block drew {name}")
-            filled = self._by_state[state] = _put_together(parts, drawn.shape, self._rank)
-        if drawn.name == "native_dropout":
-            keep = 1.0 - float(args[1])
-            return args[0] * filled * (1.0 / keep if keep else 0.0), filled
-        return out.copy_(filled)
-
-
-def _put_together(parts: Sequence[Tensor], shape: tuple[int, ...], rank: int) -> Tensor:
-    """What all ranks drew, in the shape of the whole block's draw.
-
-    Args:
-        parts: of each rank.
-        shape: of the whole.
-        rank: whose part is the whole, where the draw is not divided.
-
-    Raises:
-        ValueError: if they do not fit.
-    """
-    own = tuple(parts[rank].shape)
-    if own == shape:
-        return parts[rank]
-    dims = [at for at, (part, size) in enumerate(zip(own, shape, strict=False)) if part != size]
-    if len(own) == len(shape) and len(dims) == 1:
-        whole = torch.cat(list(parts), dims[0])
-        if whole.shape[dims[0]] >= shape[dims[0]]:
-            return whole.narrow(dims[0], 0, shape[dims[0]])
-    raise ValueError(f"ranks drew {list(own)} each, which do not make {list(shape)}")
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    """Which buffers a module has, and how often each was changed in place."""
+    return [(id(buffer), buffer._version) for buffer in module.buffers()]
 
 
 # ---- judging --------------------------------------------------------------------------------------------------------
@@ -727,7 +390,7 @@ class _Judge:
 
     def __init__(self, dtype: torch.dtype, together: Collection[Tensor] = ()) -> None:
         self._limit, self._overflows = _LIMITS.get(dtype, 2e-2), dtype == torch.float16
-        self._norm = float(torch.stack([_norm(one) for one in together]).norm()) if together else 0.0
+        self._norm = float(torch.stack([size_of(one) for one in together]).norm()) if together else 0.0
         self._floor = _OF_BLOCK.get(dtype, 2e-3) * self._norm
         self._wrong: list[tuple[float, str]] = []
         self.compared, self.largest = 0, 0.0
@@ -747,15 +410,15 @@ class _Judge:
             self._wrong.append((float("inf"), f"{what} has the shape {list(got.shape)}, not {list(exact.shape)}"))
             return
         wide = torch.promote_types(exact.dtype, torch.float32)
-        size, gap = float(_norm(exact)), float(_norm(got.to(wide) - exact.to(wide)))
-        noise = float(_norm(same.to(wide) - exact.to(wide)))
+        size, gap = float(size_of(exact)), float(size_of(got.to(wide) - exact.to(wide)))
+        noise = float(size_of(same.to(wide) - exact.to(wide)))
         if not math.isfinite(gap) and (not math.isfinite(noise) or self._overflows):
             return  # a loss that is scaled too far, as a GradScaler finds out; or a model that makes no numbers whole either
         self.compared += 1
         if gap > self._floor:
             self.largest = max(self.largest, gap / size if size else float("inf"))
         if not gap <= max(_NOISE * noise + self._limit * size, self._floor):
-            own = float(_norm(got))
+            own = float(size_of(got))
             ratio = f"{own / size:.4g} times as large as it should be, " if size else ""
             share = gap / size if size else float("inf")
             self._wrong.append((share, f"{what} is {ratio}off by {share:.1e} of its size"))
@@ -763,8 +426,3 @@ class _Judge:
     def worst(self) -> list[str]:
         """Sentences on what is wrong, the largest errors first."""
         return [text for _, text in sorted(self._wrong, key=lambda one: -one[0])]
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)))
-    return norm

@@ -10,7 +10,7 @@ from lightning_seqpar.strategy import restart
 
 
 def test_each_training_of_a_script_goes_on_from_its_own_checkpoints(tmp_path, monkeypatch):
-    trainer, module = SimpleNamespace(default_root_dir=tmp_path), L.LightningModule()
+    trainer, module = SimpleNamespace(default_root_dir=tmp_path, max_epochs=1, max_steps=-1), L.LightningModule()
     monkeypatch.setenv(restart.TRAININGS, "0")
     for name in ("first.ckpt", "second.ckpt"):
         restart.RestartList.count_training()
@@ -23,4 +23,7 @@ def test_each_training_of_a_script_goes_on_from_its_own_checkpoints(tmp_path, mo
         restart.RestartList.count_training()
         assert restart.RestartList(trainer, module).newest() == str(tmp_path / name)
     restart.RestartList.count_training()
+    assert restart.RestartList(trainer, module).newest() is None
+    monkeypatch.setenv(restart.TRAININGS, "1")  # the first is skipped, and the second, of other length, comes first
+    trainer.max_epochs = 2
     assert restart.RestartList(trainer, module).newest() is None

@@ -1,0 +1,109 @@
+"""A block as it was before it was sharded, without numbers; and what users change of the live one meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_seqpar.inference.block_kinds import kind_of
+from lightning_seqpar.inference.model_copy import left_out_of_copies, point_to_copy
+from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.verify.self_check import rules_by_name
+
+
+class WholeBlock:
+    """A block as it was before it was sharded, on the meta device: its code and settings, and no numbers.
+
+    Args:
+        model: the whole model.
+        name: of the block.
+    """
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        memo = left_out_of_copies(model)
+        for parameter in model.parameters():
+            memo[id(parameter)] = nn.Parameter(_on_meta(parameter), parameter.requires_grad)
+        memo |= {id(buffer): _on_meta(buffer) for buffer in model.buffers()}
+        self.module: nn.Module = copy.deepcopy(model.get_submodule(name), memo)
+        point_to_copy(model, self.module, memo)
+
+
+class FollowedBlock:
+    """What users may change of a live block while it trains, so that the whole one is changed alike.
+
+    Args:
+        live: the block, as it was sharded.
+        whole: the same block, whole.
+    """
+
+    def __init__(self, live: nn.Module, whole: nn.Module) -> None:
+        self._live, self._whole = live, whole
+        self._known = {name: (module, _settings(module)) for name, module in live.named_modules()}
+
+    def update(self) -> str:
+        """Change the whole block as the live one was changed since.
+
+        Returns:
+            Why that can't be done; empty if it was.
+        """
+        now = dict(self._live.named_modules())
+        for name, module in self._live.named_modules():
+            before, known = self._known.get(name, (None, {}))
+            holder, _, key = name.rpartition(".")
+            if before is not module:
+                if any(True for _ in module.parameters()) or holder not in now:
+                    return f"{name} was exchanged since the model was sharded"
+                self._whole.get_submodule(holder)._modules[key] = copy.deepcopy(module)
+                continue
+            whole = self._whole.get_submodule(name)
+            whole.training = module.training
+            for attribute, value in _settings(module).items():
+                if attribute in vars(whole) and (attribute not in known or not _is_same(known[attribute], value)):
+                    vars(whole)[attribute] = value
+        trains = {name: parameter.requires_grad for name, parameter in self._live.named_parameters()}
+        for name, parameter in self._whole.named_parameters():
+            parameter.requires_grad_(trains.get(name, parameter.requires_grad))
+        return ""
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Numbers, words and functions among a module's own attributes."""
+    plain = (bool, int, float, str, types.FunctionType, types.BuiltinFunctionType, type(None))
+    return {key: value for key, value in vars(module).items() if isinstance(value, plain)}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and one == other)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor.detach(), device="meta")
+
+
+def whole_blocks(model: nn.Module, plans: Sequence[ShardingPlan]) -> dict[str, WholeBlock]:
+    """A :class:`WholeBlock` for each block that the plans name; those of one kind share theirs.
+
+    Args:
+        model: the whole model.
+        plans: by which it will be sharded.
+    """
+    rules = rules_by_name(model, plans)
+    decisive: dict[type, frozenset[str]] = {}
+    kinds: dict[Any, WholeBlock] = {}
+    found: dict[str, WholeBlock] = {}
+    for name in dict.fromkeys(m.name for plan in plans for m in plan.match(model) if m.rule.says_where_blocks_are):
+        module = model.get_submodule(name)
+        if not any(True for _ in module.parameters()):
+            continue
+        told = tuple((key[len(name) :], rule) for key, rule in rules.items() if inside(key, name))
+        kind = kind_of(module, decisive), told
+        if kind not in kinds:
+            kinds[kind] = WholeBlock(model, name)
+        found[name] = kinds[kind]
+    return found
