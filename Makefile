@@ -31,6 +31,7 @@ unit: $(STAMP)  ## what one runs while editing: the tests that start no processe
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/unit $(ARGS)
 
 test: $(STAMP)  ## the test suite, two at a time
+	$(BIN)/python -m compileall -q lightning_seqpar tests examples benchmarks  # for the many processes that the tests start
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 parity: $(STAMP)  ## every Hugging Face family at every topology, against one process

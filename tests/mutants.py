@@ -269,8 +269,8 @@ MUTANTS = [
     Mutant(
         "residual inside a gathering module not seen",
         "Observers.gathering_ended",
-        "and gathers and passes_by_rows(out.grad_fn, gathers):",
-        "and False:",
+        "if passes_by_rows(out.grad_fn, gathers):",
+        "if False:",
         "tests/test_guards.py",
     ),
     Mutant(
@@ -4557,6 +4557,41 @@ MUTANTS = [
         "if not whole.digests or not any(whole.norms):",
         "if not any(whole.norms) and False:",
         "tests/test_verify.py::test_what_trains_nothing_or_ends_early_is_not_called_right",
+    ),
+    Mutant(
+        "a restart looks for ranks where dead ones were",
+        "TopologyStrategy._store_of_attempt",
+        'return {"store": PrefixStore(f"attempt {attempt}", store)}',
+        "return {}",
+        "tests/test_launch.py -k starts_again",
+    ),
+    Mutant(
+        "a training is named by limits that Lightning fills in later",
+        "SavingStrategy.save_checkpoint",
+        "            restarts.add(filepath)\n",
+        "            type(restarts)(self._trainer, self._module).add(filepath)\n",
+        "tests/test_launch.py -k starts_again",
+    ),
+    Mutant(
+        "a main process that is stopped keeps its children",
+        "end_stopped_parent",
+        "    if not is_stopped(parent):\n",
+        "    if True:\n",
+        "tests/test_launch.py::test_a_main_process_that_is_stopped_is_ended_by_its_children -m matrix",
+    ),
+    Mutant(
+        "who refuses to go on waits for the rank because of which it does",
+        "SeqParallelStrategy.on_exception",
+        "                refusals.note(exception)",
+        "                pass",
+        "tests/test_broadcast.py -k reader_that_fails",
+    ),
+    Mutant(
+        "the graph is followed in every step",
+        "WatchSchedule.watches_paths",
+        'return self.is_due("training")',
+        "return True",
+        "tests/test_region.py -k graph_is_followed",
     ),
     Mutant(
         "trainings of a script share their checkpoints",

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
+from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.plan.sharding_plan import parse_yaml
 from lightning_seqpar.user_input import nearest, read_text
 
@@ -244,7 +245,11 @@ def _strategy_of(setting: Any, file: Path) -> dict[str, Any]:
         return dict(StrategyRegistry[setting].get("init_params", {}))
     if isinstance(setting, Mapping) and str(setting.get("class_path", "")).endswith("SeqParallelStrategy"):
         fields = dict(setting.get("init_args") or {})
-        return {**dict(fields.pop("config", None) or {}), **fields}
+        config = fields.pop("config", None) or {}
+        if isinstance(config, str):  # a file, as Lightning's CLI takes one
+            place = config if Path(config).is_file() else file.parent / config
+            config = ParallelConfig.from_yaml(place).model_dump(exclude_unset=True)
+        return {**dict(config), **fields}
     if setting is None:
         return {}
     raise ValueError(

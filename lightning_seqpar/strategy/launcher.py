@@ -67,9 +67,11 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
 
     Attributes:
         watch: watches the children; None in a process that started none.
+        restarts: the list of the training's checkpoints; None where torchrun will not start it again.
     """
 
     watch: ChildWatch | None = None
+    restarts: RestartList | None = None
     _is_child = False
     _ending: Ending | None = None
 
@@ -100,7 +102,8 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         call = inspect.signature(function).bind(*args, **kwargs)
         if RestartList.is_kept() and trainer.state.fn == TrainerFn.FITTING:
             RestartList.count_training()
-            resume = self._where_to_resume(RestartList(trainer, trainer.lightning_module))
+            self.restarts = RestartList(trainer, trainer.lightning_module)
+            resume = self._where_to_resume(self.restarts)
             if call.arguments.get("ckpt_path") is None and resume is not None:
                 call.arguments["ckpt_path"] = resume
         return function(*call.args, **call.kwargs)

@@ -6,6 +6,7 @@ without the frames of this package, of Lightning and of torch.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import hashlib
@@ -78,12 +79,24 @@ class Refusals:
         started = PrefixStore(f"before attempt {attempt} is connected", store)
         return cls(started, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
+    def note(self, error: BaseException) -> str:
+        """Let the other ranks know what this one raises, so that none of them waits for it.
+
+        Returns:
+            What stands for the error in the store.
+        """
+        said = hashlib.sha256(f"{type(error).__name__}: {error}".encode()).hexdigest()
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the store went with the process that served it, and nobody waits there
+            self._name = f"error {self._store.add(f'errors of rank {self._rank}', 1)}"
+            self._store.set(self._keys("raised by")[self._rank], said)
+        return said
+
     def is_shared(self, error: BaseException) -> bool:
         """Whether every rank raises this error now, with the same text. Returns once that is known, or out of patience."""
-        said = hashlib.sha256(f"{type(error).__name__}: {error}".encode()).hexdigest()
-        self._name = f"error {self._store.add(f'errors of rank {self._rank}', 1)}"
+        said = self.note(error)
         keys = self._keys("raised by")
-        self._store.set(keys[self._rank], said)
         return self._have_come(keys) and all(self._store.get(key).decode() == said for key in keys)
 
     def tell_once(self, error: BaseException, *, opens_log: bool, is_compared: bool = True) -> None:

@@ -16,13 +16,13 @@ TRAININGS = "LIGHTNING_SEQPAR_TRAININGS"
 
 
 class RestartList:
-    """The checkpoints that a run under torchrun has written, for its next attempt.
+    """The checkpoints that a training under torchrun has written, for its next attempt.
 
     A file in the Trainer's ``default_root_dir`` lists them, under torchrun's name of the run, if torchrun may start it again
     (``--max-restarts``). The first attempt begins a new list.
 
     Args:
-        trainer: the Trainer.
+        trainer: the Trainer, as it was before it fits: Lightning fills in its limits, and callbacks change them.
         module: the module that trains; scripts may train several after each other, which are told apart by their number, their
             class and how long they train: one that is skipped when the script starts again moves the numbers of those behind it.
     """

@@ -44,9 +44,9 @@ from lightning_seqpar.distributed.rng import pack_streams, unpack_streams
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
 from lightning_seqpar.strategy.averages import averages_of
 from lightning_seqpar.strategy.child_watch import is_lost_peer
+from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.loops import LoopStrategy
 from lightning_seqpar.strategy.refusals import Refusals
-from lightning_seqpar.strategy.restart import RestartList
 from lightning_seqpar.strategy.steps import plain_optimizer
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.guards.callbacks import refuse_links, refuse_saved_shards
@@ -247,8 +247,9 @@ class SavingStrategy(LoopStrategy):
                 self._world,
                 f"the checkpoint {filepath} can't be written",
             )
-        if RestartList.is_kept() and self._trains and "callbacks" in checkpoint and self.global_rank == 0:
-            RestartList(self._trainer, self._module).add(filepath)
+        restarts = self.launcher.restarts if isinstance(self.launcher, SeqParallelLauncher) else None
+        if restarts is not None and self._trains and "callbacks" in checkpoint and self.global_rank == 0:
+            restarts.add(filepath)
 
     def _facts_of_run(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """What the folder of a checkpoint says of the run that wrote it."""

@@ -55,6 +55,7 @@ from lightning_seqpar.strategy.averages import (
     save_whole,
     shard_average,
 )
+from lightning_seqpar.strategy.child_watch import is_lost_peer
 from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully_shard_options, units_among
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.missing_ranks import find_missing
@@ -697,7 +698,10 @@ class SeqParallelStrategy(TuningStrategy):
         shorten_traceback(exception)
         if isinstance(self.launcher, SeqParallelLauncher) and not self._ending.together:
             world = dist.group.WORLD if dist.is_initialized() else None
-            refusals = Refusals.of_world(world) if world is not None and may_be_shared else None
+            refusals = Refusals.of_world(world) if world is not None and not is_lost_peer(exception) else None
+            if refusals is not None and not may_be_shared:
+                refusals.note(exception)  # a rank that refuses to go on because of it does not wait for this one
+                refusals = None
             missing = None if world is None else lambda: find_missing(exception, world, self._groups, self._trainer)
             self.launcher.tell(exception, refusals, missing)
 

@@ -164,7 +164,7 @@ class Coverage:
             yield (
                 f"lightning_seqpar: {self}. {'; '.join(self.reasons)}. Every rank holds and computes the whole of these. seqpar "
                 "plan shows each module; plan={'rules': [...]} can say how to shard them (columns and rows), or that they are "
-                "meant to be whole ({pattern: ..., style: whole})"
+                f"meant to be whole ({{pattern: {missed[0].names[0]}, style: whole}})"
             )
 
 

@@ -22,6 +22,7 @@ from lightning_seqpar.inference.pipeline_cut import HowToCut, find_cut, leaves_b
 from lightning_seqpar.inference.proposals import PROPOSAL
 from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
 from lightning_seqpar.layout.adapters import known_limits
+from lightning_seqpar.layout.module_names import likely_blocks
 from lightning_seqpar.pipeline.cut import Cut
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
@@ -171,10 +172,10 @@ class Prover:
                 instead = "leave them out" if len(wanted) > 1 else f"leave {wanted[0].partition('=')[0]} out"
                 if wanted == [f"recompute={self._config.recompute!r}"]:
                     instead += " (activation checkpointing inside the model works)"
+                pattern = (likely_blocks(self._module) or ["model.layers.*"])[0]
                 raise ValueError(
-                    f"{' and '.join(wanted)} with tp=1: the blocks are found as for a larger tp, and {error}. Name "
-                    "them by a rule, plan={'rules': [{pattern: 'model.layers.*', style: blocks}]}, or "
-                    f"{instead}"
+                    f"{' and '.join(wanted)} with tp=1: the blocks are found as for a larger tp, and {error}. Name them by "
+                    f"a rule, plan={{'rules': [{{pattern: '{pattern}', style: blocks}}]}}, or {instead}"
                 ) from None
 
     def find_cut(self, plans: Sequence[ShardingPlan]) -> Cut:

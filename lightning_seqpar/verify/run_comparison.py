@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_seqpar.distributed.collectives import split
-from lightning_seqpar.layout.module_names import inside
+from lightning_seqpar.layout.module_names import in_all_layers, inside
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.observed_run import ObservedRun, RandomDraw
@@ -149,7 +149,8 @@ def _unproved_modules(dense: ObservedRun, record: ShardedModel) -> list[str]:
             unproved.append(name)
     return [
         f"{name} is inside the sequence region, but the example does not run it and no rule names it, so nothing is known of "
-        f"it: set example_input_array to an input that runs it, or have it computed whole, {{pattern: {name}, style: whole}}"
+        "it: set example_input_array to an input that runs it, or have it computed whole, "
+        f"{{pattern: {in_all_layers(name)}, style: whole}}"
         for name in unproved
     ]
 

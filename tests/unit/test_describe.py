@@ -175,6 +175,9 @@ def test_a_yaml_file_of_the_command_line(capsys, monkeypatch, tmp_path):
     assert text.startswith("4 ranks: dp 2 × tp 2")
     assert "note: activations and traffic: no input to trace a step with" in text
     assert run(capsys, str(file), "tp=4").startswith("4 ranks: tp 4")
+    (tmp_path / "parallel.yaml").write_text("tp: 4\n")
+    file.write_text(file.read_text().replace("{tp: 2}", "{config: parallel.yaml}"))
+    assert run(capsys, str(file)).startswith("4 ranks: tp 4")
 
 
 @pytest.mark.parametrize(

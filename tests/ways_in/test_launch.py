@@ -66,20 +66,24 @@ if __name__ == "__main__":
     world = int(os.environ.get("WORLD", "2"))
     refused = {"plan": [{"pattern": "nowhere", "style": "row"}]} if "REFUSED" in os.environ else {}
     tp = int(os.environ.get("TP", "2"))
-    strategy = SeqParallelStrategy(tp=tp, timeout=int(os.environ.get("TIMEOUT", "60")), **refused)
-    steps = int(os.environ.get("STEPS", "6"))
-    bad = [Bad()] if "BAD" in os.environ else []
-    saves = {}
-    if folder := os.environ.get("FOLDER"):
-        every = int(os.environ.get("EVERY", "100"))
-        saver = ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1, save_on_exception="RAISED" in os.environ)
-        saves = {"enable_checkpointing": True, "default_root_dir": folder}
-        bad = [*bad, saver]
-    trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=steps, callbacks=bad, **saves)
-    module = models.GPT().double()
-    trainer.fit(module, models.loader(4, count=4 * steps, shuffle=True))
-    total = sum(float(p.detach().abs().sum()) for p in module.parameters())
-    os.write(1, f"WEIGHTS {total!r}\\n".encode())
+    steps, windows = int(os.environ.get("STEPS", "6")), int(os.environ.get("WINDOWS", "1"))
+    trainings, every = int(os.environ.get("TRAININGS", "1")), int(os.environ.get("EVERY", "100"))
+    parallel = {"tp": tp, "pp": int(os.environ.get("PP", "1")), "timeout": int(os.environ.get("TIMEOUT", "60"))}
+    for training in range(trainings):
+        strategy = SeqParallelStrategy(**parallel, **refused)
+        bad = [Bad()] if "BAD" in os.environ and training == trainings - 1 else []
+        saves = {"accumulate_grad_batches": windows}
+        if folder := os.environ.get("FOLDER"):
+            place = os.path.join(folder, str(training)) if trainings > 1 else folder
+            saver = ModelCheckpoint(place, every_n_train_steps=every, save_top_k=-1, save_on_exception="RAISED" in os.environ)
+            saves |= {"enable_checkpointing": True, "default_root_dir": folder}
+            bad = [*bad, saver]
+        trainer = quiet_trainer(devices=world, strategy=strategy, max_steps=steps, callbacks=bad, **saves)
+        module = models.GPT().double()
+        batches = models.loader(4, count=4 * steps * windows, shuffle=True)
+        trainer.fit(module, batches, ckpt_path=os.environ.get("RESUME"))
+        total = sum(float(p.detach().abs().sum()) for p in module.parameters() if strategy.holds(p))
+        os.write(1, f"WEIGHTS {training}.{trainer.global_rank} {total!r}\\n".encode())
     os.write(1, f"PID {os.getpid()} RANK {trainer.global_rank} STEPS {trainer.global_step}\\n".encode())
     if os.environ.get("SAVE") and trainer.is_global_zero:
         trainer.save_checkpoint(os.environ["SAVE"])
@@ -164,13 +168,28 @@ def test_a_main_process_that_is_stopped_is_ended_by_its_children(script):
     assert "The main process (local rank 0) was stopped, and is killed" in done.stderr
 
 
-@pytest.mark.parametrize("rank", ["1", pytest.param("0", marks=pytest.mark.matrix)])
-def test_sigterm_to_any_rank_ends_all_between_two_steps_with_a_checkpoint(script, tmp_path, rank):
-    done = script(BAD=f"TERM:{rank}", FOLDER=str(tmp_path / "runs"))
+def weights_of(done: subprocess.CompletedProcess[str]) -> dict[str, float]:
+    """The sums of weights that the ranks printed behind each training."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {key: float(total) for key, total in re.findall(r"WEIGHTS (\S+) (\S+)", done.stdout)}
+
+
+@pytest.mark.parametrize(
+    ("rank", "setup", "step"),
+    [
+        ("1", {}, 3),
+        pytest.param("0", {"WINDOWS": "2"}, 2, marks=pytest.mark.matrix),
+        pytest.param("1", {"PP": "2", "TP": "1", "WINDOWS": "2"}, 2, marks=pytest.mark.matrix),
+    ],
+)
+def test_sigterm_to_any_rank_ends_all_between_two_steps_with_a_checkpoint(script, tmp_path, rank, setup, step):
+    done = script(BAD=f"TERM:{rank}", FOLDER=str(tmp_path / "runs"), **setup)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr[-2000:]
     assert done.stderr.rstrip().endswith("lightning_seqpar: the run ended by SIGTERM, between two steps")
     assert "Traceback" not in done.stderr
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["interrupted-epoch=0-step=3.ckpt"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [f"interrupted-epoch=0-step={step}.ckpt"]
+    saved = str(tmp_path / "runs" / f"interrupted-epoch=0-step={step}.ckpt")
+    assert weights_of(script(RESUME=saved, **setup)) == pytest.approx(weights_of(script(**setup)), rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +204,17 @@ def test_an_exception_saves_only_where_every_rank_raised_it(script, tmp_path, ra
 
 
 def test_what_torchrun_starts_again_goes_on_from_the_last_checkpoint(script, tmp_path):
+    """Two trainings of one script, the second of which loses a rank: each goes on from its own."""
+    setup = {"STEPS": "9", "EVERY": "2", "TRAININGS": "2"}
     folders = [str(tmp_path / name) for name in ("whole", "again")]
-    whole = script(*TORCHRUN, FOLDER=folders[0], STEPS="9", EVERY="2")
-    again = script(*TORCHRUN, "--max-restarts", "1", FOLDER=folders[1], STEPS="9", EVERY="2", BAD="KILL:1", ONCE="1")
-    assert "torchrun started the run again: it goes on from" in again.stderr
-    assert again.returncode == 0, again.stderr[-3000:]
-    weights = [sorted(map(float, re.findall(r"WEIGHTS ([\d.]+)", done.stdout))) for done in (whole, again)]
-    assert len(weights[0]) == 2
-    assert weights[1] == pytest.approx(weights[0], rel=1e-9)
+    whole = script(*TORCHRUN, FOLDER=folders[0], **setup)
+    again = script(*TORCHRUN, "--max-restarts", "1", FOLDER=folders[1], BAD="KILL:1", ONCE="1", **setup)
+    told = re.findall(r"torchrun started the run again: it goes on from (\S+)", again.stderr)
+    assert [os.path.relpath(path, folders[1]) for path in told] == ["0/epoch=0-step=8.ckpt", "1/epoch=0-step=4.ckpt"], (
+        again.stderr[-6000:]
+    )
+    assert weights_of(again) == pytest.approx(weights_of(whole), rel=1e-9)
+    assert len(weights_of(whole)) == 4
 
 
 def test_slurms_requeue_signal_saves_on_all_ranks_at_one_place(script, tmp_path):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_seqpar.layout.module_names import in_all_layers
 from lightning_seqpar.layout.replica_rows import local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -59,7 +60,7 @@ def check_buffers(record: ShardedModel, groups: ParallelGroups, device: torch.de
         raise RuntimeError(
             f"{name}: this buffer is no longer the same on the ranks of a replica: the forward changes it where each rank sees "
             "its part of the sequence. Have its module computed whole, "
-            f"{{pattern: {name.rpartition('.')[0]}, style: whole}}, or set sp=False"
+            f"{{pattern: {in_all_layers(name.rpartition('.')[0])}, style: whole}}, or set sp=False"
         )
 
 
