@@ -252,7 +252,7 @@ def main() -> int:
         for launcher in LAUNCHERS:
             if kind == "restart" and launcher != "torchrun":
                 continue
-            with ThreadPoolExecutor(2) as pool:
+            with ThreadPoolExecutor(4 if kind in ("STOP", "stall") else 2) as pool:  # these wait for most of their time
                 found = list(pool.map(lambda seed: trial(launcher, kind, seed, undisturbed), range(given.count)))  # noqa: B023
             bad = [one.wrong for one in found if one.wrong]
             wrong += bad
