@@ -13,14 +13,20 @@ delete a fault there, or the file, to have it tried again.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import lightning.pytorch  # noqa: F401
+import torch  # imported once, for all forks
+import transformers  # noqa: F401
 
 from tests import mutants
 
@@ -28,6 +34,7 @@ PACKAGES = ("activations", "distributed", "layout", "nn", "parallel", "region", 
 """The packages that compute, whose faults are shown."""
 ELSEWHERE = ("cp:", "pp:", "turns:", "stacks:", "fsdp", "verify:", "habits:", "compile")
 """Beginnings of the names of faults that these topologies do not run."""
+FORKS = multiprocessing.get_context("fork")
 SETUPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt": ("GPT", {}, {"tp": 2}),
     "gqa": ("Zoo", {"kind": "gqa_shared"}, {"tp": 2, "recompute": "full", "loss_chunk": 4}),
@@ -41,8 +48,6 @@ HEADS = ("the proof before training", "checks of a run", "shadow check", "verify
 
 def on_ranks(folder: str, name: str) -> list[str]:
     """On a rank: which detectors see something, with one model."""
-    import torch
-
     from lightning_seqpar.verify import prover
     from lightning_seqpar.verify.parity import Trace, compare
     from lightning_seqpar.verify.run_comparison import Verdict
@@ -90,37 +95,47 @@ def references(folder: str) -> None:
         fit(model, arguments, steps=2).save(Path(folder, f"{name}.pt"))
 
 
-def one(folder: str) -> None:
-    """In the copy: try the models, and print what was seen as JSON, behind a word by which it is found."""
-    from lightning_seqpar.testing import run_distributed
-
+def attempt(place: str, folder: str, answer: Connection) -> None:
+    """In a process of its own: import the package of the copy, try the models, and answer with what was seen."""
+    os.environ["XDG_CACHE_HOME"] = f"{place}/cache"
+    sys.path[:0] = [place, f"{place}/examples", f"{place}/benchmarks"]
     found: set[str] = set()
-    for name in SETUPS:
-        try:
-            found |= {seen for each in run_distributed(on_ranks, 4, folder, name, timeout=90.0) for seen in each}
-        except AssertionError as error:  # ranks that wait for each other
-            print(str(error)[:500], file=sys.stderr)
-            found.add("run")
-        if len(found) >= 3:
-            break
-    print("SEEN", json.dumps(sorted(found)))
+    try:
+        from lightning_seqpar.strategy import strategy
+        from lightning_seqpar.trial import ranks
+
+        assert Path(strategy.__file__).is_relative_to(place)
+        # Ranks are forks of this process, which has imported all that they need.
+        with mock.patch.object(ranks.mp, "get_context", return_value=FORKS):
+            for name in SETUPS:
+                if len(found) < 3:
+                    told = ranks.run_distributed(on_ranks, 4, folder, name, timeout=90.0)
+                    found |= {seen for each in told for seen in each}
+    except Exception:  # a package that can't be imported, or ranks that wait for each other
+        traceback.print_exc()
+        found.add("run")
+    answer.send(sorted(found))
 
 
 def run(mutant: mutants.Mutant | None, folder: str) -> list[str]:
     """Run one fault in a copy of the repository; no fault for None."""
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, open(os.devnull, "w") as silent:
         mutants.copy_repository(Path(place))
         if mutant is not None:
             mutants.apply(mutant, Path(place, "lightning_seqpar"))
-        path = ":".join([place, f"{place}/examples", f"{place}/benchmarks"])
-        own = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": f"{place}/cache"}
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.detectors", "--one", folder],
-            cwd=place, env={**os.environ, **own}, capture_output=True, text=True, check=False, timeout=600,
-        )  # fmt: skip
-        line = next((line for line in done.stdout.splitlines() if line.startswith("SEEN ")), None)
-        # A package that can't be imported, or a process that is gone.
-        return ["run"] if line is None else list(json.loads(line[5:]))
+        ours, theirs = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(target=quietly, args=(silent.fileno(), attempt, place, folder, theirs))
+        process.start()
+        process.join()
+        return list(ours.recv()) if ours.poll() else ["run"]
+
+
+def quietly(silent: int, work: Callable[..., None], *args: Any) -> None:
+    """Do ``work`` without its output."""
+    if "VERBOSE" not in os.environ:
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+    work(*args)
 
 
 def chosen(words: list[str]) -> list[mutants.Mutant]:
@@ -164,21 +179,20 @@ def table(seen: dict[str, list[str]]) -> str:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--one"]:
-        one(sys.argv[2])
-        return 0
     seen: dict[str, list[str]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        references(folder)
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silent:
+        first = FORKS.Process(target=quietly, args=(silent.fileno(), references, folder))
+        first.start()
+        first.join()
         if wrong := run(None, folder):
             print(f"without a fault something is seen: {wrong}")
             return 1
-        faults = [mutant for mutant in chosen(sys.argv[1:]) if mutant.name not in seen]
-        for mutant, found in zip(faults, pool.map(lambda one: run(one, folder), faults), strict=True):
-            seen[mutant.name] = found
-            print(f"{mutant.name:<60} {', '.join(found) or '-'}", flush=True)
-            KEPT.write_text(json.dumps(seen, indent=1) + "\n")
-            (mutants.ROOT / "docs" / "detectors.md").write_text(table(seen))
+        for mutant in chosen(sys.argv[1:]):
+            if mutant.name not in seen:
+                seen[mutant.name] = run(mutant, folder)
+                print(f"{mutant.name:<60} {', '.join(seen[mutant.name]) or '-'}", flush=True)
+                KEPT.write_text(json.dumps(seen, indent=1) + "\n")
+                (mutants.ROOT / "docs" / "detectors.md").write_text(table(seen))
     return 0
 
 
