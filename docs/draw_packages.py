@@ -84,7 +84,7 @@ def main() -> None:
         )  # fmt: skip
         files = len([path for path in sources(name) if path.name != "__init__.py"])
         ax.text(left + 0.12, y + 0.5, name, fontsize=11, weight="bold", va="center", family="monospace")
-        ax.text(left + 1.62, y + 0.5, textwrap.fill(purpose(name), 66), fontsize=9.2, va="center", linespacing=1.05)
+        ax.text(left + 1.62, y + 0.5, textwrap.fill(purpose(name), 63), fontsize=9.2, va="center", linespacing=1.05)
         ax.text(grid - 0.62, y + 0.5, f"{files}", fontsize=8, va="center", ha="right", color="#666b73")
         x = grid + 0.42 * at
         ax.plot([grid - 0.2, x], [y + 0.5] * 2, color="#e4e6ea", linewidth=0.8, zorder=0)
