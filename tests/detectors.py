@@ -109,7 +109,7 @@ def attempt(place: str, folder: str, answer: Connection) -> None:
         with mock.patch.object(ranks.mp, "get_context", return_value=FORKS):
             for name in SETUPS:
                 if len(found) < 3:
-                    told = ranks.run_distributed(on_ranks, 4, folder, name, timeout=90.0)
+                    told = ranks.run_distributed(on_ranks, 4, folder, name, timeout=240.0)
                     found |= {seen for each in told for seen in each}
     except Exception:  # a package that can't be imported, or ranks that wait for each other
         traceback.print_exc()
