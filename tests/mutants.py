@@ -2192,14 +2192,14 @@ MUTANTS = [
     ),
     Mutant(
         "a linear is probed as it stands, not in training",
-        "linear_kind:_try",
+        "_try_plainly",
         "for training in (True, False)",
         "for training in (module.training,)",
         "tests/test_kinds_of_code.py -k linear",
     ),
     Mutant(
         "a linear that casts its weight taken for one that does not",
-        "linear_kind:_try",
+        "_try_plainly",
         "return None if _output(module, x.to(other), module.training) is not None else kind",
         "return kind",
         "tests/test_kinds_of_code.py -k linear",
@@ -4592,6 +4592,13 @@ MUTANTS = [
         'return self.is_due("training")',
         "return True",
         "tests/test_region.py -k graph_is_followed",
+    ),
+    Mutant(
+        "verify: casts that are turned down make linears of one type unknown",
+        "linear_kind:_try",
+        "    with _disable_current_modes():\n",
+        "    if True:\n",
+        "tests/test_kinds_of_code.py -k computes_a_product",
     ),
     Mutant(
         "trainings of a script share their checkpoints",

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 LinearKind = Literal["out_in", "in_out"]
 """How a linear keeps its weight: ``[out, in]`` as ``nn.Linear``, or ``[in, out]`` as Conv1D."""
@@ -76,7 +77,15 @@ def _reads_more(module: nn.Linear) -> bool:
 
 
 def _try(module: nn.Module, weight: Tensor, bias: Tensor | None) -> LinearKind | None:
-    """Run a module on random numbers ``[2, 3, in]`` and compare it with ``F.linear`` for either form of its weight."""
+    """Run a module on random numbers ``[2, 3, in]`` and compare it with ``F.linear`` for either form of its weight.
+
+    Modes of the caller's do not reach it: one that turns casts down would hide that a linear takes one type alone.
+    """
+    with _disable_current_modes():
+        return _try_plainly(module, weight, bias)
+
+
+def _try_plainly(module: nn.Module, weight: Tensor, bias: Tensor | None) -> LinearKind | None:
     generator = torch.Generator().manual_seed(5)
     kinds: tuple[tuple[LinearKind, Tensor], ...] = (("in_out", weight.t()), ("out_in", weight))
     for kind, matrix in kinds:

@@ -15,6 +15,7 @@ from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.layout.attribute_override import read_attribute, write_attribute
 from lightning_seqpar.layout.linear_kind import linear_kind
 from lightning_seqpar.plan.choice import linears_beside, resolve_plans
+from lightning_seqpar.trial.determinism import KeepFloat64
 from tests.helpers import third_party, zoo
 from tests.helpers.third_party import KINDS
 
@@ -227,6 +228,9 @@ def test_what_computes_a_product_is_a_linear(kind):
     module.register_forward_hook(lambda *args: calls.append(args))
     assert linear_kind(module) == ("in_out" if kind is zoo.Conv1D else "out_in")
     assert calls == []  # hooks are the user's
+    with KeepFloat64():  # as verify trains models in float64: every cast to a narrower type is turned down
+        assert linear_kind(module.double()) == ("in_out" if kind is zoo.Conv1D else "out_in")
+        assert linear_kind(Casting(8, 6).double()) is None
 
 
 # ---- rows of several products ------------------------------------------------------------------------------------
