@@ -33,7 +33,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_seqpar import SeqParallelStrategy
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer
-from tests.helpers.processes import environment, survivors
+from tests.helpers.processes import environment, hear_sigint, survivors
 
 TIMEOUT = 30
 """Seconds that a collective waits in these runs: the start of two processes on a busy machine takes some of them."""
@@ -176,7 +176,7 @@ def run(launcher: str, kind: str, place: str, batch: int, rank: int, folder: str
     command += [str(Path(__file__).resolve()), "--work", kind, place, str(batch), str(rank), folder]
     proc = subprocess.Popen(
         command, env=environment(SEQPAR_TAG=tag, PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}", **env), cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=hear_sigint,
     )  # fmt: skip
     try:
         told, status = proc.communicate(timeout=TIMEOUT + 150)[0], proc.returncode
@@ -271,8 +271,9 @@ def main() -> int:
         "| what happens | started by | tried | ended well | longest until the end |\n|---|---|---|---|---|\n"
         + "\n".join(rows)
         + "\n\n"
-        "SIGTERM to the main process before the training begins (while the model is set up) ends it at once, as the system does: the "
-        "message is that of a process that it started. torchrun gives processes that it ends 30 seconds before it kills them: a stopped one takes that long.\n"
+        "SIGTERM to the main process before the training begins (while the model is set up) ends it at once, as the system does: "
+        "the message is that of a process that it started. torchrun gives processes that it ends 30 seconds before it kills them: "
+        "a stopped one takes that long.\n"
     )
     if given.kinds == list(KINDS):
         (ROOT / "docs" / "faults.md").write_text(text)

@@ -25,8 +25,8 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **more}
 
 
-def _hear_sigint() -> None:
-    # A shell starts background jobs with Ctrl-C ignored, and the tests may be one.
+def hear_sigint() -> None:
+    """In a process that is about to start: a shell starts background jobs with Ctrl-C ignored, and this may be one."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -42,7 +42,7 @@ def start(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=start_new_session,
-        preexec_fn=_hear_sigint,
+        preexec_fn=hear_sigint,
     )
 
 
