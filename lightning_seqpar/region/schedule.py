@@ -22,10 +22,9 @@ class WatchSchedule:
     =========================================  =========================================================================
     activations are shards where they must be  at each use by a block, a gather, a row or the exit
     modules that may see nothing but shards    at each call in a forward, not in a recompute (:meth:`watches_forward`)
-    inputs of columns are whole                at each column in a forward, not where a backward repeats a part of one
+    inputs of columns: whole, and gathered     at each column in a forward, not where a backward repeats a part of one
                                                (:meth:`watches_columns`)
-    paths to columns: all gathered             at each column in a forward of a step that is due (:meth:`watches_paths`)
-    outputs of blocks: every path reduced      at each block in a step that is due, in a recompute too
+    outputs of blocks: every path reduced      at each block, in a recompute too
     sums over ranks: made of rows alone        at each module that returns one, in a recompute too
     what else a loss reads of such a module    noted like inputs of columns, checked before each backward
     tensors of which this rank has a part      noted in a forward (:meth:`watches_forward`), looked for in what each module
@@ -137,10 +136,3 @@ class WatchSchedule:
     def watches_columns(self, frames: FrameStack) -> bool:
         """Whether the inputs of columns are looked at: not where a backward repeats a part of a call of the forward."""
         return not frames.recomputes
-
-    def watches_paths(self) -> bool:
-        """Whether the graph is followed from columns and blocks to what was gathered for them.
-
-        That walks over the graph of every block, and the proof and the shadow check see whatever it sees, in other words.
-        """
-        return self.is_due("training")

@@ -86,9 +86,7 @@ class Refusals:
             What stands for the error in the store.
         """
         said = hashlib.sha256(f"{type(error).__name__}: {error}".encode()).hexdigest()
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the store went with the process that served it, and nobody waits there
+        with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits there
             self._name = f"error {self._store.add(f'errors of rank {self._rank}', 1)}"
             self._store.set(self._keys("raised by")[self._rank], said)
         return said

@@ -51,7 +51,7 @@ def grown(checked: bool, plan: str) -> float:
 @pytest.mark.parametrize("plan", ["auto", rest("infer")])
 def test_the_self_check_takes_no_more_memory_than_training(plan, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    checked, trusted = (max(run_distributed(grown, 2, flag, plan)) for flag in (True, False))
+    # One and the same run differs by several MiB from one time to the next, so that it is the least of three that counts.
+    checked, trusted = (min(max(run_distributed(grown, 2, flag, plan)) for _ in range(3)) for flag in (True, False))
     print(f"{plan}: {checked:.0f} MiB with the self-check, {trusted:.0f} MiB without")
-    # The same run differs by up to 7 % from one time to the next (174 and 187 MiB were seen); a copy of the model would add 50 MiB.
-    assert checked <= 1.1 * trusted
+    assert checked <= 1.05 * trusted

@@ -220,17 +220,6 @@ def test_a_step_that_draws_as_none_before_has_the_next_one_watched():
     assert not schedule.watches_draws("validation")
 
 
-def test_the_graph_is_followed_in_steps_that_are_due():
-    """Before a run begins too, where the proof runs the model."""
-    schedule, followed = WatchSchedule(40), []
-    assert schedule.watches_paths()
-    for step in range(1, 51):
-        schedule.begin_step("training")
-        if schedule.watches_paths():
-            followed.append(step)
-    assert followed == [*range(1, 17), 32, 40]
-
-
 def test_a_recompute_is_not_watched_again():
     schedule, stack = WatchSchedule(), frames()
     assert schedule.watches_forward()
