@@ -3,11 +3,11 @@
     make detectors                 the faults of `tests/mutants.py` in the packages that compute; writes docs/detectors.md
     make detectors ARGS=gather     those with 'gather' in their name
 
-Each fault is put into a copy of the repository. There some models train on four ranks (dp 2 x tp 2), three times: as they are, for
-the proof; without a proof, for the checks of a run, and for verify, which sees a run that ends and compares one that goes on with
-one process; and with a proof that passes everything, for the shadow check. Models follow each other until three detectors of four
-have seen the fault. What was found is kept in benchmarks/results/detectors.json, so that a run goes on where another one ended;
-delete a fault there, or the file, to have it tried again.
+Each fault is put into a copy of the repository. There some models train at tp 2, two of them with dp 2, three times: as they are,
+for the proof; without a proof, for the checks of a run, and for verify, which sees a run that ends and compares one that goes on
+with one process; and with a proof that passes everything, for the shadow check. Models follow each other until three detectors of
+four have seen the fault. What was found is kept in benchmarks/results/detectors.json, so that a run goes on where another one
+ended; delete a fault there, or the file, to have it tried again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import lightning.pytorch  # noqa: F401
@@ -35,19 +35,32 @@ PACKAGES = ("activations", "distributed", "layout", "nn", "parallel", "region", 
 ELSEWHERE = ("cp:", "pp:", "turns:", "stacks:", "fsdp", "verify:", "habits:", "compile")
 """Beginnings of the names of faults that these topologies do not run."""
 FORKS = multiprocessing.get_context("fork")
-SETUPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "gpt": ("GPT", {}, {"tp": 2}),
-    "gqa": ("Zoo", {"kind": "gqa_shared"}, {"tp": 2, "recompute": "full", "loss_chunk": 4}),
-    "experts": ("Zoo", {"kind": "routed_moe"}, {"tp": 2, "data_parallel": "fsdp"}),
-    "heads": ("Zoo", {"kind": "bias_table"}, {"tp": 2, "sp": False}),
+
+
+class Setup(NamedTuple):
+    """A model of tests/helpers with its arguments, the number of ranks, and arguments of the strategy and the training."""
+
+    model: str
+    arguments: dict[str, Any]
+    world: int
+    strategy: dict[str, Any]
+    training: dict[str, Any]
+
+
+SETUPS = {
+    "gpt": Setup("GPT", {}, 4, {"tp": 2, "regather": False}, {"accumulate": 2, "clip": 0.5}),
+    "gqa": Setup("Zoo", {"kind": "gqa_shared"}, 2, {"tp": 2, "recompute": "full", "loss_chunk": 4}, {}),
+    "experts": Setup("Zoo", {"kind": "routed_moe"}, 4, {"tp": 2, "data_parallel": "fsdp"}, {"clip": 0.5}),
+    "heads": Setup("Zoo", {"kind": "head_norm"}, 2, {"tp": 2, "sp": False}, {}),
+    "tied": Setup("Zoo", {"kind": "tied"}, 2, {"tp": 2, "tile_mlp": 3}, {"accumulate": 2}),
 }
 DETECTORS = ("self-check", "run", "shadow", "verify")
 KEPT = mutants.ROOT / "benchmarks" / "results" / "detectors.json"
 HEADS = ("the proof before training", "checks of a run", "shadow check", "verify")
 
 
-def on_ranks(folder: str, name: str) -> list[str]:
-    """On a rank: which detectors see something, with one model."""
+def on_ranks(folder: str, name: str, seen: set[str]) -> list[str]:
+    """On a rank: which detectors see something, with one model, of those that have not seen the fault with another one."""
     from lightning_seqpar.verify import prover
     from lightning_seqpar.verify.parity import Trace, compare
     from lightning_seqpar.verify.run_comparison import Verdict
@@ -55,12 +68,13 @@ def on_ranks(folder: str, name: str) -> list[str]:
     from lightning_seqpar.verify.shadow_check import ShadowError
     from tests.helpers.fit import fit
 
-    model, arguments, settings = SETUPS[name]
+    setup = SETUPS[name]
     found: set[str] = set()
 
     def train(**more: Any) -> Trace | None:
+        strategy = {**setup.strategy, **more}
         try:
-            return fit(model, arguments, world=4, strategy={**settings, **more}, steps=2)
+            return fit(setup.model, setup.arguments, world=setup.world, strategy=strategy, steps=2, **setup.training)
         except SelfCheckError:
             found.add("self-check")
         except ShadowError:
@@ -71,18 +85,15 @@ def on_ranks(folder: str, name: str) -> list[str]:
                 traceback.print_exc()
         return None
 
-    train()
-    trace = train(self_check=False)
-    if (
-        trace is None or not compare(Trace.load(Path(folder, f"{name}.pt")), trace).ok
-    ):  # verify's exit status is 1 in both cases
-        found.add("verify")
-    own = prover.self_check
-    prover.self_check = lambda *args, **kwargs: Verdict()
-    try:
+    if "self-check" not in seen:
         train()
-    finally:
-        prover.self_check = own
+    if not {"run", "verify"} <= seen:
+        trace = train(self_check=False)
+        if trace is None or not compare(Trace.load(Path(folder, f"{name}.pt")), trace).ok:
+            found.add("verify")  # its exit status is 1 in both cases
+    if "shadow" not in seen:
+        with mock.patch.object(prover, "self_check", return_value=Verdict()):
+            train()
     return sorted(found)
 
 
@@ -90,9 +101,9 @@ def references(folder: str) -> None:
     """Train each model in one process, and write what it did."""
     from tests.helpers.fit import fit
 
-    for name, (model, arguments, _) in SETUPS.items():
+    for name, setup in SETUPS.items():
         # One process reads the samples of both replicas.
-        fit(model, arguments, steps=2).save(Path(folder, f"{name}.pt"))
+        fit(setup.model, setup.arguments, steps=2, **setup.training).save(Path(folder, f"{name}.pt"))
 
 
 def attempt(place: str, folder: str, answer: Connection) -> None:
@@ -107,9 +118,9 @@ def attempt(place: str, folder: str, answer: Connection) -> None:
         assert Path(strategy.__file__).is_relative_to(place)
         # Ranks are forks of this process, which has imported all that they need.
         with mock.patch.object(ranks.mp, "get_context", return_value=FORKS):
-            for name in SETUPS:
+            for name, setup in SETUPS.items():
                 if len(found) < 3:
-                    told = ranks.run_distributed(on_ranks, 4, folder, name, timeout=240.0)
+                    told = ranks.run_distributed(on_ranks, setup.world, folder, name, found, timeout=240.0)
                     found |= {seen for each in told for seen in each}
     except Exception:  # a package that can't be imported, or ranks that wait for each other
         traceback.print_exc()
@@ -160,7 +171,7 @@ def table(seen: dict[str, list[str]]) -> str:
         "# Who sees a fault of the engine",
         "",
         "`make detectors` puts faults of [docs/mutants.md](mutants.md), each of which a test sees, into the packages that "
-        f"compute ({', '.join(PACKAGES)}), and trains four small models on four ranks (dp 2 × tp 2) with each: "
+        f"compute ({', '.join(PACKAGES)}), and trains {len(SETUPS)} small models with each (tp 2; two of them with dp 2): "
         f"{len(names)} of {len(chosen([]))} faults were tried. Models follow each other until three detectors have seen the fault, "
         "so counts are lower bounds. A row without a cross has a fault that these models do not show (it needs another module, "
         "dtype or topology, or costs memory or time alone); its test does.",
