@@ -269,9 +269,7 @@ def main() -> int:
         "| what happens | started by | tried | ended well | longest until the end |\n|---|---|---|---|---|\n"
         + "\n".join(rows)
         + "\n\n"
-        "SIGTERM to the main process before the training begins (while the model is set up) ends it at once, as the system does: "
-        "the message is that of a process that it started. torchrun gives processes that it ends 30 seconds before it kills them: "
-        "a stopped one takes that long.\n"
+        "torchrun gives processes that it ends 30 seconds before it kills them: a stopped one takes that long.\n"
     )
     if given.kinds == list(KINDS):
         (ROOT / "docs" / "faults.md").write_text(text)

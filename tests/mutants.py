@@ -401,10 +401,24 @@ MUTANTS = [
     ),
     Mutant(
         "SIGTERM not heard in a collective",
-        "SeqParallelLauncher.take_signals",
-        "            self.watch.hear_signals(taken, self.cluster_environment.global_rank())\n",
+        "SeqParallelLauncher._hear_signals",
+        "        self.watch.hear_signals(taken)\n",
         "",
         "tests/test_launch.py -k sigterm",
+    ),
+    Mutant(
+        "SIGTERM not heard while a model is set up",
+        "SeqParallelLauncher.launch",
+        "            self._hear_signals()\n",
+        "",
+        "tests/test_launch.py -k set_up",
+    ),
+    Mutant(
+        "a later training does not know the ranks that were started",
+        "SeqParallelLauncher.launch",
+        "            self.watch = ChildWatch.of_this_process\n",
+        "",
+        "tests/test_launch.py -k set_up",
     ),
     Mutant(
         "signals of forked processes taken for the run's",

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from typing import ClassVar
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -63,14 +64,19 @@ class ChildWatch:
     """Ends the whole run when one of its processes fails, and says which. It belongs to the main process.
 
     Args:
-        procs: the children, ranks ``first_rank + 1``, ``first_rank + 2``, ...
-        first_rank: the rank of the main process.
+        first_rank: the rank of the main process; its children are the ranks behind it.
         lifeline: descriptor of the pipe that the children watch.
         reports: descriptor of the pipe to which the children write what they raised.
+
+    Attributes:
+        of_this_process: the watch over the children of this process, which may train several times; None if it started none.
     """
 
-    def __init__(self, procs: list[subprocess.Popen[bytes]], first_rank: int, lifeline: int, reports: int) -> None:
-        self._procs, self._first_rank, self._lifeline, self._reports = procs, first_rank, lifeline, reports
+    of_this_process: ClassVar[ChildWatch | None] = None
+
+    def __init__(self, first_rank: int, lifeline: int, reports: int) -> None:
+        self._first_rank, self._lifeline, self._reports = first_rank, lifeline, reports
+        self._procs: list[subprocess.Popen[bytes]] = []
         self._ending = threading.Event()
         self._finished = threading.Event()
         self._pid = os.getpid()
@@ -83,16 +89,21 @@ class ChildWatch:
         self._exit_code = 0
         self._expected: BaseException | None = None  # an error that every rank raised
         self._signals: int | None = None  # descriptor of the pipe in which the interpreter notes signals
+        self._taken: set[int] = set()  # the signals that end the run
         self._handled = threading.Event()  # set when the main thread runs its handler of a signal
         self._agreed = False  # whether all ranks end by a signal, between two steps
         self._put_off = threading.Event()  # set if that handler leaves the end to the step that is under way
 
     def start(self) -> None:
-        """Wait for every child in a thread of its own, and be called at the end of this process."""
-        for local_rank, proc in enumerate(self._procs, start=1):
-            name = f"watch-rank-{self._first_rank + local_rank}"
-            threading.Thread(target=self._wait, args=(local_rank, proc), name=name, daemon=True).start()
+        """Be called at the end of this process, and found by later trainings in it."""
         atexit.register(self._at_exit)
+        ChildWatch.of_this_process = self
+
+    def follow(self, proc: subprocess.Popen[bytes]) -> None:
+        """Wait for the next child in a thread of its own."""
+        self._procs.append(proc)
+        rank = self._first_rank + len(self._procs)
+        threading.Thread(target=self._wait, args=(rank, proc), name=f"watch-rank-{rank}", daemon=True).start()
 
     def fail(self, reason: str, *, symptom: bool = False) -> None:
         """Note that the run fails.
@@ -120,15 +131,15 @@ class ChildWatch:
         """
         self._expected = error
 
-    def hear_signals(self, taken: set[int], rank: int) -> None:
+    def hear_signals(self, taken: set[int]) -> None:
         """End the run on signals even while the main thread waits in a collective.
 
         Python runs no handler there. But the interpreter writes every signal into a pipe at once, which a thread reads.
 
         Args:
-            taken: the signals, of SIGTERM and SIGINT (Ctrl-C).
-            rank: the rank of this process.
+            taken: the signals, of SIGTERM and SIGINT (Ctrl-C), in place of those of an earlier call.
         """
+        self._taken = taken
         if self._signals is not None:
             return
         reading, writing = os.pipe()
@@ -138,7 +149,7 @@ class ChildWatch:
             return
         self._signals = writing
         os.register_at_fork(after_in_child=self._forget_signals)
-        threading.Thread(target=self._hear, args=(reading, taken, rank), name="watch-signals", daemon=True).start()
+        threading.Thread(target=self._hear, args=(reading,), name="watch-signals", daemon=True).start()
 
     def _forget_signals(self) -> None:
         """Stop listening in a forked process (a data worker, a pool).
@@ -168,33 +179,33 @@ class ChildWatch:
         self._put_off.set()
         self._handled.set()
 
-    def handled(self, signum: int, rank: int) -> None:
+    def handled(self, signum: int) -> None:
         """Note that the main thread runs its handler of a signal, so that the run ends without this watch."""
         self._handled.set()
-        self._note(signum, rank)
+        self._note(signum)
 
-    def _note(self, signum: int, rank: int) -> None:
+    def _note(self, signum: int) -> None:
         """Note a signal as the reason why the run ends."""
         self._exit_code = 128 + signum
         if signum == signal.SIGINT:
             self.interrupt()
         else:
-            self.fail(f"rank {rank} got {signal.Signals(signum).name}")
+            self.fail(f"rank {self._first_rank} got {signal.Signals(signum).name}")
 
-    def _hear(self, reading: int, taken: set[int], rank: int) -> None:
-        """Read signals from the pipe, in a thread; on one of ``taken`` end the process, unless the main thread does soon."""
-        while not (heard := taken & set(signals := os.read(reading, 64))):
+    def _hear(self, reading: int) -> None:
+        """Read signals from the pipe, in a thread; on one that is taken end the process, unless the main thread does soon."""
+        while not (heard := self._taken & set(signals := os.read(reading, 64))):
             if not signals:  # the other end was closed
                 os.close(reading)
                 return
         heard_of = self._handled.wait(GRACE / 2)
         if not heard_of or (self._put_off.is_set() and not self._finished.wait(PUT_OFF)):
-            self._note(min(heard), rank)
+            self._note(min(heard))
             self._conclude()
             self._say_verdict()
             os._exit(self._exit_code)
 
-    def _wait(self, local_rank: int, proc: subprocess.Popen[bytes]) -> None:
+    def _wait(self, rank: int, proc: subprocess.Popen[bytes]) -> None:
         """Wait for a child, in a thread; end the process if it fails before any other."""
         code = proc.wait()
         if (self._expected is not None or self._agreed) and self._finished.wait(GRACE):
@@ -204,7 +215,7 @@ class ChildWatch:
                 return
             self._ending.set()
             self._exit_code = code if 0 < code < 128 else 1
-        say(f"rank {self._first_rank + local_rank} (pid {proc.pid}) {describe_exit(code)}; ending the other ranks")
+        say(f"rank {rank} (pid {proc.pid}) {describe_exit(code)}; ending the other ranks")
         self._conclude()
         if not self._finished.wait(GRACE):
             say(f"rank {self._first_rank} did not end by itself within {GRACE:.0f} s; ending it")

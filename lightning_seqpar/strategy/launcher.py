@@ -44,6 +44,9 @@ from lightning_seqpar.strategy.missing_ranks import end_stopped_parent
 from lightning_seqpar.strategy.refusals import Refusals
 from lightning_seqpar.strategy.restart import RestartList
 
+DEFAULT_HANDLERS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+"""What happens on a signal in a process where nobody decided otherwise."""
+
 
 def is_script() -> bool:
     """Whether this process runs a file or a module, which another process can run too; not ``python -c`` or standard input."""
@@ -98,6 +101,9 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
                 self._start_children()
         elif follow_main_process(environment.global_rank()):
             self._is_child = True
+        else:
+            self.watch = ChildWatch.of_this_process
+            self._hear_signals()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         call = inspect.signature(function).bind(*args, **kwargs)
         if RestartList.is_kept() and trainer.state.fn == TrainerFn.FITTING:
@@ -106,7 +112,10 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             resume = self._where_to_resume(self.restarts)
             if call.arguments.get("ckpt_path") is None and resume is not None:
                 call.arguments["ckpt_path"] = resume
-        return function(*call.args, **call.kwargs)
+        try:
+            return function(*call.args, **call.kwargs)
+        finally:
+            self._give_signals_back()
 
     def _where_to_resume(self, checkpoints: RestartList) -> str | None:
         """The checkpoint from which a run goes on that torchrun started again; None for one that begins."""
@@ -151,20 +160,45 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
                 signal.signal(signal.SIGTERM, user_handler)
         elif self.watch is None and signal.getsignal(signal.SIGTERM) != self._on_sigterm:
             signal.signal(signal.SIGTERM, self._on_sigterm)
-        if self.watch is not None:
-            taken: set[int] = set() if callable(user_handler) else {signal.SIGTERM}
-            if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, self._on_signal):
-                taken.add(signal.SIGINT)
-            for signum in taken:
-                signal.signal(signum, self._on_signal)
-            self.watch.hear_signals(taken, self.cluster_environment.global_rank())
+        self._hear_signals(take_sigterm=not callable(user_handler))
 
-    def give_signals_back(self) -> None:
-        """Stop listening to signals at the end of a run; Lightning puts back the handlers that were there before it."""
+    def user_handler(self, handlers: dict[Any, Any]) -> Any:
+        """The handler of SIGTERM that was there before ``launch`` and Lightning.
+
+        Args:
+            handlers: what Lightning puts back in the end, which it found behind ``launch``; changed in place to what was
+                there before.
+        """
+        for signum, default in DEFAULT_HANDLERS.items():
+            if handlers.get(signum) == self._on_signal:
+                handlers[signum] = default
+        return handlers.get(signal.SIGTERM)
+
+    def _hear_signals(self, *, take_sigterm: bool = False) -> None:
+        """Say which signal ended the run, in a process that started others; handlers of the user's stay.
+
+        Args:
+            take_sigterm: whether the handler of SIGTERM is Lightning's, which is replaced.
+        """
+        if self.watch is None or threading.current_thread() is not threading.main_thread():
+            return
+        taken: set[int] = {signal.SIGTERM} if take_sigterm else set()
+        taken |= {
+            signum
+            for signum, default in DEFAULT_HANDLERS.items()
+            if signal.getsignal(signum) in (default, self._on_signal)
+        }
+        for signum in taken:
+            signal.signal(signum, self._on_signal)
+        self.watch.hear_signals(taken)
+
+    def _give_signals_back(self) -> None:
+        """Stop listening to signals at the end of a run that began; Lightning puts back the handlers of one that trained."""
         if self.watch is not None and threading.current_thread() is threading.main_thread():
             self.watch.hear_no_signals()
-            if signal.getsignal(signal.SIGINT) == self._on_signal:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+            for signum, default in DEFAULT_HANDLERS.items():
+                if signal.getsignal(signum) == self._on_signal:
+                    signal.signal(signum, default)
 
     def expect_end(self, signum: int) -> None:
         """Note that all ranks have agreed to end by a signal."""
@@ -187,7 +221,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         if signum == signal.SIGTERM and self._ending is not None and self._ending.note(signum):
             self.watch.put_off(signum)
             return
-        self.watch.handled(signum, self.cluster_environment.global_rank())
+        self.watch.handled(signum)
         if signum == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + signum)
@@ -242,6 +276,9 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
         lifeline_end, lifeline = os.pipe()
         reports, reports_end = os.pipe()
+        self.watch = ChildWatch(environment.node_rank() * self.num_processes, lifeline, reports)
+        self.watch.start()
+        self._hear_signals()
         self.procs = []
         try:
             for local_rank in range(1, self.num_processes):
@@ -254,11 +291,10 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
                 }
                 ends = (lifeline_end, reports_end)
                 self.procs.append(subprocess.Popen(command, env=env, cwd=folder, pass_fds=ends))
+                self.watch.follow(self.procs[-1])
         finally:
             os.close(lifeline_end)
             os.close(reports_end)
-        self.watch = ChildWatch(self.procs, environment.node_rank() * self.num_processes, lifeline, reports)
-        self.watch.start()
 
     @staticmethod
     def _command(local_rank: int) -> tuple[Sequence[str], str | None]:

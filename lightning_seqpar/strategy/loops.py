@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import signal
 import time
 from typing import Any
 
@@ -41,7 +40,7 @@ class LoopStrategy(SteppingStrategy):
         """Share metrics, and replace Lightning's signal handlers, which it has registered by now."""
         self._share_metrics()
         if isinstance(self.launcher, SeqParallelLauncher):
-            user_handler = self._trainer._signal_connector._original_handlers.get(signal.SIGTERM)
+            user_handler = self.launcher.user_handler(self._trainer._signal_connector._original_handlers)
             self.launcher.take_signals(user_handler, self._ending)
 
     def on_train_start(self) -> None:

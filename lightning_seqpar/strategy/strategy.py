@@ -694,7 +694,8 @@ class SeqParallelStrategy(TuningStrategy):
                 )
         super().on_exception(exception)
         self._unmute_writers()
-        may_be_shared = not self._schedule.has_begun or is_refusal(exception)
+        # The end by a signal is no Exception: nobody waits for the other ranks to say the same.
+        may_be_shared = isinstance(exception, Exception) and (not self._schedule.has_begun or is_refusal(exception))
         shorten_traceback(exception)
         if isinstance(self.launcher, SeqParallelLauncher) and not self._ending.together:
             world = dist.group.WORLD if dist.is_initialized() else None
@@ -736,8 +737,6 @@ class SeqParallelStrategy(TuningStrategy):
         if self._reverts is not None and self.lightning_module is not None:
             self._reverts(self.lightning_module)
         self._reverts = None
-        if isinstance(self.launcher, SeqParallelLauncher):
-            self.launcher.give_signals_back()
         module = self.lightning_module
         if (stage := self._stage) is not None:
             stage.leave_out(torch.device("cpu"))

@@ -26,6 +26,10 @@ from lightning_seqpar.strategy import child_watch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 class Bad(Callback):
+    def setup(self, trainer, module, stage):
+        if os.environ["BAD"] == f"setup:{trainer.global_rank}":
+            os.write(1, b"SETTING UP\\n")
+            signal.pause()
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         what, rank = os.environ["BAD"].split(":")
         if "ONCE" in os.environ and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
@@ -365,6 +369,17 @@ def test_sigterm_while_the_main_process_waits_for_a_hanging_rank(script):
     told += proc.communicate(timeout=60)[0]
     assert proc.returncode == 128 + signal.SIGTERM, told
     assert "the run failed: rank 0 got SIGTERM" in told
+
+
+def test_sigterm_while_the_model_is_set_up(script):
+    """The second one in a process whose first training started the ranks."""
+    env = {"SEQPAR_TAG": script.tag, "BAD": "setup:0", "TIMEOUT": "300", "TRAININGS": "2", "STEPS": "1"}
+    proc = start((PYTHON, script.path), env=env)
+    told = read_until(proc, "SETTING UP")
+    proc.send_signal(signal.SIGTERM)
+    told += proc.communicate(timeout=60)[0]
+    assert proc.returncode == 128 + signal.SIGTERM, told
+    assert told.rstrip().endswith("lightning_seqpar: the run failed: rank 0 got SIGTERM"), told
 
 
 @pytest.mark.matrix
