@@ -6,21 +6,25 @@
 Each fault is put into a copy of the repository. There some models train at tp 2, two of them with dp 2, three times: as they are,
 for the proof; without a proof, for the checks of a run, and for verify, which sees a run that ends and compares one that goes on
 with one process; and with a proof that passes everything, for the shadow check. Models follow each other until three detectors of
-four have seen the fault. What was found is kept in benchmarks/results/detectors.json, so that a run goes on where another one
-ended; delete a fault there, or the file, to have it tried again.
+four have seen the fault; one that does not run the faulty lines is left out. What was found is kept in
+benchmarks/results/detectors.json, so that a run goes on where another one ended; delete a fault there, or the file, to have it
+tried again.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -56,6 +60,8 @@ SETUPS = {
 }
 DETECTORS = ("self-check", "run", "shadow", "verify")
 KEPT = mutants.ROOT / "benchmarks" / "results" / "detectors.json"
+RAN: set[tuple[str, int]] = set()
+"""The lines of the package, by file and number, that were run in this process where it follows them."""
 HEADS = ("the proof before training", "checks of a run", "shadow check", "verify")
 
 
@@ -94,7 +100,24 @@ def on_ranks(folder: str, name: str, seen: set[str]) -> list[str]:
     if "shadow" not in seen:
         with mock.patch.object(prover, "self_check", return_value=Verdict()):
             train()
+    if RAN:
+        Path(folder, f"{name}-{torch.distributed.get_rank()}.json").write_text(json.dumps(sorted(RAN)))
     return sorted(found)
+
+
+def follow_lines(package: str) -> None:
+    """Note the lines of the package that this process runs, and its forks run, in :data:`RAN`."""
+
+    def enter(frame: FrameType, event: str, arg: Any) -> Any:
+        file = frame.f_code.co_filename
+        return step if file.startswith(package) else None
+
+    def step(frame: FrameType, event: str, arg: Any) -> Any:
+        RAN.add((frame.f_code.co_filename.removeprefix(package), frame.f_lineno))
+        return step
+
+    sys.settrace(enter)
+    threading.settrace(enter)
 
 
 def references(folder: str) -> None:
@@ -106,8 +129,8 @@ def references(folder: str) -> None:
         fit(setup.model, setup.arguments, steps=2, **setup.training).save(Path(folder, f"{name}.pt"))
 
 
-def attempt(place: str, folder: str, answer: Connection) -> None:
-    """In a process of its own: import the package of the copy, try the models, and answer with what was seen."""
+def attempt(place: str, folder: str, names: list[str], answer: Connection) -> None:
+    """In a process of its own: import the package of the copy, try these models, and answer with what was seen."""
     os.environ["XDG_CACHE_HOME"] = f"{place}/cache"
     sys.path[:0] = [place, f"{place}/examples", f"{place}/benchmarks"]
     found: set[str] = set()
@@ -118,9 +141,9 @@ def attempt(place: str, folder: str, answer: Connection) -> None:
         assert Path(strategy.__file__).is_relative_to(place)
         # Ranks are forks of this process, which has imported all that they need.
         with mock.patch.object(ranks.mp, "get_context", return_value=FORKS):
-            for name, setup in SETUPS.items():
+            for name in names:
                 if len(found) < 3:
-                    told = ranks.run_distributed(on_ranks, setup.world, folder, name, found, timeout=240.0)
+                    told = ranks.run_distributed(on_ranks, SETUPS[name].world, folder, name, found, timeout=240.0)
                     found |= {seen for each in told for seen in each}
     except Exception:  # a package that can't be imported, or ranks that wait for each other
         traceback.print_exc()
@@ -128,17 +151,55 @@ def attempt(place: str, folder: str, answer: Connection) -> None:
     answer.send(sorted(found))
 
 
-def run(mutant: mutants.Mutant | None, folder: str) -> list[str]:
-    """Run one fault in a copy of the repository; no fault for None."""
+def run(mutant: mutants.Mutant | None, folder: str, names: list[str]) -> list[str]:
+    """Run one fault in a copy of the repository with these models; no fault for None, and then note the lines that they run."""
     with tempfile.TemporaryDirectory() as place, open(os.devnull, "w") as silent:
         mutants.copy_repository(Path(place))
+        package = Path(place, "lightning_seqpar")
         if mutant is not None:
-            mutants.apply(mutant, Path(place, "lightning_seqpar"))
+            mutants.apply(mutant, package)
         ours, theirs = FORKS.Pipe(duplex=False)
-        process = FORKS.Process(target=quietly, args=(silent.fileno(), attempt, place, folder, theirs))
+
+        def work() -> None:
+            if mutant is None:
+                follow_lines(f"{package}/")
+            attempt(place, folder, names, theirs)
+
+        process = FORKS.Process(target=quietly, args=(silent.fileno(), work))
         process.start()
         process.join()
         return list(ours.recv()) if ours.poll() else ["run"]
+
+
+def who_runs(mutant: mutants.Mutant, span: mutants.Span, ran: dict[str, set[tuple[str, int]]]) -> list[str]:
+    """The models that run a line of the faulty statements; all of them where it is not in the body of a function.
+
+    Args:
+        mutant: the fault.
+        span: its place.
+        ran: the lines that each model runs.
+    """
+    source = span.file.read_text()
+    before = "".join(source.splitlines(keepends=True)[: span.first])
+    text = source[len(before) :].partition(mutant.old)[0]
+    first = before.count("\n") + text.count("\n") + 1
+    last = first + mutant.old.rstrip("\n").count("\n")
+    lines: set[int] = set()
+    for function in ast.walk(ast.parse(source)):
+        if (
+            not isinstance(function, ast.FunctionDef)
+            or not function.body[0].lineno <= last
+            or first > (function.end_lineno or 0)
+        ):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.stmt) and node is not function:
+                body = getattr(node, "body", None)
+                end = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+                if node.lineno <= last and max(end, node.lineno) >= first:
+                    lines |= set(range(node.lineno, max(end, node.lineno) + 1))
+    file = str(span.file.relative_to(mutants.ROOT / "lightning_seqpar"))
+    return [name for name in SETUPS if not lines or not ran[name].isdisjoint((file, line) for line in lines)]
 
 
 def quietly(silent: int, work: Callable[..., None], *args: Any) -> None:
@@ -161,47 +222,62 @@ def chosen(words: list[str]) -> list[mutants.Mutant]:
     ]
 
 
-def table(seen: dict[str, list[str]]) -> str:
+def table(seen: dict[str, list[str] | None]) -> str:
     """The page of docs: how many faults each detector sees, and which."""
-    names = [mutant.name for mutant in chosen([]) if mutant.name in seen]
-    shown = [name for name in names if seen[name]]
-    several = sum(len(seen[name]) > 1 for name in shown)
-    counts = " | ".join(str(sum(detector in seen[name] for name in shown)) for detector in DETECTORS)
+    tried = [mutant.name for mutant in chosen([]) if mutant.name in seen]
+    run = {name: found for name in tried if (found := seen[name]) is not None}
+    shown = [name for name in run if run[name]]
+    several = sum(len(run[name]) > 1 for name in shown)
+    counts = " | ".join(str(sum(detector in run[name] for name in shown)) for detector in DETECTORS)
     lines = [
         "# Who sees a fault of the engine",
         "",
         "`make detectors` puts faults of [docs/mutants.md](mutants.md), each of which a test sees, into the packages that "
         f"compute ({', '.join(PACKAGES)}), and trains {len(SETUPS)} small models with each (tp 2; two of them with dp 2): "
-        f"{len(names)} of {len(chosen([]))} faults were tried. Models follow each other until three detectors have seen the fault, "
-        "so counts are lower bounds. A row without a cross has a fault that these models do not show (it needs another module, "
-        "dtype or topology, or costs memory or time alone); its test does.",
+        f"{len(tried)} of {len(chosen([]))} faults were tried. Models that run a faulty line follow each other until three "
+        f"detectors have seen the fault, so counts are lower bounds. No model runs the lines of {len(tried) - len(run)} faults, "
+        "which the second table leaves out. A row without a cross has a fault that these models do not show (it needs another "
+        "module, dtype or topology, or costs memory or time alone); its test does.",
         "",
         "| | tests | " + " | ".join(HEADS) + " |",
         "|---" * (2 + len(HEADS)) + "|",
-        f"| faults seen, of {len(names)} | {len(names)} | {counts} |",
+        f"| faults seen, of {len(run)} that are run | {len(run)} | {counts} |",
         "",
-        f"{len(shown)} of {len(names)} are seen by a detector beside the tests, {several} by two or more.",
+        f"{len(shown)} of {len(run)} are seen by a detector beside the tests, {several} by two or more.",
         "",
         "| fault | " + " | ".join(HEADS) + " |",
         "|---" * (1 + len(HEADS)) + "|",
-        *(f"| {name} | " + " | ".join("x" if one in seen[name] else "" for one in DETECTORS) + " |" for name in names),
+        *(
+            f"| {name} | " + " | ".join("x" if one in found else "" for one in DETECTORS) + " |"
+            for name, found in run.items()
+        ),
     ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
-    seen: dict[str, list[str]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    seen: dict[str, list[str] | None] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silent:
         first = FORKS.Process(target=quietly, args=(silent.fileno(), references, folder))
         first.start()
         first.join()
-        if wrong := run(None, folder):
-            print(f"without a fault something is seen: {wrong}")
-            return 1
+        ran = {}
+        for name in SETUPS:
+            if wrong := run(None, folder, [name]):
+                print(f"without a fault something is seen: {wrong}")
+                return 1
+            ran[name] = {
+                (file, line)
+                for told in Path(folder).glob(f"{name}-*.json")
+                for file, line in json.loads(told.read_text())
+            }
+        known = mutants.definitions(mutants.ROOT / "lightning_seqpar")
         for mutant in chosen(sys.argv[1:]):
             if mutant.name not in seen:
-                seen[mutant.name] = run(mutant, folder)
-                print(f"{mutant.name:<60} {', '.join(seen[mutant.name]) or '-'}", flush=True)
+                names = who_runs(mutant, mutants.place_of(mutant, known), ran)
+                seen[mutant.name] = run(mutant, folder, names) if names else None
+                shown = "no model runs it" if seen[mutant.name] is None else ", ".join(seen[mutant.name] or "-")
+                print(f"{mutant.name:<66} {shown}", flush=True)
                 KEPT.write_text(json.dumps(seen, indent=1) + "\n")
                 (mutants.ROOT / "docs" / "detectors.md").write_text(table(seen))
     return 0
