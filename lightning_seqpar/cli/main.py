@@ -94,6 +94,11 @@ class SeqParallelParser(LightningArgumentParser):
 
 def _cause(message: str) -> str:
     """The causes in a message of jsonargparse's, without the types that it tried and the value that it shows."""
+    if found := re.match(
+        r"\d+ validation errors? for \w+\n", message
+    ):  # pydantic's: a line with the place, and one that names it
+        told = re.sub(r"^[\w.]+\n(?=  )", "", message[found.end() :], flags=re.MULTILINE)
+        message = re.sub(r"\n\s*", "\n       ", told.strip())
     message = re.sub(r"\d+ validation errors? for \w+\n(?:\s*\w+\n)?", "", message)
     message = re.sub(r" \[type=\w+\]", "", message)
     if "Errors:" not in message:

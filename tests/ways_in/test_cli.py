@@ -81,6 +81,16 @@ def test_a_key_in_a_file(capsys, tmp_path):
     assert "error: no option 'tensor_parallel'; did you mean 'tp'?" in refused(capsys, "-c", str(tmp_path / "bad.yaml"))
 
 
+def test_each_wrong_field_of_a_subcommand_is_a_line(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "lightning_seqpar.config:ParallelConfig", "tp=two", "sp=7"])
+    assert capsys.readouterr().err == (
+        "error: tp='two': it counts ranks or steps; write a whole number\n"
+        "       sp=7: it is a switch; write true or false\n"
+        "tip: seqpar plan --help\n"
+    )
+
+
 def test_overrides_reach_the_strategy():
     cli = SeqParallelCLI(
         run=False, args=[*CONFIG, "--trainer.strategy.tp=4", "--trainer.devices=4", "--trainer.strategy.sp=false"]
