@@ -83,7 +83,7 @@ def test_a_key_in_a_file(capsys, tmp_path):
 
 def test_each_wrong_field_of_a_subcommand_is_a_line(capsys):
     with pytest.raises(SystemExit):
-        main(["plan", "lightning_seqpar.config:ParallelConfig", "tp=two", "sp=7"])
+        main(["plan", "tests.helpers.models:GPT", "tp=two", "sp=7"])
     assert capsys.readouterr().err == (
         "error: tp='two': it counts ranks or steps; write a whole number\n"
         "       sp=7: it is a switch; write true or false\n"
