@@ -53,7 +53,7 @@ class Setup(NamedTuple):
 
 SETUPS = {
     "gpt": Setup("GPT", {}, 4, {"tp": 2, "regather": False}, {"accumulate": 2, "clip": 0.5}),
-    "mqa": Setup("Zoo", {"kind": "mqa"}, 2, {"tp": 2, "recompute": "full", "loss_chunk": 4}, {}),
+    "gqa": Setup("Zoo", {"kind": "gqa_shared"}, 2, {"tp": 2, "recompute": "full", "loss_chunk": 4}, {}),
     "experts": Setup("Zoo", {"kind": "routed_moe"}, 4, {"tp": 2, "data_parallel": "fsdp"}, {"clip": 0.5}),
     "heads": Setup("Zoo", {"kind": "head_norm"}, 2, {"tp": 2, "sp": False}, {}),
     "tied": Setup("Zoo", {"kind": "tied"}, 2, {"tp": 2, "tile_mlp": 3}, {"accumulate": 2}),
