@@ -94,9 +94,8 @@ class SeqParallelParser(LightningArgumentParser):
 
 def _cause(message: str) -> str:
     """The causes in a message of jsonargparse's, without the types that it tried and the value that it shows."""
-    if found := re.match(
-        r"\d+ validation errors? for \w+\n", message
-    ):  # pydantic's: a line with the place, and one that names it
+    found = re.match(r"\d+ validation errors? for \w+\n", message)
+    if found is not None:  # of pydantic alone: for each error the name of a field, and a sentence that names it too
         told = re.sub(r"^[\w.]+\n(?=  )", "", message[found.end() :], flags=re.MULTILINE)
         message = re.sub(r"\n\s*", "\n       ", told.strip())
     message = re.sub(r"\d+ validation errors? for \w+\n(?:\s*\w+\n)?", "", message)
