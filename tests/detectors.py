@@ -25,7 +25,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import lightning.pytorch  # noqa: F401
@@ -33,6 +33,7 @@ import torch  # imported once, for all forks
 import transformers  # noqa: F401
 
 from tests import mutants
+from tests.detector_setups import SETUPS, Setup, rare
 
 PACKAGES = ("activations", "distributed", "layout", "nn", "parallel", "region", "styles")
 """The packages that compute, whose faults are shown."""
@@ -41,23 +42,6 @@ ELSEWHERE = ("cp:", "pp:", "turns:", "stacks:", "fsdp", "verify:", "habits:", "c
 FORKS = multiprocessing.get_context("fork")
 
 
-class Setup(NamedTuple):
-    """A model of tests/helpers with its arguments, the number of ranks, and arguments of the strategy and the training."""
-
-    model: str
-    arguments: dict[str, Any]
-    world: int
-    strategy: dict[str, Any]
-    training: dict[str, Any]
-
-
-SETUPS = {
-    "gpt": Setup("GPT", {}, 4, {"tp": 2, "regather": False}, {"accumulate": 2, "clip": 0.5}),
-    "gqa": Setup("Zoo", {"kind": "gqa_shared"}, 2, {"tp": 2, "recompute": "full", "loss_chunk": 4}, {}),
-    "experts": Setup("Zoo", {"kind": "routed_moe"}, 4, {"tp": 2, "data_parallel": "fsdp"}, {"clip": 0.5}),
-    "heads": Setup("Zoo", {"kind": "head_norm"}, 2, {"tp": 2, "sp": False}, {}),
-    "tied": Setup("Zoo", {"kind": "tied"}, 2, {"tp": 2, "tile_mlp": 3}, {"accumulate": 2}),
-}
 DETECTORS = ("self-check", "run", "shadow", "verify")
 KEPT = mutants.ROOT / "benchmarks" / "results" / "detectors.json"
 RAN: set[tuple[str, int]] = set()
@@ -65,7 +49,7 @@ RAN: set[tuple[str, int]] = set()
 HEADS = ("the proof before training", "checks of a run", "shadow check", "verify")
 
 
-def on_ranks(folder: str, name: str, seen: set[str]) -> list[str]:
+def on_ranks(folder: str, name: str, setup: Setup, seen: set[str]) -> list[str]:
     """On a rank: which detectors see something, with one model, of those that have not seen the fault with another one."""
     from lightning_seqpar.verify import prover
     from lightning_seqpar.verify.parity import Trace, compare
@@ -74,13 +58,14 @@ def on_ranks(folder: str, name: str, seen: set[str]) -> list[str]:
     from lightning_seqpar.verify.shadow_check import ShadowError
     from tests.helpers.fit import fit
 
-    setup = SETUPS[name]
     found: set[str] = set()
 
     def train(**more: Any) -> Trace | None:
         strategy = {**setup.strategy, **more}
         try:
-            return fit(setup.model, setup.arguments, world=setup.world, strategy=strategy, steps=2, **setup.training)
+            return fit(
+                setup.model, setup.arguments, world=setup.world, strategy=strategy, **{"steps": 2, **setup.training}
+            )
         except SelfCheckError:
             found.add("self-check")
         except ShadowError:
@@ -120,16 +105,16 @@ def follow_lines(package: str) -> None:
     threading.settrace(enter)
 
 
-def references(folder: str) -> None:
+def references(folder: str, setups: dict[str, Setup]) -> None:
     """Train each model in one process, and write what it did."""
     from tests.helpers.fit import fit
 
-    for name, setup in SETUPS.items():
+    for name, setup in setups.items():
         # One process reads the samples of both replicas.
-        fit(setup.model, setup.arguments, steps=2, **setup.training).save(Path(folder, f"{name}.pt"))
+        fit(setup.model, setup.arguments, **{"steps": 2, **setup.training}).save(Path(folder, f"{name}.pt"))
 
 
-def attempt(place: str, folder: str, names: list[str], answer: Connection) -> None:
+def attempt(place: str, folder: str, setups: dict[str, Setup], answer: Connection) -> None:
     """In a process of its own: import the package of the copy, try these models, and answer with what was seen."""
     os.environ["XDG_CACHE_HOME"] = f"{place}/cache"
     sys.path[:0] = [place, f"{place}/examples", f"{place}/benchmarks"]
@@ -141,9 +126,9 @@ def attempt(place: str, folder: str, names: list[str], answer: Connection) -> No
         assert Path(strategy.__file__).is_relative_to(place)
         # Ranks are forks of this process, which has imported all that they need.
         with mock.patch.object(ranks.mp, "get_context", return_value=FORKS):
-            for name in names:
+            for name, setup in setups.items():
                 if len(found) < 3:
-                    told = ranks.run_distributed(on_ranks, SETUPS[name].world, folder, name, found, timeout=240.0)
+                    told = ranks.run_distributed(on_ranks, setup.world, folder, name, setup, found, timeout=240.0)
                     found |= {seen for each in told for seen in each}
     except Exception:  # a package that can't be imported, or ranks that wait for each other
         traceback.print_exc()
@@ -151,8 +136,8 @@ def attempt(place: str, folder: str, names: list[str], answer: Connection) -> No
     answer.send(sorted(found))
 
 
-def run(mutant: mutants.Mutant | None, folder: str, names: list[str]) -> list[str]:
-    """Run one fault in a copy of the repository with these models; no fault for None, and then note the lines that they run."""
+def run(mutant: mutants.Mutant | None, folder: str, setups: dict[str, Setup], follows: bool = False) -> list[str]:
+    """Run one fault in a copy of the repository with these models, or none; ``follows`` the lines that they run."""
     with tempfile.TemporaryDirectory() as place, open(os.devnull, "w") as silent:
         mutants.copy_repository(Path(place))
         package = Path(place, "lightning_seqpar")
@@ -161,9 +146,9 @@ def run(mutant: mutants.Mutant | None, folder: str, names: list[str]) -> list[st
         ours, theirs = FORKS.Pipe(duplex=False)
 
         def work() -> None:
-            if mutant is None:
+            if follows:
                 follow_lines(f"{package}/")
-            attempt(place, folder, names, theirs)
+            attempt(place, folder, setups, theirs)
 
         process = FORKS.Process(target=quietly, args=(silent.fileno(), work))
         process.start()
@@ -255,31 +240,45 @@ def table(seen: dict[str, list[str] | None]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def lines_of(folder: str) -> dict[str, set[tuple[str, int]]] | None:
+    """Train the models without a fault; the lines that each runs, or None where something is seen."""
+    ran = {}
+    for name, setup in SETUPS.items():
+        if wrong := run(None, folder, {name: setup}, follows=True):
+            print(f"without a fault something is seen with {name}: {wrong}")
+            return None
+        ran[name] = {
+            (file, line) for told in Path(folder).glob(f"{name}-*.json") for file, line in json.loads(told.read_text())
+        }
+    return ran
+
+
 def main() -> int:
     seen: dict[str, list[str] | None] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    todo = [mutant for mutant in chosen(sys.argv[1:]) if mutant.name not in seen]
+    needs = {mutant.name: setup for mutant in todo if (setup := rare().get(mutant.name)) is not None}
+    known = mutants.definitions(mutants.ROOT / "lightning_seqpar")
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silent:
-        first = FORKS.Process(target=quietly, args=(silent.fileno(), references, folder))
+        first = FORKS.Process(target=quietly, args=(silent.fileno(), references, folder, SETUPS | needs))
         first.start()
         first.join()
-        ran = {}
-        for name in SETUPS:
-            if wrong := run(None, folder, [name]):
-                print(f"without a fault something is seen: {wrong}")
-                return 1
-            ran[name] = {
-                (file, line)
-                for told in Path(folder).glob(f"{name}-*.json")
-                for file, line in json.loads(told.read_text())
-            }
-        known = mutants.definitions(mutants.ROOT / "lightning_seqpar")
-        for mutant in chosen(sys.argv[1:]):
-            if mutant.name not in seen:
-                names = who_runs(mutant, mutants.place_of(mutant, known), ran)
-                seen[mutant.name] = run(mutant, folder, names) if names else None
-                shown = "no model runs it" if seen[mutant.name] is None else ", ".join(seen[mutant.name] or "-")
-                print(f"{mutant.name:<66} {shown}", flush=True)
-                KEPT.write_text(json.dumps(seen, indent=1) + "\n")
-                (mutants.ROOT / "docs" / "detectors.md").write_text(table(seen))
+        ran = lines_of(folder) if len(needs) < len(todo) else {}
+        if ran is None:
+            return 1
+        for mutant in todo:
+            setup = needs.get(mutant.name)
+            if setup is not None:
+                if bool(run(None, folder, {mutant.name: setup})) is not setup.refused:
+                    print(f"{mutant.name:<66} its model is {'trained' if setup.refused else 'refused'} without it")
+                    continue
+                setups = {mutant.name: setup}
+            else:
+                setups = {name: SETUPS[name] for name in who_runs(mutant, mutants.place_of(mutant, known), ran)}
+            seen[mutant.name] = run(mutant, folder, setups) if setups else None
+            shown = "no model runs it" if seen[mutant.name] is None else ", ".join(seen[mutant.name] or "-")
+            print(f"{mutant.name:<66} {shown}", flush=True)
+            KEPT.write_text(json.dumps(seen, indent=1) + "\n")
+            (mutants.ROOT / "docs" / "detectors.md").write_text(table(seen))
     return 0
 
 

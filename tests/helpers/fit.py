@@ -45,7 +45,14 @@ def metered(module: L.LightningModule, strategy: SeqParallelStrategy, loader: An
 
 
 def class_named(name: str) -> Any:
-    """The class of a helper module; the last two, which import transformers and peft, are loaded only if they are needed."""
+    """The class of a helper module; those that import transformers, peft or tests are loaded only if they are needed.
+
+    Args:
+        name: its name, or ``<module>:<name>`` for one of a module of tests.
+    """
+    if ":" in name:
+        module, _, name = name.partition(":")
+        return getattr(importlib.import_module(f"tests.{module}"), name)
     for place in ("models", "zoo", "families", "adapted", "third_party"):
         found = getattr(importlib.import_module(f"tests.helpers.{place}"), name, None)
         if found is not None:
