@@ -256,7 +256,10 @@ def lines_of(folder: str) -> dict[str, set[tuple[str, int]]] | None:
 def main() -> int:
     seen: dict[str, list[str] | None] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     todo = [mutant for mutant in chosen(sys.argv[1:]) if mutant.name not in seen]
-    needs = {mutant.name: setup for mutant in todo if (setup := rare().get(mutant.name)) is not None}
+    ours, theirs = FORKS.Pipe(duplex=False)
+    FORKS.Process(target=lambda: theirs.send(rare())).start()  # it imports the package, which this process must not
+    setups_of = ours.recv()
+    needs = {mutant.name: setups_of[mutant.name] for mutant in todo if mutant.name in setups_of}
     known = mutants.definitions(mutants.ROOT / "lightning_seqpar")
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silent:
         first = FORKS.Process(target=quietly, args=(silent.fileno(), references, folder, SETUPS | needs))
