@@ -581,7 +581,8 @@ def check_some_wait(sp: bool) -> dict[str, int]:
     return check_uses(4, sp, FEW, "auto", overlap_from=4 * 8 * 32 * 8)  # the first two rounds' activations
 
 
-@pytest.mark.parametrize("sp", [True, pytest.param(False, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("sp", [True, False])
 def test_gradients_are_those_of_one_process_where_some_products_wait(sp):
     late = run_distributed(check_some_wait, 4, sp)[0]["plain"]
     assert late == (ROUNDS - 2) * (COLUMNS + (5 if sp else 0))

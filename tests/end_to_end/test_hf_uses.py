@@ -71,14 +71,12 @@ zoo.Used = Used
 EVERY = ("eager", "left_padded", "embeds", "recompute", "recompute_reentrant", "cache", "hidden", "attentions")
 EXPERTS = ("mixtral", "qwen3_moe")
 SLICE = [("auto", family, use) for family, uses in (
-    ("llama", (*EVERY, "positions")), ("mixtral", ("hidden", "router")), ("bert", ("hidden", "attentions")),
-    ("t5", ("attentions", "embeds")), ("gpt2", ("hidden", "recompute_reentrant")),
+    ("llama", [use for use in EVERY if use not in ("eager", "recompute_reentrant")]), ("mixtral", ("hidden", "router")),
+    ("bert", ("hidden",)), ("t5", ("attentions",)), ("gpt2", ("hidden", "recompute_reentrant")),
 ) for use in uses]  # fmt: skip
 SLICE += [
     ("infer", "llama", "hidden"),
     ("infer", "llama", "recompute_reentrant"),
-    ("infer", "gpt2", "attentions"),
-    ("infer", "mixtral", "router"),
     ("infer", "t5", "embeds"),
     ("infer", "phi3", "attentions"),
 ]

@@ -67,11 +67,11 @@ def test_rates_that_follow_from_shapes_and_classes(world, tp):
 @pytest.mark.parametrize("thaw", [rest(False), True])
 @pytest.mark.parametrize("sp", [True, False])
 def test_frozen_parameters_and_a_thaw(sp, thaw):
-    check("Frozen", {"thaw": thaw, "tied": False}, sp=sp)
+    check("Frozen", {"thaw": thaw, "tied": False}, sp=sp, steps=10)
 
 
 def test_a_thaw_and_a_freeze_with_replicas():
-    check("Frozen", {"thaw": True, "tied": False}, 4)
+    check("Frozen", {"thaw": True, "tied": False}, 4, steps=10)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

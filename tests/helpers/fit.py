@@ -67,7 +67,7 @@ def fit(
     world: int = 1,
     strategy: dict[str, Any] | None = None,
     global_batch: int = 8,
-    steps: int = 10,
+    steps: int = 6,
     length: int = 10,
     accumulate: int = 1,
     clip: float | None = None,
