@@ -21,7 +21,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from lightning_seqpar.parity import Trace
+from lightning_seqpar.verify.parity import Trace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -42,13 +42,21 @@ STYLES = {
 }
 
 
+FAULTS = (
+    next(mutant for mutant in MUTANTS if mutant.name == "norm sync left out"),
+    Mutant(
+        "what would see it left out",
+        "SteppingStrategy._read_comparisons",
+        "            comparison()\n",
+        "            pass\n",
+    ),
+)
+
+
 def sabotage(folder: Path) -> None:
     """A copy of the repository without the sum over tp and without the check that would see it."""
     copy_repository(folder)
-    fault = next(mutant for mutant in MUTANTS if mutant.name == "norm sync left out")
-    check = "                check_replicated(_parameters(optimizer), record.layout, self.groups)\n"
-    unseen = Mutant("what would see it left out", "SteppingStrategy.check_step", check, "                pass\n")
-    for mutant in (fault, unseen):
+    for mutant in FAULTS:
         apply(mutant, folder / "lightning_seqpar")
 
 

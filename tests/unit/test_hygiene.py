@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lightning_seqpar
-from tests.mutants import Mutant, definitions, place_of, stale
+from tests.mutants import MUTANTS, Mutant, definitions, place_of, stale
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 ORDER = [
@@ -192,6 +192,17 @@ def test_links_in_the_documentation_lead_somewhere():
 
 def test_every_mutant_still_fits_its_source():
     assert stale(PACKAGE) == []
+
+
+def test_faults_that_are_put_in_elsewhere_fit_too():
+    import convergence
+
+    from tests.detector_setups import rare
+
+    known = definitions(PACKAGE)
+    for fault in convergence.FAULTS:
+        place_of(fault, known)
+    assert set(rare()) <= {mutant.name for mutant in MUTANTS}
 
 
 def test_a_mutant_that_fits_no_more_says_why():
