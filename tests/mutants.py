@@ -4629,6 +4629,20 @@ MUTANTS = [
         "tests/test_shadow_judge.py",
     ),
     Mutant(
+        "shadow check: what thaws between micro-batches is compared with all of them",
+        "ShadowCheck._check_block",
+        "[key for key in compared if key not in thawed]",
+        "compared",
+        "tests/test_shadow_check.py -k thawed",
+    ),
+    Mutant(
+        "shadow check: a block runs whole with the flags of another call",
+        "shadow_check:_changed_settings",
+        "if key in now and not is_same_setting(value, now[key]):",
+        "if False:",
+        "tests/test_shadow_check.py -k flag",
+    ),
+    Mutant(
         "shadow check: hidden states of a recorded block are parts",
         "enter_block.hook",
         "            region.observers.shard_made(entered, name)  # somebody may keep it as a hidden state\n",

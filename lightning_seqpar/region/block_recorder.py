@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import types
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -56,6 +57,8 @@ class RecordedCall:
         kwargs: all named ones, likewise.
         length: positions of the whole sequence; None where activations are whole.
         autocast: the type to which products are cast, if they are.
+        trained: names of the block's parameters that trained when it was called.
+        settings: those of the block's modules when it returned, by the name of the module.
         outputs: tensors among what it returned, by their place in it, that gradients may reach.
         drawn: each random draw in it: the operation, and what it filled.
         nodes: sequence numbers of the first node of the graph that it made, and of the first behind it.
@@ -70,12 +73,25 @@ class RecordedCall:
     kwargs: dict[str, Any]
     length: int | None
     autocast: torch.dtype | None
+    trained: frozenset[str] = frozenset()
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     outputs: dict[int, Recorded] = field(default_factory=dict)
     drawn: list[tuple[str, Tensor]] = field(default_factory=list)
     nodes: tuple[int, int] = (0, 0)
     is_whole: bool = False
     host: HostDraws | None = None
     strange: str = ""
+
+
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """Numbers, words and functions among a module's own attributes."""
+    plain = (bool, int, float, str, types.FunctionType, types.BuiltinFunctionType, type(None))
+    return {key: value for key, value in vars(module).items() if isinstance(value, plain)}
+
+
+def is_same_setting(one: Any, other: Any) -> bool:
+    """Whether a setting is as it was."""
+    return one is other or (type(one) is type(other) and one == other)
 
 
 class _Draws(TorchDispatchMode):
@@ -113,7 +129,7 @@ class BlockRecorder:
     """Records the calls of some blocks of a region.
 
     Args:
-        names: of the blocks.
+        blocks: by their names.
         late: those of them whose input is known behind the hooks of the region alone; :meth:`entered` is called for them there.
         dim: the tensor dim of the sequence.
         sp: whether activations between blocks are shards along it.
@@ -126,14 +142,15 @@ class BlockRecorder:
 
     def __init__(
         self,
-        names: Collection[str],
+        blocks: Mapping[str, nn.Module],
         late: Collection[str],
         dim: int,
         sp: bool,
         frames: FrameStack,
         parts: ShardedOutputs,
     ) -> None:
-        self.calls: dict[str, list[RecordedCall]] = {name: [] for name in names}
+        self.calls: dict[str, list[RecordedCall]] = {name: [] for name in blocks}
+        self._blocks = blocks
         self.late = frozenset(late)
         self._dim, self._sp, self._frames, self._parts = dim, sp, frames, parts
         self._open: list[tuple[str, RecordedCall, ExitStack]] = []
@@ -177,6 +194,7 @@ class BlockRecorder:
                 others[1],
                 self._frames.length if is_shard else None,
                 torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None,
+                frozenset(key for key, one in self._blocks[name].named_parameters() if one.requires_grad),
                 strange=strange,
             )
         self.calls[name].append(call)
@@ -198,6 +216,7 @@ class BlockRecorder:
         stack.close()
         call.nodes = (call.nodes[0], next_sequence_nr())
         call.is_whole = out is not None
+        call.settings = {key: settings_of(module) for key, module in self._blocks[name].named_modules()}
         if call.host is not None:
             call.host.end()
         for at, tensor in enumerate(tree_flatten(out)[0]):

@@ -30,7 +30,7 @@ from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.replica_rows import is_split
 from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.parallel.sharded_model import ShardedModel
-from lightning_seqpar.region.block_recorder import BlockRecorder, Recorded, RecordedCall
+from lightning_seqpar.region.block_recorder import BlockRecorder, Recorded, RecordedCall, is_same_setting, settings_of
 from lightning_seqpar.region.hooks import record_call
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.verify.repeated_block import CallToRepeat, ReturnedParts, repeat, size_of
@@ -157,10 +157,10 @@ class ShadowCheck:
         if self._step != 1 and not (self._every and self._step % self._every == 0):
             return
         for region in self._record.regions:
-            names = [name for name in region.blocks if name in self._blocks]
-            self._versions |= {name: _versions(self._record.model.get_submodule(name)) for name in names}
-            late = [name for name in names if name in self._first_of_chunks]
-            region.recorder = BlockRecorder(names, late, region.dim, region.sp, region.frames, region.sharded_outputs)
+            blocks = {name: self._record.model.get_submodule(name) for name in region.blocks if name in self._blocks}
+            self._versions |= {name: _versions(module) for name, module in blocks.items()}
+            late = [name for name in blocks if name in self._first_of_chunks]
+            region.recorder = BlockRecorder(blocks, late, region.dim, region.sp, region.frames, region.sharded_outputs)
             self._recorders.append((region, region.recorder))
             for name in region.recorder.late:  # behind the hook by which it gets what the stage before has made
                 hook = record_call(region, name)
@@ -261,10 +261,15 @@ class ShadowCheck:
             why_not = "a call of it did not return"
         elif self._versions.get(name) != _versions(live):
             why_not = "its forward changes its buffers"
+        elif changed := _changed_settings(live, calls):
+            why_not = f"{changed} was changed behind a call of it"
         elif "cp" in self._groups.topology.axes and self._groups.size("cp") > 1:
             why_not = "it is given parts of a sequence"
         leaks = any(id(call) in self._leaks for call in calls)
+        # What thaws or freezes between the micro-batches of a step has the gradients of some of them.
+        thawed = frozenset().union(*(call.trained ^ calls[0].trained for call in calls))
         compared = [] if leaks or self._changes_gradients() else self._comparable(name, live, summed)
+        compared = [key for key in compared if key not in thawed]
         to_come = compared, [([drawn for drawn, _ in call.drawn], [*call.outputs], call.x.is_shard) for call in calls]
         if why_not := self._agree(why_not or self._followed[name].update(), to_come):
             return Finding(why_not=why_not)
@@ -373,6 +378,20 @@ class ShadowCheck:
 def _versions(module: nn.Module) -> list[tuple[int, int]]:
     """Which buffers a module has, and how often each was changed in place."""
     return [(id(buffer), buffer._version) for buffer in module.buffers()]
+
+
+def _changed_settings(live: nn.Module, calls: list[RecordedCall]) -> str:
+    """A setting of a block that is another one than a call of it ended with; empty if there is none.
+
+    The whole block runs with those of now: a flag that is set for one of two forwards would be that of the other.
+    """
+    for name, module in live.named_modules():
+        now = settings_of(module)
+        for call in calls:
+            for key, value in call.settings.get(name, {}).items():
+                if key in now and not is_same_setting(value, now[key]):
+                    return f"{name}.{key}".lstrip(".")
+    return ""
 
 
 # ---- judging --------------------------------------------------------------------------------------------------------

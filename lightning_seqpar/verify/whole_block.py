@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from lightning_seqpar.inference.block_kinds import kind_of
 from lightning_seqpar.inference.model_copy import left_out_of_copies, point_to_copy
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
+from lightning_seqpar.region.block_recorder import is_same_setting, settings_of
 from lightning_seqpar.verify.self_check import rules_by_name
 
 
@@ -44,7 +44,7 @@ class FollowedBlock:
 
     def __init__(self, live: nn.Module, whole: nn.Module) -> None:
         self._live, self._whole = live, whole
-        self._known = {name: (module, _settings(module)) for name, module in live.named_modules()}
+        self._known = {name: (module, settings_of(module)) for name, module in live.named_modules()}
 
     def update(self) -> str:
         """Change the whole block as the live one was changed since.
@@ -63,23 +63,15 @@ class FollowedBlock:
                 continue
             whole = self._whole.get_submodule(name)
             whole.training = module.training
-            for attribute, value in _settings(module).items():
-                if attribute in vars(whole) and (attribute not in known or not _is_same(known[attribute], value)):
+            for attribute, value in settings_of(module).items():
+                if attribute in vars(whole) and (
+                    attribute not in known or not is_same_setting(known[attribute], value)
+                ):
                     vars(whole)[attribute] = value
         trains = {name: parameter.requires_grad for name, parameter in self._live.named_parameters()}
         for name, parameter in self._whole.named_parameters():
             parameter.requires_grad_(trains.get(name, parameter.requires_grad))
         return ""
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """Numbers, words and functions among a module's own attributes."""
-    plain = (bool, int, float, str, types.FunctionType, types.BuiltinFunctionType, type(None))
-    return {key: value for key, value in vars(module).items() if isinstance(value, plain)}
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and one == other)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -153,6 +153,41 @@ def test_what_is_drawn_on_the_host_is_drawn_again():
     assert [(found.why_not, found.wrong, found.compared) for found in blocks.values()] == [("", [], 14)]
 
 
+class Flagged(nn.Module):
+    """Twice as much where its flag is up."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.flag = inner, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return 2 * out if self.flag else out
+
+
+class TwoWays(models.GPT):
+    """Runs its blocks with a flag and without it in each step."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        for block in self.model.blocks:
+            block.norm2 = Flagged(block.norm2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses = []
+        for flag in (True, False):
+            for block in self.model.blocks:
+                block.norm2.flag = flag
+            losses.append(super().training_step(batch, batch_idx))
+        return losses[0] + losses[1]
+
+
+def test_a_flag_that_differs_between_calls_leaves_the_block_out():
+    found, _, _ = run_distributed(trained, 2, model="TwoWays")[0]
+    ((_, blocks),) = found
+    assert {finding.why_not for finding in blocks.values()} == {"norm2.flag was changed behind a call of it"}
+
+
 def test_a_block_that_changes_its_buffers_is_left_out():
     ((_, blocks),) = run_distributed(trained, 2, model="Counting", config={"sp": False})[0][0]
     whys = sorted(found.why_not for found in blocks.values())
@@ -286,9 +321,18 @@ class Softer(Callback):
         module.encoder.layers[0].dropout2 = nn.Dropout(0.4)
 
 
+class Thaws(Callback):
+    """A weight trains from the second micro-batch of a step on, another one in the first alone."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        module.encoder.layers[0].norm1.weight.requires_grad_(batch_idx > 0)
+        module.encoder.layers[0].linear1.bias.requires_grad_(batch_idx == 0)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "compared", "partly"),
     [
+        pytest.param({"callback": Thaws(), "accumulate": 2}, 14, "", id="thawed between micro-batches"),
         pytest.param({"callback": Hooked()}, 13, "", id="a hook on a gradient"),
         pytest.param({"callback": Rescaled()}, 2, "on_after_backward may change them", id="gradients changed"),
         pytest.param({"callback": Softer()}, 14, "", id="settings changed"),

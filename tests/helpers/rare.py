@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.test_overlap import USES, Decoder
 from tests.end_to_end import test_training
@@ -25,7 +24,11 @@ class Uses(L.LightningModule):
         torch.manual_seed(0)
         self.automatic_optimization, self.use = False, use
         self.model = Decoder(3)
+        self.example_input_array = torch.zeros(4, 8, dtype=torch.long)
         models.perturb(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         optimizer = self.optimizers()
@@ -93,32 +96,6 @@ class Changing(models.GPT):
             if what == "gathered":
                 block.mlp.register_forward_pre_hook(lambda module, args: (args[0].mul_(0.5),))
         models.perturb(self)
-
-
-class GainedNorm(nn.Module):
-    """Reads a tensor that is a parameter of another module."""
-
-    def __init__(self, norm: nn.Module, held: list[Tensor]) -> None:
-        super().__init__()
-        self.norm, self.held = norm, held
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x) * self.held[0]
-
-
-class Gained(models.GPT):
-    """The norms of its blocks read a gain that the model makes of a parameter, from the second batch on."""
-
-    def __init__(self) -> None:
-        super().__init__(tied=False)
-        self.gain, self.held = nn.Parameter(torch.ones(16)), [torch.ones(16, dtype=torch.float64)]
-        for block in self.model.blocks:
-            block.norm2 = GainedNorm(block.norm2, self.held)
-        models.perturb(self)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.held[0] = self.gain * 1.0
-        return super().training_step(batch, batch_idx)
 
 
 def read_first(logits: Tensor, target: Tensor) -> Tensor:
@@ -201,21 +178,6 @@ class Teaching(models.GPT):
         return (teacher.softmax(-1) * student).sum(-1).mean()
 
 
-class Late(models.GPT):
-    """Logits of one step are read in the next one."""
-
-    before: Any = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (tokens,) = batch
-        logits = self.model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        if self.before is not None:
-            loss = loss + 0.1 * (self.before.softmax(-1) - logits.softmax(-1)).square().mean()
-        self.before = logits.detach()
-        return loss
-
-
 class UsesByBatch(test_training.UsesByBatch):
     """One process knows by itself that it is alone."""
 
@@ -249,14 +211,3 @@ class Collects(models.GPT):
         for block in model.blocks:
             x = block(x, seen)
         return F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), tokens[:, 1:].flatten()) / len(seen)
-
-
-class Checkpointed(models.GPT):
-    """A norm is outside a checkpoint, and the columns that read it are inside."""
-
-    def __init__(self, outside: bool, reentrant: bool = False) -> None:
-        super().__init__(tied=False)
-        for block in self.model.blocks:
-            inner = block.mlp.forward if outside else block.forward
-            where = block.mlp if outside else block
-            where.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=reentrant)
