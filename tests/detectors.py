@@ -218,11 +218,13 @@ def table(seen: dict[str, list[str] | None]) -> str:
         "# Who sees a fault of the engine",
         "",
         "`make detectors` puts faults of [docs/mutants.md](mutants.md), each of which a test sees, into the packages that "
-        f"compute ({', '.join(PACKAGES)}), and trains {len(SETUPS)} small models with each (tp 2; two of them with dp 2): "
-        f"{len(tried)} of {len(chosen([]))} faults were tried. Models that run a faulty line follow each other until three "
-        f"detectors have seen the fault, so counts are lower bounds. No model runs the lines of {len(tried) - len(run)} faults, "
-        "which the second table leaves out. A row without a cross has a fault that these models do not show (it needs another "
-        "module, dtype or topology, or costs memory or time alone); its test does.",
+        f"compute ({', '.join(PACKAGES)}), and trains small models with each, by default at tp 2: "
+        f"{len(tried)} of {len(chosen([]))} faults were tried. {len(SETUPS)} models are tried with all (two with dp 2), and "
+        "follow each other until three detectors have seen the fault, so counts are lower bounds; what none of these shows is "
+        "tried with a model that does what the fault needs, if it can be seen in numbers. The fault of a guard leaves the guard "
+        f"out: crosses say who sees what it refuses. No model runs the lines of {len(tried) - len(run)} faults, which the second "
+        "table leaves out. A row without a cross costs memory or time alone, concerns random draws (which one process has too, "
+        "but otherwise), or what is said and refused; or it needs another module, dtype or topology. Its test sees it.",
         "",
         "| | tests | " + " | ".join(HEADS) + " |",
         "|---" * (2 + len(HEADS)) + "|",

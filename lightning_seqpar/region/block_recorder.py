@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.distributed.autograd import in_backward, next_sequence_nr
 from lightning_seqpar.distributed.rng import HostDraws, drawn_by
+from lightning_seqpar.region.block_state import State, settings_of, state_of
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.sharded_outputs import ShardedOutputs
 
@@ -59,6 +59,7 @@ class RecordedCall:
         autocast: the type to which products are cast, if they are.
         trained: names of the block's parameters that trained when it was called.
         settings: those of the block's modules when it returned, by the name of the module.
+        states: what is in other attributes of its modules when it was called, and when it returned.
         outputs: tensors among what it returned, by their place in it, that gradients may reach.
         drawn: each random draw in it: the operation, and what it filled.
         nodes: sequence numbers of the first node of the graph that it made, and of the first behind it.
@@ -75,23 +76,13 @@ class RecordedCall:
     autocast: torch.dtype | None
     trained: frozenset[str] = frozenset()
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    states: list[State] = field(default_factory=list)
     outputs: dict[int, Recorded] = field(default_factory=dict)
     drawn: list[tuple[str, Tensor]] = field(default_factory=list)
     nodes: tuple[int, int] = (0, 0)
     is_whole: bool = False
     host: HostDraws | None = None
     strange: str = ""
-
-
-def settings_of(module: nn.Module) -> dict[str, Any]:
-    """Numbers, words and functions among a module's own attributes."""
-    plain = (bool, int, float, str, types.FunctionType, types.BuiltinFunctionType, type(None))
-    return {key: value for key, value in vars(module).items() if isinstance(value, plain)}
-
-
-def is_same_setting(one: Any, other: Any) -> bool:
-    """Whether a setting is as it was."""
-    return one is other or (type(one) is type(other) and one == other)
 
 
 class _Draws(TorchDispatchMode):
@@ -195,6 +186,7 @@ class BlockRecorder:
                 self._frames.length if is_shard else None,
                 torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None,
                 frozenset(key for key, one in self._blocks[name].named_parameters() if one.requires_grad),
+                states=[state_of(self._blocks[name])],
                 strange=strange,
             )
         self.calls[name].append(call)
@@ -216,6 +208,7 @@ class BlockRecorder:
         stack.close()
         call.nodes = (call.nodes[0], next_sequence_nr())
         call.is_whole = out is not None
+        call.states.append(state_of(self._blocks[name]))
         call.settings = {key: settings_of(module) for key, module in self._blocks[name].named_modules()}
         if call.host is not None:
             call.host.end()

@@ -30,7 +30,8 @@ from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.replica_rows import is_split
 from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.parallel.sharded_model import ShardedModel
-from lightning_seqpar.region.block_recorder import BlockRecorder, Recorded, RecordedCall, is_same_setting, settings_of
+from lightning_seqpar.region.block_recorder import BlockRecorder, Recorded, RecordedCall
+from lightning_seqpar.region.block_state import is_same_setting, settings_of
 from lightning_seqpar.region.hooks import record_call
 from lightning_seqpar.region.sequence_region import SequenceRegion
 from lightning_seqpar.verify.repeated_block import CallToRepeat, ReturnedParts, repeat, size_of
@@ -315,6 +316,8 @@ class ShadowCheck:
             whole = self._whole(f"{name}.{key}", grad)
             judge.compare(f"the gradient of {key}", whole, same.grads[key], exact.grads[key])
         found.add(judge)
+        if found.wrong and (written := self._followed[name].written_to(calls)):
+            return Finding(why_not=f"{written} holds something else than when the model was sharded")
         return found
 
     def _comparable(self, block: str, live: nn.Module, summed: Collection[str]) -> list[str]:

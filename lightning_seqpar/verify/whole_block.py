@@ -13,7 +13,8 @@ from lightning_seqpar.inference.block_kinds import kind_of
 from lightning_seqpar.inference.model_copy import left_out_of_copies, point_to_copy
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
-from lightning_seqpar.region.block_recorder import is_same_setting, settings_of
+from lightning_seqpar.region.block_recorder import RecordedCall
+from lightning_seqpar.region.block_state import changed_state, is_same_setting, settings_of, state_of
 from lightning_seqpar.verify.self_check import rules_by_name
 
 
@@ -45,6 +46,7 @@ class FollowedBlock:
     def __init__(self, live: nn.Module, whole: nn.Module) -> None:
         self._live, self._whole = live, whole
         self._known = {name: (module, settings_of(module)) for name, module in live.named_modules()}
+        self._state = state_of(live)
 
     def update(self) -> str:
         """Change the whole block as the live one was changed since.
@@ -71,6 +73,21 @@ class FollowedBlock:
         trains = {name: parameter.requires_grad for name, parameter in self._live.named_parameters()}
         for name, parameter in self._whole.named_parameters():
             parameter.requires_grad_(trains.get(name, parameter.requires_grad))
+        return ""
+
+    def written_to(self, calls: Sequence[RecordedCall]) -> str:
+        """An attribute into which others put something for some calls, which the whole block does not have; empty if none.
+
+        What a call itself puts there (a router's scores, say) the whole block makes likewise.
+        """
+        state = self._state
+        # Sharded modules have more attributes.
+        names = [f"{name}.{key}".lstrip(".") for name, module in self._whole.named_modules() for key in vars(module)]
+        for call in calls:
+            entered, left = call.states
+            if changed := changed_state(state, entered, names):
+                return changed
+            state = left
         return ""
 
 

@@ -188,6 +188,64 @@ def test_a_flag_that_differs_between_calls_leaves_the_block_out():
     assert {finding.why_not for finding in blocks.values()} == {"norm2.flag was changed behind a call of it"}
 
 
+class Held:
+    """What a model and its blocks share."""
+
+    scale: Any = 1.0
+
+
+class Scaled(nn.Module):
+    """Multiplies by what others put into an object that it holds, or into an attribute of its own."""
+
+    def __init__(self, inner: nn.Module, held: Held) -> None:
+        super().__init__()
+        self.inner, self.held, self.factor = inner, held, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) * self.held.scale
+        return out if self.factor is None else out * self.factor
+
+
+class PutsAside(models.GPT):
+    """Each step puts numbers aside, for its blocks to read."""
+
+    how = "number"
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.held = Held()
+        for block in self.model.blocks:
+            block.norm2 = Scaled(block.norm2, self.held)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        half = torch.full((1,), 0.5, dtype=torch.float64)
+        if self.how == "attribute":
+            for block in self.model.blocks:
+                block.norm2.factor = half
+        else:
+            self.held.scale = 0.5 if self.how == "number" else half
+        return super().training_step(batch, batch_idx)
+
+
+class PutsTensorsAside(PutsAside):
+    how = "tensor"
+
+
+class SetsAttributes(PutsAside):
+    how = "attribute"
+
+
+@pytest.mark.parametrize(
+    ("model", "where"),
+    [("PutsAside", "norm2.held"), ("PutsTensorsAside", "norm2.held"), ("SetsAttributes", "norm2.factor")],
+)
+def test_what_a_step_puts_into_its_blocks_leaves_them_out(model, where):
+    found, _, _ = run_distributed(trained, 2, model=model)[0]
+    ((_, blocks),) = found
+    told = {finding.why_not for finding in blocks.values()}
+    assert told == {f"{where} holds something else than when the model was sharded"}
+
+
 def test_a_block_that_changes_its_buffers_is_left_out():
     ((_, blocks),) = run_distributed(trained, 2, model="Counting", config={"sp": False})[0][0]
     whys = sorted(found.why_not for found in blocks.values())

@@ -108,10 +108,6 @@ def squared(logits: Tensor, target: Tensor) -> Tensor:
     return logits.square().mean() + F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def transposed(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.transpose(1, 2), target)
-
-
 def ignored(logits: Tensor, target: Tensor) -> Tensor:
     """A second loss with no target at all: no number, and no gradient either."""
     none = F.cross_entropy(logits.flatten(0, 1), torch.full_like(target, -100).flatten())
@@ -150,7 +146,7 @@ def distilled(logits: Tensor, target: Tensor) -> Tensor:
 READS = {
     one.__name__: one
     for one in (
-        read_first, squared, transposed, ignored, masked_in_place, masked_view, masked_rows, changed_copy, distilled,
+        read_first, squared, ignored, masked_in_place, masked_view, masked_rows, changed_copy, distilled,
     )
 }  # fmt: skip
 
