@@ -1718,6 +1718,13 @@ MUTANTS = [
         "tests/test_logits.py",
     ),
     Mutant(
+        "zeros where a sharded embedding has no gradient",
+        "_ReadPart.forward",
+        "        ctx.set_materialize_grads(False)\n",
+        "",
+        "tests/test_vocabulary.py -k no_gradient",
+    ),
+    Mutant(
         "a loss may read a vocabulary's weight later",
         "VocabRule.layout",
         "shard=plan.shards[name])",

@@ -15,7 +15,11 @@ from torch.distributed import ProcessGroup
 
 from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.distributed.autograd import once_differentiable
-from lightning_seqpar.distributed.collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from lightning_seqpar.distributed.collectives import (
+    copy_to_tensor_parallel_region,
+    passes_none,
+    reduce_from_tensor_parallel_region,
+)
 from lightning_seqpar.distributed.host import require_inside
 from lightning_seqpar.distributed.meeting import Meeting
 from lightning_seqpar.layout.shard import Shard
@@ -31,9 +35,11 @@ class _ReadPart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         return part.view_as(part)
 
     @staticmethod
+    @passes_none
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad

@@ -46,6 +46,18 @@ class Warm(nn.Linear):
         return super().forward(x) / 0.7
 
 
+class NoGradient(torch.autograd.Function):
+    """Gives its input none, so that no optimizer touches what is in front of it; zeros would let weights decay."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
 class Words(models.GPT):
     """The example's GPT with an end of another sort, or with another use of it."""
 
@@ -80,7 +92,10 @@ class Words(models.GPT):
 
     def hidden(self, ids: Tensor) -> Tensor:
         gpt = self.model
-        x = gpt.tokens(ids) + gpt.positions(torch.arange(ids.shape[1]))
+        x = gpt.tokens(ids)
+        if self.kind == "no_gradient":
+            x = NoGradient.apply(x)
+        x = x + gpt.positions(torch.arange(ids.shape[1]))
         if self.kind == "two":
             x = x + self.chars(ids % 7)
         for block in gpt.blocks:
@@ -135,7 +150,7 @@ models.Words = Words
 TIED = ("projected", "penalty", "soft_cap")
 SHARDED = {
     "plain": 2, "scaled": 2, "padding": 2, "warm": 3, "bias": 3, "tied_late": 1, "soft_cap": 1, "auxiliary": 4, "last": 2,
-    "two": 5, "few": 3, "bias_twice": 3, "z_loss": 2, "frozen": 3,
+    "two": 5, "few": 3, "bias_twice": 3, "z_loss": 2, "frozen": 3, "no_gradient": 2,
 }  # fmt: skip
 """How many tensors of the ends are sharded."""
 WHOLE = {
