@@ -102,6 +102,9 @@ def rare() -> dict[str, Setup]:
         "a loss may read a vocabulary's weight later": own(
             "end_to_end.test_vocabulary:PenaltyLater", {}, True, training={"steps": 4}
         ),
+        "zeros where a sharded embedding has no gradient": own(
+            "end_to_end.test_vocabulary:Words", kind="no_gradient"
+        ),
         "an embedding that looks its rows up by itself is sharded": own(
             "end_to_end.test_vocabulary:Words", kind="looked"
         ),
