@@ -4650,6 +4650,27 @@ MUTANTS = [
         "tests/test_shadow_check.py -k flag",
     ),
     Mutant(
+        "shadow check: gradients that an earlier step left are compared with those of this one",
+        "ShadowCheck._comparable",
+        "and not hooked and not kept:",
+        "and not hooked:",
+        "tests/test_shadow_check.py -k keeps_or_scales",
+    ),
+    Mutant(
+        "shadow check: gradients of activations are those before the user's hooks",
+        "Recorded.note",
+        "        if self.node is None:\n",
+        "        if True:\n",
+        "tests/test_shadow_check.py -k keeps_or_scales",
+    ),
+    Mutant(
+        "shadow check: what others put into a block is taken for an error",
+        "ShadowCheck._check_block",
+        "if found.wrong and (differs := self._followed[name].differs(calls)):",
+        "if differs := '':",
+        "tests/test_shadow_check.py -k put",
+    ),
+    Mutant(
         "shadow check: hidden states of a recorded block are parts",
         "enter_block.hook",
         "            region.observers.shard_made(entered, name)  # somebody may keep it as a hidden state\n",

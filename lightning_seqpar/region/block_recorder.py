@@ -43,7 +43,18 @@ class Recorded:
             self.grad = grad.detach().clone() if self.grad is None else self.grad + grad.detach()
 
         self.node = tensor.grad_fn
-        tensor.register_hook(keep)
+        if self.node is None:
+            tensor.register_hook(keep)
+            return
+        at = tensor.output_nr
+
+        def keep_of(grads: tuple[Tensor | None, ...]) -> None:
+            grad = grads[at]
+            if grad is not None:
+                keep(grad)
+
+        # Behind the hooks of the tensor itself, by which users may change its gradient.
+        self.node.register_prehook(keep_of)
 
 
 @dataclass

@@ -52,6 +52,8 @@ def _note(value: Any, into: list[Any], depth: int) -> None:
         into += [weakref.ref(value), value._version]
     elif isinstance(value, _PLAIN):
         into.append(value)
+    elif isinstance(value, types.MethodType):
+        into.append(value.__func__)
     elif isinstance(value, nn.Module | type) or not depth:
         into.append(type(value))
     elif isinstance(value, list | tuple):

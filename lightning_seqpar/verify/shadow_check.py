@@ -105,6 +105,7 @@ class ShadowCheck:
         live = {name: record.model.get_submodule(name) for name in self._blocks}
         self._followed = {name: FollowedBlock(live[name], whole.module) for name, whole in self._blocks.items()}
         self._read_elsewhere: set[str] = set()
+        self._kept: set[str] | None = None  # parameters with a gradient before the step's first backward
         self._leaks: set[int] = set()
         self._read_inputs: set[int] = set()  # calls whose input a loss reads too (hidden states)
 
@@ -176,10 +177,20 @@ class ShadowCheck:
         for handle in self._late:
             handle.remove()
         self._recorders, self._late, self._versions = [], [], {}
-        self._read_elsewhere, self._leaks, self._read_inputs = set(), set(), set()
+        self._read_elsewhere, self._leaks, self._read_inputs, self._kept = set(), set(), set(), None
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note what the loss reads of a recorded block past its outputs: gradients come to that on ways of their own."""
+        """Note what the loss reads of a recorded block past its outputs: gradients come to that on ways of their own.
+
+        Of the first loss of a step, note also which gradients an earlier step has left.
+        """
+        if self._kept is None:
+            self._kept = {
+                f"{name}.{key}"
+                for name in self._blocks
+                for key, parameter in self._record.model.get_submodule(name).named_parameters()
+                if parameter.grad is not None and self._record.stage is None and bool((parameter.grad != 0).any())
+            }
         calls = [(name, call) for _, one in self._recorders for name, made in one.calls.items() for call in made]
         outputs = {made.node for _, call in calls for made in call.outputs.values() if made.node is not None}
         handed_on = backward_classes(READERS)  # a row's weight, whose product runs behind the block
@@ -316,8 +327,8 @@ class ShadowCheck:
             whole = self._whole(f"{name}.{key}", grad)
             judge.compare(f"the gradient of {key}", whole, same.grads[key], exact.grads[key])
         found.add(judge)
-        if found.wrong and (written := self._followed[name].written_to(calls)):
-            return Finding(why_not=f"{written} holds something else than when the model was sharded")
+        if found.wrong and (differs := self._followed[name].differs(calls)):
+            return Finding(why_not=differs)
         return found
 
     def _comparable(self, block: str, live: nn.Module, summed: Collection[str]) -> list[str]:
@@ -327,7 +338,8 @@ class ShadowCheck:
             layout = self._record.layout[f"{block}.{key}"]
             # On other parameters, and where replicas split them, hooks are refused.
             hooked = not layout.is_partial and not is_split(parameter) and tensor_hooks(parameter)
-            if layout.name in summed and layout.name not in self._read_elsewhere and not hooked:
+            kept = self._kept is not None and f"{block}.{key}" in self._kept
+            if layout.name in summed and layout.name not in self._read_elsewhere and not hooked and not kept:
                 found.append(key)
         return found
 

@@ -15,6 +15,7 @@ from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.region.block_recorder import RecordedCall
 from lightning_seqpar.region.block_state import changed_state, is_same_setting, settings_of, state_of
+from lightning_seqpar.verify.content_digest import hooks_of
 from lightning_seqpar.verify.self_check import rules_by_name
 
 
@@ -47,6 +48,7 @@ class FollowedBlock:
         self._live, self._whole = live, whole
         self._known = {name: (module, settings_of(module)) for name, module in live.named_modules()}
         self._state = state_of(live)
+        self._hooks = _users_hooks(live)
 
     def update(self) -> str:
         """Change the whole block as the live one was changed since.
@@ -75,20 +77,41 @@ class FollowedBlock:
             parameter.requires_grad_(trains.get(name, parameter.requires_grad))
         return ""
 
-    def written_to(self, calls: Sequence[RecordedCall]) -> str:
-        """An attribute into which others put something for some calls, which the whole block does not have; empty if none.
+    def differs(self, calls: Sequence[RecordedCall]) -> str:
+        """What of the live block the whole one has not, in words; empty if nothing.
 
-        What a call itself puts there (a router's scores, say) the whole block makes likewise.
+        These are hooks, and what others put into an attribute for some calls: what a call itself puts there (a router's scores,
+        say) the whole block makes likewise.
         """
+        for name, hooks in _users_hooks(self._live).items():
+            if hooks != self._hooks.get(name, []):
+                return f"{name or 'it'} has other hooks than when the model was sharded"
         state = self._state
         # Sharded modules have more attributes.
-        names = [f"{name}.{key}".lstrip(".") for name, module in self._whole.named_modules() for key in vars(module)]
+        names = [
+            f"{name}.{key}".lstrip(".")
+            for name, module in self._whole.named_modules()
+            for key in (*vars(module), "forward")
+        ]
         for call in calls:
             entered, left = call.states
             if changed := changed_state(state, entered, names):
-                return changed
+                return f"{changed} is not what it was when the model was sharded"
             state = left
         return ""
+
+
+def _users_hooks(block: nn.Module) -> dict[str, list[Any]]:
+    """The hooks that users registered on a block's modules, by the module's name."""
+    return {
+        name: [
+            hook
+            for hooks in hooks_of(module).values()
+            for hook in hooks
+            if not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("lightning_seqpar.")
+        ]
+        for name, module in block.named_modules()
+    }
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
