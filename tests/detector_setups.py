@@ -172,6 +172,7 @@ def rare() -> dict[str, Setup]:
         ),
         "what an optimizer toggles off is hooked no more": own(TRAINING + "RawBehindToggled", training={"steps": 4}),
         "hidden states given away in parts": own(USED, family="llama", use="hidden", training={"length": 9}),
+        "shadow check: gradients of activations are those before the user's hooks": own("end_to_end.test_shadow_check:Between"),
         "shadow check: hidden states of a recorded block are parts": own(
             USED, family="llama", use="hidden", training={"length": 9}
         ),
@@ -200,3 +201,43 @@ def rare() -> dict[str, Setup]:
         "a linear whose noise may grow taken for a linear": own("end_to_end.test_hf_uses:Quantised", {}, True),
         "a scaled linear taken for a linear": own("end_to_end.test_hf_uses:Quantised", {}, True),
     }  # fmt: skip
+
+
+COSTS, DRAWS, TELLS = (
+    "cost memory or time alone",
+    "concern random draws, which no other run repeats",
+    "are about what is said or refused",
+)
+WHY_UNSEEN: dict[str, tuple[str, ...]] = {
+    COSTS: (
+        "products wait for the shortest collectives", "a stretch under activation checkpointing",
+        "more is kept where somebody looks", "who looked once decides for good",
+        "weight-grad products made before their collective starts", "a collective waited for where it starts",
+        "what a backward left is not let go", "a checkpoint is held by its norms",
+        "what was gathered again is not let go after its last user", "columns' sum waits for one that has no gradient",
+        "columns that a backward does not come to are waited for", "logits gathered for the loss",
+        "recompute: what was gathered is kept whole", "recompute: inside another checkpoint too",
+        "recompute: without gradients too", "recompute: nothing runs again", "the host waits for what has arrived",
+        "the host waits for the losses", "streams not switched once a step drew nothing",
+        "what a step leaves is read in the same step", "tile_mlp: what is between columns and rows is kept",
+        "a thread stays behind a phase",
+    ),
+    DRAWS: (
+        "every rank draws the same masks", "whole activations dropped out apart", "every step draws the same masks",
+        "a norm that draws run again", "what is drawn in a stretch drawn again",
+        "a recompute that begins behind a pause goes on with its stream", "an order of samples taken for no draw",
+        "a rate that rises from zero goes unseen", "stochastic depth on the rank's own stream without sp",
+        "draws beside raw parameters accepted", "recompute: random streams not restored",
+        "tile_mlp: ranks of cp drop out alike", "tile_mlp: a tile drops out anew in the backward",
+    ),
+    TELLS: (
+        "ranks that disagree go on", "copies of shards pass for the whole", "who reads logits alone waits for ever",
+        "a token outside the vocabulary is embedded as zeros", "no largest gradient where a rank counts none of a tensor",
+        "a stand-in that is zero", "gradients compared by their beginning", "a phase is told on every rank",
+        "a column changed behind its row not seen", "a norm's input changed before its output is used",
+        "logits made of weights that have changed", "a product with a weight reads the stand-in",
+        "recompute: a list is added to twice", "recompute: a cache is filled twice",
+        "batch norms of compiled blocks are synced", "the gradient of a weight's gradient lost on its way round",
+    ),
+}  # fmt: skip
+"""Of faults that nobody but their tests sees: what they do instead of making numbers wrong in these models."""

@@ -33,7 +33,7 @@ import torch  # imported once, for all forks
 import transformers  # noqa: F401
 
 from tests import mutants
-from tests.detector_setups import SETUPS, Setup, rare
+from tests.detector_setups import SETUPS, WHY_UNSEEN, Setup, rare
 
 PACKAGES = ("activations", "distributed", "layout", "nn", "parallel", "region", "styles")
 """The packages that compute, whose faults are shown."""
@@ -213,6 +213,9 @@ def table(seen: dict[str, list[str] | None]) -> str:
     run = {name: found for name in tried if (found := seen[name]) is not None}
     shown = [name for name in run if run[name]]
     several = sum(len(run[name]) > 1 for name in shown)
+    unseen = {why: [name for name in run if not run[name] and name in names] for why, names in WHY_UNSEEN.items()}
+    others = [name for name in run if not run[name] and not any(name in names for names in unseen.values())]
+    unseen["need another module, type, topology or habit than these models have"] = others
     counts = " | ".join(str(sum(detector in run[name] for name in shown)) for detector in DETECTORS)
     lines = [
         "# Who sees a fault of the engine",
@@ -223,8 +226,7 @@ def table(seen: dict[str, list[str] | None]) -> str:
         "follow each other until three detectors have seen the fault, so counts are lower bounds; what none of these shows is "
         "tried with a model that does what the fault needs, if it can be seen in numbers. The fault of a guard leaves the guard "
         f"out: crosses say who sees what it refuses. No model runs the lines of {len(tried) - len(run)} faults, which the second "
-        "table leaves out. A row without a cross costs memory or time alone, concerns random draws (which one process has too, "
-        "but otherwise), or what is said and refused; or it needs another module, dtype or topology. Its test sees it.",
+        "table leaves out.",
         "",
         "| | tests | " + " | ".join(HEADS) + " |",
         "|---" * (2 + len(HEADS)) + "|",
@@ -234,10 +236,11 @@ def table(seen: dict[str, list[str] | None]) -> str:
         "",
         "| fault | " + " | ".join(HEADS) + " |",
         "|---" * (1 + len(HEADS)) + "|",
-        *(
-            f"| {name} | " + " | ".join("x" if one in found else "" for one in DETECTORS) + " |"
-            for name, found in run.items()
-        ),
+        *(f"| {name} | " + " | ".join("x" if one in run[name] else "" for one in DETECTORS) + " |" for name in shown),
+        "",
+        "Their tests alone see the others:",
+        "",
+        *(f"- {len(names)} {why}: {'; '.join(names)}." for why, names in unseen.items() if names),
     ]
     return "\n".join(lines) + "\n"
 
