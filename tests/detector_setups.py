@@ -37,16 +37,19 @@ def own(
     return Setup(model, more, world, {"tp": 2, **(strategy or {})}, training, refused)
 
 
-def by_hand(kind: str) -> dict[str, Any]:
-    from tests.end_to_end.test_products import plan_of
+def in_tests(name: str) -> Any:
+    """What a module of tests calls so; it is imported here alone, since it imports the package."""
+    from tests.helpers.fit import named_in_tests
 
-    return {"plan": plan_of(kind)}
+    return named_in_tests(name)
+
+
+def by_hand(kind: str) -> dict[str, Any]:
+    return {"plan": in_tests(PRODUCTS + "plan_of")(kind)}
 
 
 def given(name: str) -> dict[str, Any]:
-    from tests.end_to_end import test_guards
-
-    return {"plan": getattr(test_guards, name)}
+    return {"plan": in_tests(GUARDS + name)}
 
 
 def plan(prefix: str = "model.", exit_at: str | None = "norm", *extra: dict[str, Any]) -> dict[str, Any]:
@@ -165,10 +168,10 @@ def rare() -> dict[str, Setup]:
             "Frozen", plan(), thaw=True, tied=False, at=(1, 9), training={"accumulate": 3}
         ),
         "what one replica used is taken for whole on the other": own(
-            "helpers.rare:UsesByBatch", ALONE, world=4, edits=True, training={"accumulate": 2, "steps": 3}
+            TRAINING + "UsesByBatch", ALONE, world=4, edits=True, training={"accumulate": 2, "steps": 3}
         ),
         "kept gradients of a replica are whole in the reduction": own(
-            "helpers.rare:UsesByBatch", ALONE, world=4, edits=True, training={"accumulate": 2, "steps": 3}
+            TRAINING + "UsesByBatch", ALONE, world=4, edits=True, training={"accumulate": 2, "steps": 3}
         ),
         "what an optimizer toggles off is hooked no more": own(TRAINING + "RawBehindToggled", training={"steps": 4}),
         "hidden states given away in parts": own(USED, family="llama", use="hidden", training={"length": 9}),

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, str, types.FunctionType, types.BuiltinFunctionType, type(None))
 _OF_MODULES = frozenset(vars(nn.Module()))
-_DEPTH, _WIDTH = 4, 64
-"""How deep objects are looked into, and how many items of each are read."""
+_DEPTH = 4
+"""How deep objects are looked into."""
+
+_WIDTH = 64
+"""How many items of each are read."""
 
 State = dict[str, list[Any]]
 """By an attribute's name, what is in it, in order."""

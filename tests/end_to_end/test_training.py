@@ -182,9 +182,9 @@ class TwoNorms(nn.Module):
 class UsesByBatch(models.GPT):
     """A replica's batch decides whether it uses a norm among the shards; one process does what two replicas do, one by one."""
 
-    def __init__(self, alone: bool, edits: bool) -> None:
+    def __init__(self, edits: bool) -> None:
         super().__init__(tied=False, optimizer="sgd")
-        self.alone, self.edits = alone, edits
+        self.alone, self.edits = not dist.is_initialized(), edits
         self.model.blocks[1].norm2 = TwoNorms(self.model.blocks[1].norm2)
         models.perturb(self)
 
@@ -219,7 +219,7 @@ def use_by_batch(alone: bool, fields: dict[str, Any]) -> list[Trace]:
             accumulate_grad_batches=accumulate,
             callbacks=[recorder],
         )
-        trainer.fit(UsesByBatch(alone, edits), models.loader(8 if alone else 4, count=8 * 6 * accumulate))
+        trainer.fit(UsesByBatch(edits), models.loader(8 if alone else 4, count=8 * 6 * accumulate))
         traces.append(recorder.trace)
     return traces
 

@@ -44,6 +44,12 @@ def metered(module: L.LightningModule, strategy: SeqParallelStrategy, loader: An
     return meter, trainer
 
 
+def named_in_tests(name: str) -> Any:
+    """What a module of tests calls so: ``<folder>.<module>:<name>``."""
+    module, _, name = name.partition(":")
+    return getattr(importlib.import_module(f"tests.{module}"), name)
+
+
 def class_named(name: str) -> Any:
     """The class of a helper module; those that import transformers, peft or tests are loaded only if they are needed.
 
@@ -51,8 +57,7 @@ def class_named(name: str) -> Any:
         name: its name, or ``<module>:<name>`` for one of a module of tests.
     """
     if ":" in name:
-        module, _, name = name.partition(":")
-        return getattr(importlib.import_module(f"tests.{module}"), name)
+        return named_in_tests(name)
     for place in ("models", "zoo", "families", "adapted", "third_party"):
         found = getattr(importlib.import_module(f"tests.helpers.{place}"), name, None)
         if found is not None:

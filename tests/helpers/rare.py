@@ -7,13 +7,11 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.distributed.test_overlap import USES, Decoder
-from tests.end_to_end import test_training
 from tests.helpers import models
+from tests.helpers.fit import named_in_tests
 
 
 class Uses(L.LightningModule):
@@ -22,8 +20,9 @@ class Uses(L.LightningModule):
     def __init__(self, use: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.automatic_optimization, self.use = False, use
-        self.model = Decoder(3)
+        self.automatic_optimization = False
+        self.use = named_in_tests("distributed.test_overlap:USES")[use]
+        self.model = named_in_tests("distributed.test_overlap:Decoder")(3)
         self.example_input_array = torch.zeros(4, 8, dtype=torch.long)
         models.perturb(self)
 
@@ -33,7 +32,7 @@ class Uses(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        USES[self.use](self.model, batch[0], batch_idx % 4)
+        self.use(self.model, batch[0], batch_idx % 4)
         optimizer.step()
         return torch.zeros(())
 
@@ -172,13 +171,6 @@ class Teaching(models.GPT):
             teacher = self.model(tokens[:, 1:])
         student = self.model(tokens[:, :-1])
         return (teacher.softmax(-1) * student).sum(-1).mean()
-
-
-class UsesByBatch(test_training.UsesByBatch):
-    """One process knows by itself that it is alone."""
-
-    def __init__(self, edits: bool) -> None:
-        super().__init__(not dist.is_initialized(), edits)
 
 
 class Listing(nn.Module):
