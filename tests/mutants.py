@@ -4638,7 +4638,7 @@ MUTANTS = [
     Mutant(
         "shadow check: what thaws between micro-batches is compared with all of them",
         "ShadowCheck._check_block",
-        "[key for key in compared if key not in thawed]",
+        "[key for key in compared if len({key in call.trained for call in calls}) == 1]",
         "compared",
         "tests/test_shadow_check.py -k thawed",
     ),
@@ -4666,8 +4666,8 @@ MUTANTS = [
     Mutant(
         "shadow check: what others put into a block is taken for an error",
         "ShadowCheck._check_block",
-        "if found.wrong and (differs := self._followed[name].differs(calls)):",
-        "if differs := '':",
+        "        if found.wrong:\n",
+        "        if False:\n",
         "tests/test_shadow_check.py -k put",
     ),
     Mutant(

@@ -32,6 +32,7 @@ from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import gather_grads
+from tests.helpers.models import NoGradient
 from tests.helpers.slices import rest
 
 ROUNDS = 4
@@ -383,22 +384,10 @@ def column_beside(model: Decoder, batch: Tensor, at: int) -> None:
     hook.remove()
 
 
-class Cut(torch.autograd.Function):
-    """Whose input gets no gradient at all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
-
-
 def cut_behind_a_column(model: Decoder, batch: Tensor, at: int) -> None:
     """The columns' sum does not wait for what it is not given, and the column's own weight has no gradient."""
     column = model.layers[1].mlp.up if at % 2 else model.layers[1].mlp.gate
-    hook = column.register_forward_hook(lambda _, args, out: Cut.apply(out))
+    hook = column.register_forward_hook(lambda _, args, out: NoGradient.apply(out))
     loss_of(model, batch).backward()
     hook.remove()
     assert column.weight.grad is None
@@ -407,7 +396,7 @@ def cut_behind_a_column(model: Decoder, batch: Tensor, at: int) -> None:
 def cut_behind_columns(model: Decoder, batch: Tensor, at: int) -> None:
     """Neither of the columns behind a gather gets one, nor the norm before it."""
     mlp = model.layers[1].mlp
-    hooks = [column.register_forward_hook(lambda _, args, out: Cut.apply(out)) for column in (mlp.gate, mlp.up)]
+    hooks = [column.register_forward_hook(lambda _, args, out: NoGradient.apply(out)) for column in (mlp.gate, mlp.up)]
     loss_of(model, batch).backward()
     for hook in hooks:
         hook.remove()
@@ -419,7 +408,7 @@ def cut_behind_a_part(model: Decoder, batch: Tensor, at: int) -> None:
     """All that comes before has no gradient: behind a row, between the blocks, behind a norm, behind the embedding."""
     second = model.layers[1]
     module = (second.mlp.down, second, second.mlp_norm, model.tokens)[at % 4]
-    hook = module.register_forward_hook(lambda _, args, out: Cut.apply(out))
+    hook = module.register_forward_hook(lambda _, args, out: NoGradient.apply(out))
     loss_of(model, batch).backward()
     hook.remove()
     assert any(parameter.grad is None for parameter in model.parameters())

@@ -241,10 +241,11 @@ class SetsAttributes(PutsAside):
     ("model", "where"),
     [("PutsAside", "norm2.held"), ("PutsTensorsAside", "norm2.held"), ("SetsAttributes", "norm2.factor")],
 )
-def test_what_a_step_puts_into_its_blocks_leaves_them_out(model, where):
+def test_what_a_step_puts_into_its_blocks_is_told(model, where):
     found, _, _ = run_distributed(trained, 2, model=model)[0]
     ((_, blocks),) = found
-    told = {finding.why_not for finding in blocks.values()}
+    told = {finding.excused for finding in blocks.values()}
+    assert all(finding.wrong for finding in blocks.values())  # a warning says what
     assert told == {f"{where} is not what it was when the model was sharded"}
 
 
@@ -429,15 +430,15 @@ def test_gradients_that_a_step_keeps_or_scales_are_no_errors():
 
 
 @pytest.mark.parametrize(
-    ("callback", "why_not"),
+    ("callback", "excuse"),
     [
         (LateHooks(), "norm1 has other hooks than when the model was sharded"),
         (LateForward(), "norm1.forward is not what it was when the model was sharded"),
     ],
 )
-def test_what_is_put_into_a_block_behind_the_sharding_leaves_it_out(callback, why_not):
+def test_what_is_put_into_a_block_behind_the_sharding_is_told(callback, excuse):
     found, _, _ = run_distributed(trained, 2, model="Encoder", callback=callback)[0]
-    assert [finding.why_not for _, blocks in found for finding in blocks.values()] == [why_not]
+    assert [finding.excused for _, blocks in found for finding in blocks.values()] == [excuse]
 
 
 class Thaws(Callback):

@@ -46,18 +46,6 @@ class Warm(nn.Linear):
         return super().forward(x) / 0.7
 
 
-class NoGradient(torch.autograd.Function):
-    """Gives its input none, so that no optimizer touches what is in front of it; zeros would let weights decay."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
-
-
 class Words(models.GPT):
     """The example's GPT with an end of another sort, or with another use of it."""
 
@@ -94,7 +82,7 @@ class Words(models.GPT):
         gpt = self.model
         x = gpt.tokens(ids)
         if self.kind == "no_gradient":
-            x = NoGradient.apply(x)
+            x = models.NoGradient.apply(x)
         x = x + gpt.positions(torch.arange(ids.shape[1]))
         if self.kind == "two":
             x = x + self.chars(ids % 7)

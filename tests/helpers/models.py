@@ -19,6 +19,18 @@ def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
 
 
+class NoGradient(torch.autograd.Function):
+    """Gives its input none, so that no optimizer touches what is in front of it; zeros would let weights decay."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
 class GPT(L.LightningModule):
     """The example's GPT with a loss."""
 
