@@ -243,8 +243,8 @@ class TopologyStrategy(ParallelStrategy):
             place = f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}"
             raise RuntimeError(
                 f"rank {self.global_rank} of {self.world_size} did not meet the others at {place} within timeout="
-                f"{self.config.timeout.total_seconds():.0f} s: {error}. See that every node runs, with the same "
-                "MASTER_ADDR and MASTER_PORT, devices and num_nodes"
+                f"{self.config.timeout.total_seconds():.0f} s: {str(error).rstrip('.')}. See that every node runs, with the "
+                "same MASTER_ADDR and MASTER_PORT, devices and num_nodes; or set a longer timeout, if they take that to start"
             ) from error
         del served  # the group is connected to it
         if first and backend != "nccl":

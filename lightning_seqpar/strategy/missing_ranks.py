@@ -6,8 +6,8 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -145,10 +145,9 @@ class LastWords:
     def _listen(self, own: str) -> None:
         keys = self._keys
         self._store.set(keys[self._rank], own)
-        deadline = time.monotonic() + PATIENCE
-        # A rank comes a little later if it began to wait later.
-        while time.monotonic() < deadline and not self._store.check(list(keys.values())):
-            threading.Event().wait(0.1)
+        # A rank comes a little later if it began to wait later, and one that is missing not at all.
+        with contextlib.suppress(RuntimeError):
+            self._store.wait(list(keys.values()), timedelta(seconds=PATIENCE))
         self._heard = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
 
