@@ -521,7 +521,7 @@ MUTANTS = [
     Mutant(
         "gradients of replicas not compared",
         "SteppingStrategy.check_step",
-        "            self._comparisons.add(check_reduced(_parameters(optimizer), self.groups))\n",
+        "            self._comparisons.add(self._check_reduced(optimizer))\n",
         "",
         "tests/test_guards.py -k replicas",
     ),

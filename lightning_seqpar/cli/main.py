@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -277,15 +277,34 @@ def print_plan(args: Sequence[str]) -> None:
     print(text.rstrip())  # noqa: T201
 
 
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """While open, what this process and those that it starts print goes to standard error: standard output is for data."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def print_verification(args: Sequence[str]) -> None:
     """Run ``seqpar verify`` with its arguments; exits with code 1 if something differs, with 2 if there is no trial to make."""
     parser = verify_parser()
     given = parser.parse_intermixed_args(list(args))
     try:
-        found = verify_target(given)
+        with _stdout_to_stderr() if given.json else nullcontext():
+            found = verify_target(given)
     except (ValueError, ImportError) as error:
-        trace = f"{error.__cause__}\n" if given.verbose and error.__cause__ is not None else ""
-        parser.exit(2, f"{trace}error: {_cause(str(error))}\ntip: seqpar verify --help\n")
+        cause = error.__cause__ if given.verbose else None
+        trace = "" if cause is None else "".join(traceback.format_exception(cause))
+        tip = "seqpar verify --help" if given.verbose or error.__cause__ is None else "-v shows where it was raised"
+        parser.exit(2, f"{trace}error: {_cause(str(error))}\ntip: {tip}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "seqpar verify: interrupted\n")
     print(json.dumps(found.to_dict(), indent=2) if given.json else found)  # noqa: T201
     if given.verbose and found.trace:
         print(found.trace, file=sys.stderr)  # noqa: T201

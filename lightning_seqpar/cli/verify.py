@@ -95,6 +95,7 @@ def verify_target(given: argparse.Namespace) -> Verification:
         length=given.length,
         micro_batches=given.micro_batches,
         dtype=given.dtype,
+        trainer=target.clipping,
         timeout=given.timeout,
     )
     found.notes = [*notes, *target.notes, *found.notes]

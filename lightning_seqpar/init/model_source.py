@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import json
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +21,7 @@ from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.plan.sharding_plan import parse_yaml
-from lightning_seqpar.user_input import nearest, read_text
+from lightning_seqpar.user_input import cause_of, nearest, read_text, shown
 
 
 @dataclass
@@ -32,6 +34,7 @@ class TargetModel:
         world_size: the number of ranks; None if the target does not say.
         batch: the first training batch; None if there is none.
         strategy: class path and arguments of a strategy that is not ours; None if there is none.
+        clipping: arguments of the Trainer that say how gradients are clipped.
         notes: sentences on what could not be read.
     """
 
@@ -40,6 +43,7 @@ class TargetModel:
     world_size: int | None = None
     batch: Any = None
     strategy: tuple[str, dict[str, Any]] | None = None
+    clipping: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -78,15 +82,35 @@ def load_target(
         made = TargetModel(model_from_folder(path if path.is_dir() else path.parent, dtype, memory, change))
     elif ":" in target:
         factory = function_named(target, "target")
-        try:
-            made = TargetModel(_make(factory, target, memory))
-        except TypeError as error:
-            raise ValueError(f"target={target!r}: it must be callable without arguments ({error})") from None
+        # A module is copied, since whoever asks again must not find it sharded.
+        if isinstance(factory, nn.Module):
+            made = TargetModel(copy.deepcopy(factory))
+        else:
+            made = TargetModel(_make_by(factory, target, memory))
     else:
         raise ValueError(f"target={target!r} is nothing that is known; give {_FORMS}")
     if dtype is not None:
         made.model.to(dtype)
     return made
+
+
+def _make_by(factory: Callable[[], Any], target: str, memory: bool) -> nn.Module:
+    """Call a factory of the user's.
+
+    Raises:
+        ValueError: if it raises something, or makes no module.
+    """
+    try:
+        return _make(factory, target, memory)
+    except ImportError:
+        raise
+    except (Exception, SystemExit) as error:  # of the user's code
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        if place.filename == __file__:
+            fix = f"it must be callable without arguments ({error})" if isinstance(error, TypeError) else str(error)
+            raise ValueError(f"target={target!r}: {fix}") from None
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise ValueError(f"target={target!r}: it raised {what} ({place.filename}:{place.lineno})") from error
 
 
 def _make(make: Any, what: str, memory: bool) -> nn.Module:
@@ -164,10 +188,12 @@ def model_from_folder(
         fields = json.loads(text)
         # Code in the folder is not run: transformers would ask on the terminal.
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        raise ValueError(f"{file}: it is no configuration of a model ({str(error).splitlines()[0]})") from None
-    named = [getattr(transformers, name, None) for name in fields.get("architectures") or ()]
-    architecture: Any = named[0] if named else None
+        if not isinstance(names := fields.get("architectures") or [], list):
+            raise ValueError(f"architectures={shown(names)}: give a list of names")
+    except Exception as error:  # transformers checks fields with errors of a library's own
+        raise ValueError(f"{file}: it is no configuration of a model ({cause_of(error)})") from None
+    named = [getattr(transformers, str(name), None) for name in names]
+    architecture: Any = named[0] if named and hasattr(named[0], "_from_config") else None
     named_by_type = functools.partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
     make = named_by_type if architecture is None else architecture._from_config
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
@@ -212,7 +238,10 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
         raise ValueError(f"{file}: the model can't be made: {' '.join(str(error).split())[:400]}") from None
     model = _make(lambda: parser.instantiate_classes(parsed).model, f"{file}: model", memory)
     trainer = data.get("trainer") or {}
-    target = TargetModel(model, world_size=_world_of(trainer))
+    if not isinstance(trainer, Mapping):
+        raise ValueError(f"{file}: trainer={shown(trainer)} is no mapping; write trainer: {{devices: 2, ...}}")
+    clipping = {key: trainer[key] for key in ("gradient_clip_val", "gradient_clip_algorithm") if trainer.get(key)}
+    target = TargetModel(model, world_size=_world_of(trainer), clipping=clipping)
     setting = trainer.get("strategy")
     target.strategy = _strategy_beside_ours(setting) if foreign else None
     if target.strategy is None:
@@ -241,11 +270,17 @@ def _first_batch(settings: Any) -> Any:
 
 def _strategy_of(setting: Any, file: Path) -> dict[str, Any]:
     """Fields of ParallelConfig that ``trainer.strategy`` of a YAML file sets; raises ValueError for another strategy."""
-    if isinstance(setting, str) and setting in StrategyRegistry:
+    if isinstance(setting, str) and setting in StrategyRegistry and setting.startswith("seqpar"):
         return dict(StrategyRegistry[setting].get("init_params", {}))
     if isinstance(setting, Mapping) and str(setting.get("class_path", "")).endswith("SeqParallelStrategy"):
-        fields = dict(setting.get("init_args") or {})
-        config = fields.pop("config", None) or {}
+        given = setting.get("init_args") or {}
+        config = given.get("config") or {} if isinstance(given, Mapping) else {}
+        for name, value in {"init_args": given, "init_args.config": config}.items():
+            if not isinstance(value, Mapping) and not (isinstance(value, str) and value is config):
+                raise ValueError(
+                    f"{file}: {name}={shown(value)} of trainer.strategy is no mapping; write fields of ParallelConfig, as tp: 2"
+                )
+        fields = {key: value for key, value in given.items() if key != "config"}
         if isinstance(config, str):  # a file, as Lightning's CLI takes one
             place = config if Path(config).is_file() else file.parent / config
             config = ParallelConfig.from_yaml(place).model_dump(exclude_unset=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_seqpar.distributed.host import LateNumbers
 from lightning_seqpar.layout.param_layout import ModelLayout
@@ -63,8 +63,13 @@ class Spread:
         return [-number for number in both[count:]], both[:count]
 
 
-def check_reduced(parameters: Iterable[Tensor], groups: ParallelGroups) -> Comparison:
+def check_reduced(parameters: Iterable[Tensor], module: nn.Module, groups: ParallelGroups) -> Comparison:
     """Gradients must be equal on all replicas when the optimizer reads them; collective over dp.
+
+    Args:
+        parameters: whose gradients they are.
+        module: names them.
+        groups: the process groups.
 
     Returns:
         What raises RuntimeError on every rank, if one differs. Calling it a step later costs no wait for the device.
@@ -73,25 +78,30 @@ def check_reduced(parameters: Iterable[Tensor], groups: ParallelGroups) -> Compa
     if not held or groups.size(groups.mean_axes) == 1:
         return _passes
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in held]
-    shapes, spread = [(list(grad.shape), grad.dtype) for grad in grads], Spread(grads, groups, groups.mean_axes)
-    unused = sum(p.grad is None for p in held)
-    hint = (
-        f". {unused} parameter{'s' * (unused > 1)} got no gradient: what the loss does not read the reduction waits for; set "
-        "ddp={'find_unused_parameters': True}, or freeze it"
-        if unused
-        else ""
-    )
+    dtypes, spread = [grad.dtype for grad in grads], Spread(grads, groups, groups.mean_axes)
+    unused = [p for p in held if p.grad is None]
+
+    def name_of(parameter: Tensor) -> str:
+        found = (name for name, one in module.named_parameters() if one is parameter)
+        return next(found, f"a parameter of shape {list(parameter.shape)}")
 
     def comparison() -> None:
-        for (shape, dtype), low, high in zip(shapes, *spread.read(), strict=True):
-            if high - low > tolerance(dtype) * high:
+        for parameter, dtype, low, high in zip(held, dtypes, *spread.read(), strict=True):
+            if high - low <= tolerance(dtype) * high:
+                continue
+            what = f"the gradient of {name_of(parameter)} that reaches the optimizer differs between the replicas"
+            if unused:
+                more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
                 raise RuntimeError(
-                    f"a gradient of shape {shape} that reaches the optimizer differs between the replicas (its norm is "
-                    f"{low:.9g} on one and {high:.9g} on another): it came past the reduction over dp. Call "
-                    "self.manual_backward(loss) instead of loss.backward() or torch.autograd.grad (in automatic optimization "
-                    "return the sum of the losses from training_step), change gradients behind it alike on every replica, and "
-                    f"where optimizers are toggled (toggle_optimizer) set ddp={{'find_unused_parameters': True}}{hint}"
+                    f"{what}, and {name_of(unused[0])}{more} got none: the reduction over dp waits for what the loss does not "
+                    "read. Set ddp={'find_unused_parameters': True}, or freeze it (requires_grad_(False))"
                 )
+            raise RuntimeError(
+                f"{what}: it came past the reduction over dp. Call self.manual_backward(loss) instead of loss.backward() or "
+                "torch.autograd.grad (in automatic optimization return the sum of the losses from training_step), change "
+                "gradients behind it alike on every replica, and where optimizers are toggled (toggle_optimizer) set "
+                "ddp={'find_unused_parameters': True}"
+            )
 
     return comparison
 

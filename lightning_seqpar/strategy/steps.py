@@ -362,6 +362,8 @@ class SteppingStrategy(StagedStrategy):
             out = closure()
             self.sync_gradients(optimizer)
             if self._shadow is not None and self._shadow.records:
+                # Where replicas have not averaged, no block would do what it does whole, and none of them is to blame.
+                self._check_reduced(optimizer)()
                 self._shadow.check(_parameters(optimizer))
                 if self._shadow.is_first:
                     rank_zero_info(f"lightning_seqpar: {self._shadow.summary}")
@@ -528,7 +530,7 @@ class SteppingStrategy(StagedStrategy):
         self._read_comparisons()
         due = self._schedule.is_due_at(step)
         if self._gradients_may_change or due:
-            self._comparisons.add(check_reduced(_parameters(optimizer), self.groups))
+            self._comparisons.add(self._check_reduced(optimizer))
             if record is not None:
                 self._comparisons.add(check_replicated(_parameters(optimizer), record.layout, self.groups))
         if self._scales is not None:
@@ -536,6 +538,10 @@ class SteppingStrategy(StagedStrategy):
             self._scales = None
         if due:
             self._read_comparisons(everything=True)
+
+    def _check_reduced(self, optimizer: Optimizer) -> Comparison:
+        """:func:`check_reduced` of an optimizer's gradients."""
+        return check_reduced(_parameters(optimizer), self._module, self.groups)
 
     def _read_comparisons(self, *, everything: bool = False) -> None:
         """Raise RuntimeError if the gradients of earlier steps differed, whose comparison nobody has waited for.

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_seqpar.trial.hints import Wrong, describe_difference, describe_ranks
-from lightning_seqpar.trial.training import Outcome, Trial
+from lightning_seqpar.trial.hints import Wrong, describe_difference, describe_late, describe_ranks
+from lightning_seqpar.trial.training import ALONE, Outcome, Trial
 from lightning_seqpar.verify.parity import FLOAT32_LOSS_TOLERANCE, FLOAT64_TOLERANCE, Row, largest_gap, norm_of
 from lightning_seqpar.verify.run_comparison import NOISE, OWN_LIMIT
 
@@ -33,9 +33,18 @@ class Comparison:
     rows: list[Row] = field(default_factory=list)
     wrong: list[Wrong] = field(default_factory=list)
 
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return all(row.ok for row in self.rows)
+
 
 def compare_sides(
-    trial: Trial, whole: Outcome, ranks: Sequence[tuple[Outcome, Outcome]], sizes: Mapping[str, int]
+    trial: Trial,
+    whole: Outcome,
+    ranks: Sequence[tuple[Outcome, Outcome]],
+    sizes: Mapping[str, int],
+    side: str = ALONE,
 ) -> Comparison:
     """Compare what one process did with what the ranks did.
 
@@ -44,8 +53,9 @@ def compare_sides(
         whole: of one process.
         ranks: of every rank, in the first two steps and in the resumed one.
         sizes: axes of the ranks by name.
+        side: that of the one process.
     """
-    return _Sides(trial, whole, ranks, sizes).compare()
+    return _Sides(trial, whole, ranks, sizes, side).compare()
 
 
 class _Sides:
@@ -56,12 +66,18 @@ class _Sides:
         whole: of one process.
         ranks: of every rank.
         sizes: axes of the ranks by name.
+        side: that of the one process.
     """
 
     def __init__(
-        self, trial: Trial, whole: Outcome, ranks: Sequence[tuple[Outcome, Outcome]], sizes: Mapping[str, int]
+        self,
+        trial: Trial,
+        whole: Outcome,
+        ranks: Sequence[tuple[Outcome, Outcome]],
+        sizes: Mapping[str, int],
+        side: str,
     ) -> None:
-        self._trial, self._whole, self._ranks, self._sizes = trial, whole, ranks, sizes
+        self._trial, self._whole, self._ranks, self._sizes, self._side = trial, whole, ranks, sizes, side
         self._first, self._resumed = ranks[0]
         self._narrow = trial.dtype is torch.float32
         self._limit = _GRADIENTS32 if self._narrow else FLOAT64_TOLERANCE
@@ -70,6 +86,7 @@ class _Sides:
     def compare(self) -> Comparison:
         """Compare all quantities, in the order in which they were computed."""
         rows, losses = self._found.rows, self._whole.losses
+        rows.append(self._beginning())
         for step, length in enumerate(self._whole.lengths[:2], start=1):
             of = f" (length {length})" if length is not None else ""
             rows.append(self._loss(f"the loss of step {step}{of}", losses, self._first.losses, step - 1))
@@ -82,6 +99,21 @@ class _Sides:
         if not self._narrow:
             rows.append(self._weights("resumed", 1, "weight after step 3, resumed"))
         return self._found
+
+    def _beginning(self) -> Row:
+        """The row of the weights before the first step."""
+        right, got = self._whole.initial_digests, self._first.initial_digests
+        worst, where = 0.0, "-"
+        for name in sorted(set(right) & set(got)):  # another reference may have others
+            scale = max(1.0, *map(abs, right[name]))
+            error = max(_gap(values) for values in zip(right[name], got[name], strict=True)) / scale
+            if error > worst:
+                worst, where = error, name
+            if error > self._limit:
+                hint = "it is another one before anything was trained: initialised on the ranks, or changed as it was sharded?"
+                kind = self._whole.kinds.get(name, "")
+                self._found.wrong.append(Wrong(name, kind, "weight before step 1", error, error, hint))
+        return Row("the weights before step 1 (by two sums)", worst, self._limit, where)
 
     def _loss(self, quantity: str, right: Sequence[float], got: Sequence[float], at: int) -> Row:
         """The row of one step's loss: relative to it, or absolute where it is below 1."""
@@ -101,7 +133,7 @@ class _Sides:
         """
         if len(self._first.digests) < step:
             return [Row(f"the gradients of step {step}", math.inf, self._limit, "the ranks took no such step")]
-        right, got = self._read("alone", f"gradients-{step}"), self._read("ranks", f"gradients-{step}")
+        right, got = self._read(self._side, f"gradients-{step}"), self._read("ranks", f"gradients-{step}")
         scale = max(norm_of(right), 1e-30)
         worst, where = 0.0, "-"
         for name in sorted(set(right) | set(got)):
@@ -122,7 +154,7 @@ class _Sides:
 
     def _weights(self, side: str, epoch: int, what: str) -> Row:
         """The row of the weights at the end of an epoch; those whose gradients are wrong are known already."""
-        right, got = self._read("alone", f"weights-{epoch}"), self._read(side, f"weights-{epoch}")
+        right, got = self._read(self._side, f"weights-{epoch}"), self._read(side, f"weights-{epoch}")
         known = {one.name for one in self._found.wrong}
         worst, where = 0.0, "-"
         for name in sorted(set(right) | set(got)):
@@ -138,6 +170,8 @@ class _Sides:
     ) -> Wrong:
         """A wrong tensor with what it looks like; of gradients, also beside those of the other ranks."""
         hint = describe_difference(right, got, self._sizes)
+        if not self._found.wrong or self._found.wrong[0].quantity == quantity:
+            hint = describe_late(hint, quantity)
         if step and right is not None:
             digests = [rank.digests[step - 1].get(name) for rank, _ in self._ranks]
             seen = [digest for digest in digests if digest is not None]

@@ -17,6 +17,10 @@ _EXACT = 1e-6
 """Error, relative to a tensor's own norm, up to which it counts as an exact multiple, part or rearrangement of another."""
 
 
+_NO_MULTIPLE = "no multiple of the right one"
+_ROUNDED = "right to rounding of a narrower type"
+
+
 @dataclass(frozen=True)
 class Wrong:
     """A tensor that is not what one process has.
@@ -82,9 +86,24 @@ def describe_difference(right: Tensor | None, got: Tensor | None, sizes: Mapping
             if length % parts == 0 and length > parts and (text := _in_parts(right, got, dim, parts, sizes)):
                 return text
     similar = float((right * got).sum() / (right.norm() * got.norm()).clamp_min(1e-300))
-    return (
-        f"no multiple of the right one (cosine {similar:.4f}): is something left out of a sum, or counted twice in it?"
-    )
+    return f"{_NO_MULTIPLE} (cosine {similar:.4f}): is something left out of a sum, or counted twice in it?"
+
+
+def describe_late(hint: str, quantity: str) -> str:
+    """What a hint says of a quantity that differs first, if others were right before it.
+
+    Args:
+        hint: by its numbers alone.
+        quantity: ``gradient of step 1``, ``weight after 2 steps``, ....
+    """
+    if not hint.startswith((_NO_MULTIPLE, _ROUNDED)) or quantity in ("gradient of step 1", "weight before step 1"):
+        return hint
+    what = hint.partition(": is")[0]
+    if quantity == "gradient of step 2":
+        return f"{what}, and all gradients of step 1 are right: is the update another one (rate, clipping, decay, a hook in front)?"
+    if "resumed" in quantity:
+        return f"{what}, and all was right before: does the checkpoint lose something (moments, the rate's schedule)?"
+    return f"{what}, and the gradients are right: is the update another one (rate, clipping, decay, a hook in front)?"
 
 
 def _multiple(right: Tensor, got: Tensor) -> float | None:
@@ -114,7 +133,7 @@ def _of_multiple(factor: float, sizes: Mapping[str, int]) -> str:
         of = f" (1 of {fraction.denominator} {axis} ranks)" if axis else ""
         return f"exactly 1/{fraction.denominator} of the right one{of}: averaged where it should be summed, or twice?"
     if fraction == 1:
-        return "right to rounding of a narrower type: is something computed in float32 on the ranks alone?"
+        return f"{_ROUNDED}: is something computed in float32 on the ranks alone?"
     return f"exactly {fraction} of the right one"
 
 
@@ -175,7 +194,7 @@ def group_alike(wrong: Sequence[Wrong], kinds: Mapping[str, str]) -> list[Group]
     """
     groups: dict[tuple[str, str], list[Wrong]] = {}
     for one in wrong:
-        groups.setdefault((one.hint, one.quantity), []).append(one)
+        groups.setdefault((re.sub(r"cosine [-\d.]+", "", one.hint), one.quantity), []).append(one)
     out = []
     for members in groups.values():
         worst = max(members, key=lambda one: one.error)

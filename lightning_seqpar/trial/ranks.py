@@ -9,6 +9,7 @@ import pickle
 import signal
 import socket
 import tempfile
+import threading
 import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,9 @@ from torch._C._distributed_c10d import FileStore
 from lightning_seqpar.distributed.rendezvous import loopback_only
 
 _WAITED = "waited for the failed rank"
+
+_CALLS_ITSELF = 97
+"""Exit status of a process that comes to the call that started it, while it imports its script."""
 
 
 class RankFailure(NamedTuple):
@@ -105,9 +109,22 @@ class _Call:
         return self.fn(*self.args, **self.kwargs)
 
 
+def _end_with_parent() -> None:
+    """End this process and what it has started when its parent is gone, which a signal may have ended."""
+    parent = mp.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=follow, name="follow-parent", daemon=True).start()
+
+
 def _rank_main(sender: Connection, rank: int, call: _Call) -> None:
     """What a process of a call does: join the others if they are ranks, make the call, and tell the parent what came of it."""
     os.setsid()  # so that what this rank starts (data workers) ends with it
+    _end_with_parent()
     os.environ.update(call.env)
     torch.set_num_threads(1)
     try:
@@ -169,6 +186,8 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwar
 
 def _run(call: _Call) -> list[Any]:
     """Let as many processes as a call asks for make it, and return their results, in rank order."""
+    if getattr(mp.current_process(), "_inheriting", False):
+        os._exit(_CALLS_ITSELF)  # multiprocessing turns other ends into status 1
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_seqpar.strategy"])
     procs, receivers = [], []
@@ -179,11 +198,17 @@ def _run(call: _Call) -> list[Any]:
         sender.close()
         procs.append(proc)
         receivers.append(receiver)
+    patience = 0.0  # if this process is interrupted
     try:
-        return _collect(receivers, procs, call.timeout)
+        results = _collect(receivers, procs, call.timeout)
+        patience = 5.0
+        return results
+    except RankFailedError:
+        patience = 5.0
+        raise
     finally:
         for proc in procs:
-            proc.join(timeout=5)
+            proc.join(timeout=patience)
             if proc.is_alive():
                 proc.kill()
                 with contextlib.suppress(ProcessLookupError):  # it had not got a session of its own yet
@@ -193,8 +218,13 @@ def _run(call: _Call) -> list[Any]:
 
 def _how_it_died(status: int | None) -> str:
     """What the exit status of a process says that ended without a word."""
+    if status == _CALLS_ITSELF:
+        return (
+            "the processes that are started import the script, and came to this very call; put what the script runs below "
+            'if __name__ == "__main__":'
+        )
     if status is None or status >= 0:
-        return f"the process ended with {status} and said nothing"
+        return f"the process ended with {status}; what it said stands above"
     return f"the process died: {signal.Signals(-status).name}"
 
 

@@ -47,9 +47,20 @@ from lightning_seqpar.verify.parity import ParityRecorder, each_gradient, each_w
 
 SEED = 20_260_101
 
+ALONE = "alone"
+"""The side of one process that reads the parts of all replicas one after the other, as micro-batches."""
+AT_ONCE = "at-once"
+"""The side of one process that reads the parts of all replicas together."""
+
 
 class PlainModule(L.LightningModule):
-    """A plain module as it is trained in a trial: by its own loss, or by a fixed projection of what it returns."""
+    """A plain module as it is trained in a trial: by its own loss, or by a fixed projection of what it returns.
+
+    Attributes:
+        projects: whether it has returned no loss.
+    """
+
+    projects = False
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -64,6 +75,7 @@ class PlainModule(L.LightningModule):
         loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.sum()
+        self.projects = True
         return torch.stack([project(leaf) for leaf in tensors_in(out) if leaf.requires_grad]).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -134,6 +146,7 @@ class Outcome:
         own_losses: of each step, as this rank's replica saw it.
         norms: the global gradient norm of each step, as the strategy computes it.
         digests: of each step, the digest of every whole gradient on this rank.
+        initial_digests: of the weights before the first.
         weight_digests: of the weights after two steps.
         replicas: how many replicas read batches of their own.
         replica: the one of this rank.
@@ -143,12 +156,15 @@ class Outcome:
         casts: how many casts to narrower types were turned down.
         draws: whether a step drew random numbers.
         failed_length: why the shorter batch could not be trained on; empty if it could.
+        projects: whether the loss is a projection that the trial chose.
+        parts: into how many micro-batches one process split a batch.
     """
 
     losses: list[float] = field(default_factory=list)
     own_losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     digests: list[dict[str, Digest]] = field(default_factory=list)
+    initial_digests: dict[str, Digest] = field(default_factory=dict)
     weight_digests: dict[str, Digest] = field(default_factory=dict)
     replicas: int = 1
     replica: int = 0
@@ -158,6 +174,8 @@ class Outcome:
     casts: int = 0
     draws: bool = False
     failed_length: str = ""
+    projects: bool = False
+    parts: int = 1
 
 
 class TrialRecorder(ParityRecorder):
@@ -185,6 +203,7 @@ class TrialRecorder(ParityRecorder):
         switch_off_dropout(pl_module)
         self.outcome.replicas, self.outcome.replica = replica_of(trainer.strategy)
         modules = dict(pl_module.named_modules())
+        self.outcome.initial_digests = {name: Digest.of(name, weight) for name, weight in each_weight(pl_module)}
         self.outcome.kinds = {
             name: type(modules[name.rpartition(".")[0]]).__name__ for name, _ in pl_module.named_parameters()
         }
@@ -220,7 +239,9 @@ class TrialRecorder(ParityRecorder):
             if trainer.is_global_zero:
                 keep[name] = grad
         self._grads.update(keep)
-        self.outcome.norms[-1] = max(self.outcome.norms[-1], norm_of(keep) if norm is None else norm)
+        norm = norm_of(keep) if norm is None else norm
+        # Several optimizers' largest; one that is no number stays.
+        self.outcome.norms[-1] = self.outcome.norms[-1] if norm <= self.outcome.norms[-1] else norm
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -265,6 +286,22 @@ class TrialRecorder(ParityRecorder):
 def _means(values: list[float], each: int) -> list[float]:
     """The mean of every ``each`` numbers."""
     return [sum(values[at : at + each]) / each for at in range(0, len(values), each)]
+
+
+def read_trial(given: bytes) -> Trial:
+    """Read a pickled trial in another process.
+
+    Raises:
+        TrialError: if what it names can't be found there.
+    """
+    try:
+        trial: Trial = pickle.loads(given)
+    except (AttributeError, ImportError) as error:
+        raise TrialError(
+            f"the processes that are started can't find what was given ({error}): a class or function must stand at the top of a "
+            "module that can be imported, or of the script, outside of what is below if __name__"
+        ) from error
+    return trial
 
 
 def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> L.LightningModule:
@@ -327,18 +364,19 @@ def _trainer(trial: Trial, strategy: Any, devices: int, recorder: Callback, accu
     )
 
 
-def train_alone(given: bytes, replicas: int, same_length: bool) -> Outcome:
+def train_alone(given: bytes, replicas: int, same_length: bool, side: str = ALONE) -> Outcome:
     """Train the module in this process, which reads the parts of all replicas.
 
     Args:
         given: the pickled :class:`Trial`.
         replicas: of the other side.
         same_length: give the second batch the length of the first.
+        side: :data:`ALONE`, where the replicas' parts are micro-batches, or :data:`AT_ONCE`, where they are read together.
 
     Raises:
         Exception: what the module raises; not for a shorter batch, of which the outcome tells.
     """
-    trial: Trial = pickle.loads(given)
+    trial = read_trial(given)
     with quiet(), default_dtype(trial.dtype):
         module = build(trial.reference or trial.make, trial.dtype)
         initial = trial.path("initial", "weights")
@@ -347,13 +385,14 @@ def train_alone(given: bytes, replicas: int, same_length: bool) -> Outcome:
             torch.save({name: p.detach() for name, p in module.named_parameters()}, initial)
         _load(module, initial)
         batches = make_batches(trial, module, replicas, same_length=same_length)
-        parts = replicas * trial.micro_batches if module.automatic_optimization else 1
+        parts = (replicas if side == ALONE else 1) * trial.micro_batches if module.automatic_optimization else 1
         for batch in batches:
             split_samples(batch, parts)  # what can't be dealt out is told before anything runs
-        recorder = TrialRecorder(trial, "alone", parts)
+        recorder = TrialRecorder(trial, side, parts)
         trainer = _trainer(trial, trial.alone(), 1, recorder, parts)
         mode = KeepFloat64() if trial.dtype is torch.float64 else contextlib.nullcontext()
         outcome = recorder.outcome
+        outcome.parts = parts
         try:
             with mode:
                 trainer.fit(module, Feed(lambda count: batches, parts))
@@ -362,6 +401,7 @@ def train_alone(given: bytes, replicas: int, same_length: bool) -> Outcome:
                 raise
             outcome.failed_length = f"{type(error).__name__}: {error}"
         outcome.casts = getattr(mode, "casts", 0)
+        outcome.projects = getattr(module, "projects", False)
         outcome.lengths = [length_of(batch) for batch in batches]
     return outcome
 
@@ -377,7 +417,7 @@ def train_on_ranks(given: bytes, same_length: bool, wide: bool) -> tuple[Outcome
     Returns:
         what the two steps did, and what the third did.
     """
-    trial: Trial = pickle.loads(given)
+    trial = read_trial(given)
     checkpoint = Path(trial.folder, "trial.ckpt")
     outcomes = []
     with quiet(), default_dtype(trial.dtype), KeepFloat64() if wide else contextlib.nullcontext():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import pickle
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -11,17 +12,23 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+    StrategyRegistry,
+)
 from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.strategy.strategy import SeqParallelStrategy
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.trial.batches import TrialError
-from lightning_seqpar.trial.comparison import compare_sides
+from lightning_seqpar.trial.comparison import Comparison, compare_sides
 from lightning_seqpar.trial.hints import Group, Wrong, group_first_wrong
 from lightning_seqpar.trial.ranks import RankFailedError, RankFailure, run_alone, run_distributed
-from lightning_seqpar.trial.training import Outcome, Trial, train_alone, train_on_ranks
+from lightning_seqpar.trial.training import AT_ONCE, Outcome, Trial, train_alone, train_on_ranks
 from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.parity import Row
 
@@ -99,6 +106,8 @@ class Verification:
                 for row in self.rows
             ]
         if self.groups:
+            if any(row.quantity.startswith("the loss of step 1") and not row.ok for row in self.rows):
+                lines += ["", "the loss of step 1 differs already: look at the forward first"]
             lines += ["", f"what differs first: the {self.groups[0].worst.quantity} of"]
             for group in self.groups:
                 one = group.worst
@@ -154,7 +163,7 @@ def verify_parity(
         TrialError: for arguments that make no trial, or a module that one process can't train.
     """
     strategy, alone, parallel = _strategies(config)
-    world_size = world_size or _default_world(parallel)
+    world_size = _default_world(parallel) if world_size is None else world_size
     if world_size < 2:
         raise TrialError(f"world_size={world_size}: there is nothing to compare one process with; give 2 or more")
     replicas = 1
@@ -193,9 +202,10 @@ def verify_parity(
         if parallel is None:
             sizes = {"model-parallel": world_size // first.replicas, **sizes}
         found = compare_sides(trial, whole, ranks, sizes)
-        wrong = not all(row.ok for row in found.rows)
+        if first.replicas > 1 and whole.parts > 1:
+            found = _compare_at_once(trial, given, found, ranks, sizes, same_length, timeout, notes)
         groups = group_first_wrong(found.wrong, whole.kinds)
-        return Verification("wrong" if wrong else "right", setting, found.rows, found.wrong, groups, notes=notes)
+        return Verification("right" if found.ok else "wrong", setting, found.rows, found.wrong, groups, notes=notes)
 
 
 def assert_parity(
@@ -233,16 +243,29 @@ def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], Para
         if entry["strategy"] is SeqParallelStrategy:
             config = dict(entry["init_params"])
         else:
+            _refuse_elsewhere(entry["strategy"], config)
+            if entry["init_params"].get("start_method", "popen") != "popen":
+                raise TrialError(
+                    f"config={config!r} starts the ranks itself, which a trial does; give 'ddp', which computes the same"
+                )
             return functools.partial(_itself, config), functools.partial(_itself, "auto"), None
     if config is None or isinstance(config, Mapping):
         config = ParallelConfig(**(config or {}))
     if isinstance(config, ParallelConfig):
         return functools.partial(SeqParallelStrategy, config=config), functools.partial(_itself, "auto"), config
     if isinstance(config, Strategy):
+        _refuse_elsewhere(type(config), config)
         make: Callable[[], Any] = functools.partial(copy.deepcopy, config)
         sharded = isinstance(config, ModelParallelStrategy)
     elif callable(config):
-        make, sharded = config, isinstance(config(), ModelParallelStrategy)
+        try:
+            made = config()
+        except Exception as error:  # of the user's code
+            raise TrialError(f"config: the function raised {type(error).__name__}: {error}") from error
+        if not isinstance(made, Strategy):
+            raise TrialError(f"config: the function made {made!r}; it must make a strategy of Lightning's")
+        _refuse_elsewhere(type(made), made)
+        make, sharded = config, isinstance(made, ModelParallelStrategy)
     else:
         raise TrialError(
             f"config={config!r} is no strategy; give fields of ParallelConfig, a strategy of Lightning's, its registered name, or "
@@ -251,6 +274,20 @@ def _strategies(config: Any) -> tuple[Callable[[], Any], Callable[[], Any], Para
     # A module that shards itself in configure_model asks for a mesh: in one process for one of one rank.
     alone = functools.partial(ModelParallelStrategy, data_parallel_size=1, tensor_parallel_size=1)
     return make, alone if sharded else functools.partial(_itself, "auto"), None
+
+
+def _refuse_elsewhere(kind: type, strategy: Any) -> None:
+    """Refuse a strategy that can't train on a CPU.
+
+    Raises:
+        TrialError: if it can't.
+    """
+    if issubclass(kind, FSDPStrategy | DeepSpeedStrategy):
+        raise TrialError(
+            f"config={strategy if isinstance(strategy, str) else kind.__name__!r} trains on GPUs alone; on the CPU, "
+            "where a trial runs, there is FSDP2: fully_shard in configure_model under ModelParallelStrategy, or "
+            "data_parallel='fsdp' of ParallelConfig"
+        )
 
 
 def _itself(value: Any) -> Any:
@@ -319,6 +356,8 @@ def _train_alone(given: bytes, replicas: int, timeout: float) -> tuple[Outcome, 
         failure = error.failures[0]
         if failure.text.startswith(TrialError.__name__):
             raise TrialError(failure.message) from None
+        if not failure.trace:  # it did not come to train
+            raise TrialError(failure.text) from None
         raise TrialError(f"one process can't train this: {failure.text}") from error
     if len(set(whole.lengths)) == 1 and not notes:
         notes.append("the second batch has the length of the first: no sequence was found in it that could be cut")
@@ -326,11 +365,61 @@ def _train_alone(given: bytes, replicas: int, timeout: float) -> tuple[Outcome, 
         notes.append("what the model's own code computes in narrower types was computed in float64 on both sides")
     if whole.draws:
         notes.append(
-            "a step draws random numbers in spite of dropout that is off; they are seeded alike, but what is drawn within the "
-            "blocks may differ on the ranks, and then so does the result"
+            "a step draws random numbers in spite of dropout that is off; they are seeded alike, but a replica draws for its part "
+            "of a batch and a rank within the blocks for its part of the model, so the result may differ for that alone: to be "
+            "sure, give what is drawn in the batch"
         )
     _refuse_empty(whole)
     return whole, same_length, notes
+
+
+def _compare_at_once(
+    trial: Trial,
+    given: bytes,
+    found: Comparison,
+    ranks: Sequence[tuple[Outcome, Outcome]],
+    sizes: Mapping[str, int],
+    same_length: bool,
+    timeout: float,
+    notes: list[str],
+) -> Comparison:
+    """Compare replicas also with one process that reads their parts together; what counts is the comparison that holds.
+
+    Losses that ranks make from what they gather, or divide by numbers of the whole batch, are those of the whole batch. Others
+    are averaged, which is another thing where a loss is no mean over samples: that is noted, for the user to judge.
+
+    Args:
+        trial: the trial.
+        given: the same, pickled.
+        found: of the comparison with one process that reads the parts as micro-batches.
+        ranks: of every rank.
+        sizes: axes of the ranks by name.
+        same_length: give the second batch the length of the first.
+        timeout: seconds for the one process.
+        notes: for the user; added to.
+    """
+    try:
+        together = run_alone(train_alone, given, ranks[0][0].replicas, same_length, AT_ONCE, timeout=timeout)
+    except RankFailedError:  # it takes no batch of that size
+        return found
+    if together.failed_length or not together.is_complete:
+        return found
+    other = compare_sides(trial, together, ranks, sizes, AT_ONCE)
+    if other.ok and not found.ok:
+        notes.append(
+            "replicas train as one process does that reads their parts together; it would do otherwise if it read them as "
+            "micro-batches (a loss that the ranks make from what they gather, or divide by a number of the whole batch)"
+        )
+        return other
+    if found.ok and not other.ok and not (together.draws or together.projects):
+        differs = next(row for row in other.rows if not row.ok)
+        notes.append(
+            "replicas average their losses, and so does one process that accumulates their parts. One that reads the parts "
+            f"together has another result ({differs.quantity}: {differs.where}). If that is not meant: does the loss divide by a "
+            "number that differs between replicas (of tokens that are not padding), does it sum over samples, or do samples see "
+            "each other (pairs, statistics of a batch)?"
+        )
+    return found
 
 
 def _refuse_empty(whole: Outcome) -> None:
@@ -345,6 +434,14 @@ def _refuse_empty(whole: Outcome) -> None:
             f"one process {what} in the first two batches, so there is nothing to compare; see that the module trains (a loss with "
             "a gradient, an optimizer with parameters)"
         )
+    finite = {"loss": whole.losses, "norm of the gradients": whole.norms}
+    for what, values in finite.items():
+        for step, value in enumerate(values, start=1):
+            if not math.isfinite(value):
+                raise TrialError(
+                    f"the {what} of one process is {value} in step {step}, so there is nothing to compare; see that it is a "
+                    "number with these batches"
+                )
     if not whole.is_complete:
         raise TrialError(
             "one process ended in front of the third batch; leave what ends a training (max_steps, max_epochs, limits of batches) "

@@ -97,9 +97,13 @@ def each_weight(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def own_whole(tensor: Tensor) -> Tensor:
-    """A copy of a plain tensor, detached; of a DTensor, whole (collective over its mesh)."""
+    """A copy of a tensor, detached; of a DTensor, whole (collective over its mesh)."""
     detached = tensor.detach()
-    return detached.full_tensor() if isinstance(detached, DTensor) else detached.clone()
+    if not isinstance(detached, DTensor):
+        return detached.clone()
+    # What every rank holds whole comes back without a copy, and would change as the gradients are clipped.
+    whole, own = detached.full_tensor(), detached.to_local()
+    return whole.clone() if whole.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() else whole
 
 
 def norm_of(grads: Mapping[str, Tensor | None]) -> float:

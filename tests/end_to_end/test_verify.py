@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import lightning as L
@@ -26,7 +29,7 @@ from lightning_seqpar import SeqParallelStrategy, verify_parity
 from lightning_seqpar.cli.main import main
 from lightning_seqpar.testing import assert_parity
 from tests.helpers.models import GPT, Encoder
-from tests.helpers.processes import ROOT
+from tests.helpers.processes import ROOT, environment, survivors
 from tests.helpers.slices import rest
 
 TOKENS = [torch.randint(0, 31, (8, 13), generator=torch.Generator().manual_seed(3))]
@@ -131,6 +134,71 @@ def test_a_plan_of_somebody_else_s_is_right_or_its_norms_are_not_summed():
         "WRONG: ModelParallelStrategy on 2 ranks does not train as one process does; the gradient of step 1 of every LayerNorm "
         "(2 parameters): each rank holds a part of it, and the parts add up to the right one: the sum over the ranks is missing"
     )
+
+
+class Clipped(Normed):
+    """Clips, which changes gradients in place."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **options: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.01)
+
+
+def test_gradients_that_are_clipped_in_place_are_compared_as_they_were():
+    assert_parity(functools.partial(Clipped, False), TOKENS[0][:, :12], two_by_torch)
+
+
+class Padded(GPT):
+    """Divides its loss by the number of tokens that are no padding: its own replica's, or that of all.
+
+    Args:
+        of_all: divide by the mean over the replicas.
+    """
+
+    def __init__(self, of_all: bool = False) -> None:
+        super().__init__()
+        self.of_all = of_all
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        kept = (batch[0][:, 1:] > 9).double()
+        losses = F.cross_entropy(self.model(batch[0][:, :-1]).transpose(1, 2), batch[0][:, 1:], reduction="none")
+        count = self.all_gather(kept.sum()).mean() if self.of_all else kept.sum()
+        return (losses * kept).sum() / count
+
+
+@pytest.mark.parametrize(
+    ("of_all", "says"), [(False, "replicas average their losses"), (True, "replicas train as one")]
+)
+def test_a_mean_over_unequal_parts_is_right_in_either_way_and_told(of_all, says):
+    found = assert_parity(functools.partial(Padded, of_all), TOKENS, "ddp")
+    assert [note[: len(says)] for note in found.notes] == [says]
+
+
+class Slower(GPT):
+    """Has another rate on the second rank."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1 / (1 + 9 * self.trainer.world_size))
+
+
+class Anew(GPT):
+    """Initialises a weight anew on ranks."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if self.trainer.world_size > 1:
+            nn.init.ones_(self.model.tokens.weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (Slower, r"gradient of step 2 .* all gradients of step 1 are right: is the update another one"),
+        (Anew, r"the weight before step 1 of model.tokens.weight: it is another one before anything was trained"),
+    ],
+)
+def test_what_differs_first_is_told(make, says):
+    assert re.search(says, verify_parity(make, TOKENS, "ddp").verdict)
 
 
 class Unsynced(DDPStrategy):
@@ -276,7 +344,7 @@ def test_a_model_of_one_length_that_draws_is_compared_and_both_are_noted():
 
 def test_an_encoder_in_float32():
     found = assert_parity(Encoder, TOKENS, {"tp": 2}, dtype="float32")
-    assert not any("weights" in row.quantity for row in found.rows)
+    assert not any("weights after" in row.quantity for row in found.rows)
 
 
 @pytest.fixture
@@ -310,6 +378,75 @@ def test_the_command_line_ends_with_the_verdict_as_its_status(capsys, tmp_path):
     assert "which of them is meant" in capsys.readouterr().err
     assert status_of("conf/cli.yaml", "--shrink") == 2
     assert "only a Hugging Face folder" in capsys.readouterr().err
+
+
+SCRIPT = """
+import signal, sys
+import torch
+from lightning_seqpar import verify_parity
+from tests.helpers.models import GPT
+
+class Slow(GPT):
+    def training_step(self, batch, batch_idx):
+        print("stepping", flush=True)
+        while True:
+            signal.pause()
+
+def instance(): raise KeyError("width")
+def printing(): print("made"); return GPT()
+module = GPT()
+def tokens(): return [torch.randint(0, 31, (8, 13), generator=torch.Generator().manual_seed(3))]
+if len(sys.argv) > 1 and sys.argv[0] == __file__:
+    verify_parity(Slow, tokens(), {"tp": 2})
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (file := tmp_path / "trialscript.py").write_text(SCRIPT)
+    yield file
+    sys.modules.pop("trialscript", None)
+
+
+@pytest.mark.usefixtures("_from_the_root")
+def test_factories_of_users_on_the_command_line(capsys, script):
+    assert status_of("trialscript:instance", "--batch", "trialscript:tokens") == 2
+    told = capsys.readouterr().err
+    assert re.search(r"error: target='trialscript:instance': it raised KeyError: 'width' \(.*trialscript.py:13\)", told)
+    assert status_of("trialscript:module", "tp=2", "--batch", "trialscript:tokens") == 0
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_seqpar", "verify", "trialscript:printing", "tp=2", "--batch", "trialscript:tokens",
+         "--json"],
+        cwd=script.parent, env=environment(PYTHONPATH=f"{ROOT}:{ROOT}/examples"), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["ok"]
+    assert "made" in done.stderr
+
+
+def test_a_script_that_calls_itself_is_told_so(script):
+    env = environment(PYTHONPATH=f"{ROOT}:{ROOT}/examples")
+    done = subprocess.run([sys.executable, script, "now"], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert 'put what the script runs below if __name__ == "__main__":' in done.stderr.splitlines()[-1]
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_what_ends_the_script_ends_its_ranks(script):
+    guarded = script.read_text().replace(
+        "if len(sys.argv) > 1 and sys.argv[0] == __file__", 'if __name__ == "__main__"'
+    )
+    script.write_text(guarded)
+    process = subprocess.Popen(
+        [sys.executable, script, "now"], env=environment(PYTHONPATH=f"{ROOT}:{ROOT}/examples", SEQPAR_TAG=(tag := str(script))),
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "stepping\n"
+    process.kill()
+    process.wait()
+    assert process.stdout.read() == "", "the pipe is open as long as a rank lives"
+    assert survivors(tag) == []
 
 
 make_wrong = GPT
