@@ -8,6 +8,7 @@ class; their graphs differ only where the blocks do.
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -165,6 +166,7 @@ def _shortened(error: TorchDynamoException) -> str:
     """What torch says of a block that it can't trace: the reason, and the line of code."""
     text = str(error)
     reason = " ".join(text.split("\n\n")[0].split())
+    reason = re.sub(r'^backend=".*?" raised: ', "", reason)  # which is this package's
     lines = [line.strip() for line in text.split("\n") if line.strip().startswith("File ")]
     return f"{reason} ({lines[-1]})" if lines else reason
 

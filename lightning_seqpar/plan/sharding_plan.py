@@ -26,6 +26,9 @@ from lightning_seqpar.styles.registry import parse_rule
 from lightning_seqpar.styles.style import Match, Rule, Target
 from lightning_seqpar.user_input import check_yaml, nearest, read_text, shortened, shown, why_unreadable
 
+KEYS = ("rules", "family", "class_name", "parts", "source", "when")
+"""What may stand at the top of a plan's file; all but the rules are those of shipped plans, which say what models they are for."""
+
 EXAMPLE = """\
 rules:
 - {pattern: "layers.*", style: blocks, dim: 1}                   # the repeated blocks; dim of the sequence
@@ -39,6 +42,20 @@ rules:
 
 MOST_WAYS = 100_000
 """In how many ways a pattern may be matched against a name."""
+
+
+class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Refuses a key that stands twice in a mapping, of which the last alone would count."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        """The mapping of a node."""
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for at, key in enumerate(keys):
+            if any(key.value == other.value for other in keys[:at]):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"found duplicate key {shown(key.value)}; write it once", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
 
 
 def parse_yaml(text: str) -> Any:
@@ -58,7 +75,7 @@ def parse_yaml(text: str) -> Any:
 
 def _load_yaml(text: str) -> Any:
     """By libyaml where there is one: the shipped plans are read at every start."""
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return yaml.load(text, Loader=_UniqueKeys)
 
 
 def _rules_in(text: str, name: str) -> list[Any]:
@@ -71,6 +88,10 @@ def _rules_in(text: str, name: str) -> list[Any]:
         raise ValueError(f"{name}: 'rules' stands under 'plan' there; in a plan's own file it stands at the top")
     if not isinstance(data, Mapping) or not isinstance(data.get("rules"), list):
         raise ValueError(f"{name}: it must hold a list 'rules', for example\n{EXAMPLE}")
+    for key in data:
+        if key not in KEYS:
+            where = ", and 'base' in the field plan: {base: auto, rules: [...]}" if key == "base" else ""
+            raise ValueError(f"{name}: {shown(key)} is no key of a plan's file; it holds a list 'rules'{where}")
     return [*data["rules"]]
 
 

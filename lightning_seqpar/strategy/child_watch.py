@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import dis
 import os
 import signal
 import subprocess
 import sys
 import threading
+import traceback
 from typing import ClassVar
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from lightning_seqpar.user_input import shortened
 
 LIFELINE = "SEQPAR_LIFELINE_FD"
 """Environment variable of a child: the descriptor of a pipe that closes when the main process is gone."""
@@ -56,8 +61,40 @@ _SIGNS_OF_A_LOST_PEER = (
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an exception says that another rank is gone, rather than what went wrong."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER)
+    """Whether an exception says that another rank is gone, rather than what went wrong.
+
+    Others' errors may have the same words (a loader's own timeout, a data base's): those that a ``raise`` statement makes are
+    taken by them only if it is torch.distributed's or this package's. Collectives raise from C++.
+    """
+    if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
+        return False
+    if not (frames := [*traceback.walk_tb(error.__traceback__)]):
+        return True
+    frame, _ = frames[-1]
+    is_raised = frame.f_code.co_code[_last_instruction(error)] == dis.opmap["RAISE_VARARGS"]
+    module = str(frame.f_globals.get("__name__"))
+    cause = error.__cause__
+    return (
+        not is_raised
+        or module.startswith(("torch.distributed.", "lightning_seqpar."))
+        or (cause is not None and is_lost_peer(cause))
+    )
+
+
+def _last_instruction(error: BaseException) -> int:
+    """Where in its code the innermost frame of an exception's traceback was."""
+    trace = error.__traceback__
+    assert trace is not None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_lasti
+
+
+def flush_stdout() -> None:
+    """Write out what was printed, if somebody reads it still: standard output may be closed."""
+    if sys.stdout is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
 
 
 class ChildWatch:
@@ -87,6 +124,7 @@ class ChildWatch:
         self._verdict = ""
         self._interrupted = False
         self._exit_code = 0
+        self._left_with: int | None = None  # the status with which every rank has left, by sys.exit
         self._expected: BaseException | None = None  # an error that every rank raised
         self._signals: int | None = None  # descriptor of the pipe in which the interpreter notes signals
         self._taken: set[int] = set()  # the signals that end the run
@@ -130,6 +168,12 @@ class ChildWatch:
             error: the main process's own.
         """
         self._expected = error
+        if isinstance(error, SystemExit):
+            self._left_with = exit_status(error)
+
+    def leave_with(self, status: int) -> None:
+        """Note the status with which the main process leaves by ``sys.exit``; 0 is none where other ranks did not."""
+        self._exit_code = self._exit_code or status
 
     def hear_signals(self, taken: set[int]) -> None:
         """End the run on signals even while the main thread waits in a collective.
@@ -283,7 +327,7 @@ class ChildWatch:
         with self._lock:
             if self._verdict:
                 say(self._verdict)
-                sys.stdout.flush()
+                flush_stdout()
             self._verdict = ""
 
     def interrupt(self) -> None:
@@ -312,21 +356,31 @@ class ChildWatch:
             self._conclude()
             return
         if uncaught is not None and not self._reasons:
-            reason = f"rank {self._first_rank} raised {type(uncaught).__name__}: {uncaught}"
+            reason = f"rank {self._first_rank} raised {name_error(uncaught)}"
             self.fail(reason, symptom=is_lost_peer(uncaught))
         if not (self._reasons or self._agreed or self._ending.is_set()):
-            os.write(self._lifeline, DONE * len(self._procs))
-            for proc in self._procs:
-                proc.wait()
-            if not any(proc.returncode for proc in self._procs):
+            with contextlib.suppress(BrokenPipeError):  # all of them have ended before
+                os.write(self._lifeline, DONE * len(self._procs))
+            codes = {proc.wait() for proc in self._procs}
+            if not any(codes) or codes == {self._left_with}:
                 return
         self._conclude()
         if self._agreed and all(proc.returncode in (0, self._exit_code) for proc in self._procs):
             self._verdict = f"the run ended by {signal.Signals(self._exit_code - 128).name}, between two steps"
         self._say_verdict()
         if uncaught is None or self._exit_code:
-            sys.stdout.flush()
+            flush_stdout()
             os._exit(self._exit_code or 1)
+
+
+def exit_status(error: SystemExit) -> int:
+    """The status with which a process ends that nothing keeps from it."""
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
+
+
+def name_error(error: BaseException) -> str:
+    """An exception in one line: its type, and what it says, of which both ends are shown."""
+    return shortened(" ".join(f"{type(error).__name__}: {error}".split()), 400).removesuffix(":")
 
 
 def report_exception(rank: int, error: BaseException) -> None:
@@ -337,8 +391,7 @@ def report_exception(rank: int, error: BaseException) -> None:
     descriptor = os.environ.get(REPORTS)
     if descriptor is not None:
         letter = "s" if is_lost_peer(error) else "c"
-        text = " ".join(f"rank {rank} raised {type(error).__name__}: {error}".split())
-        os.write(int(descriptor), f"{letter} {text}"[:500].encode() + b"\n")
+        os.write(int(descriptor), f"{letter} rank {rank} raised {name_error(error)}\n".encode())
 
 
 def report_waiting(sentence: str) -> None:
@@ -357,7 +410,7 @@ def tell_external_launcher(rank: int, error: BaseException) -> None:
     elif is_lost_peer(error):
         say(f"rank {rank} lost another rank, which ended first; look for its message above or in its own log")
     else:
-        say(f"rank {rank} raised {type(error).__name__}: {error}")
+        say(f"rank {rank} raised {name_error(error)}")
     record_for_torchrun(error)
 
 

@@ -41,7 +41,7 @@ def fully_shard_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"({', '.join(OPTIONS)})"
             )
     units = given.get("units")
-    if units is not None and (isinstance(units, str) or not all(isinstance(each, str) for each in units)):
+    if units is not None and (not isinstance(units, list | tuple) or not all(isinstance(each, str) for each in units)):
         raise ValueError(
             f"fsdp={{'units': {units!r}}}: give a list of patterns, such as ['model.layers.*'], or an empty list"
         )

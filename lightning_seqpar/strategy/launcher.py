@@ -31,8 +31,10 @@ from lightning_seqpar.strategy.child_watch import (
     LIFELINE,
     REPORTS,
     ChildWatch,
+    exit_status,
     follow_main_process,
     is_lost_peer,
+    name_error,
     record_for_torchrun,
     report_exception,
     report_waiting,
@@ -250,7 +252,9 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         elif self._is_child:
             report_exception(rank, error)
         elif self.watch is not None:
-            self.watch.fail(f"rank {rank} raised {type(error).__name__}: {error}", symptom=is_lost_peer(error))
+            self.watch.fail(f"rank {rank} raised {name_error(error)}", symptom=is_lost_peer(error))
+            if isinstance(error, SystemExit):
+                self.watch.leave_with(exit_status(error))
         else:
             tell_external_launcher(rank, error)
 

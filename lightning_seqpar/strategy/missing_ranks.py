@@ -43,7 +43,8 @@ def find_missing(
         sets = [axes for size in range(1, len(names) + 1) for axes in combinations(names, size)]
         return next((" × ".join(axes) for axes in sets if groups.ranks(axes) == list(ranks)), "a group")
 
-    batch = f", at batch {trainer.fit_loop.epoch_loop.batch_idx}" if trainer.training else ""
+    number = trainer.fit_loop.epoch_loop.batch_idx
+    batch = f", at batch {number}" if trainer.training and number >= 0 else ""
     where = describe_wait(error, axes_of) + batch
     words = LastWords(world)
     if "timeout" in str(error) or "imed out" in str(error):
@@ -79,7 +80,7 @@ def describe_wait(error: BaseException, axes_of: Callable[[Sequence[int]], str])
 
 def _name_of(pending: Any) -> str:
     """The collective that a started one of this package is: ``PendingReduceScatter`` is a reduce scatter."""
-    words = "".join(f" {c.lower()}" if c.isupper() else c for c in type(pending).__name__)
+    words = "".join(f" {c.lower()}" if c.isupper() else c for c in type(pending).__name__.lstrip("_"))
     return words.replace("pending", "").replace("exchanged", "").strip() or "a collective"
 
 

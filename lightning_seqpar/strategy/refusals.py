@@ -11,6 +11,7 @@ import dis
 import functools
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -85,7 +86,10 @@ class Refusals:
         Returns:
             What stands for the error in the store.
         """
-        said = hashlib.sha256(f"{type(error).__name__}: {error}".encode()).hexdigest()
+        text = re.sub(
+            r"\b0x[0-9a-f]+", "", f"{type(error).__name__}: {error}"
+        )  # addresses of objects are each rank's own
+        said = hashlib.sha256(text.encode()).hexdigest()
         with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits there
             self._name = f"error {self._store.add(f'errors of rank {self._rank}', 1)}"
             self._store.set(self._keys("raised by")[self._rank], said)

@@ -55,7 +55,7 @@ from lightning_seqpar.strategy.averages import (
     save_whole,
     shard_average,
 )
-from lightning_seqpar.strategy.child_watch import is_lost_peer
+from lightning_seqpar.strategy.child_watch import exit_status, is_lost_peer
 from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully_shard_options, units_among
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.missing_ranks import find_missing
@@ -696,6 +696,8 @@ class SeqParallelStrategy(TuningStrategy):
         self._unmute_writers()
         # The end by a signal is no Exception: nobody waits for the other ranks to say the same.
         may_be_shared = isinstance(exception, Exception) and (not self._schedule.has_begun or is_refusal(exception))
+        # Nor is this one, but ranks may all leave at the same place, which is no failure.
+        may_be_shared |= isinstance(exception, SystemExit) and exit_status(exception) < 128
         shorten_traceback(exception)
         if isinstance(self.launcher, SeqParallelLauncher) and not self._ending.together:
             world = dist.group.WORLD if dist.is_initialized() else None

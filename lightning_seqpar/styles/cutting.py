@@ -59,8 +59,10 @@ def segment_lengths(name: str, segments: Segments, units: Units, features: int, 
     """
     if isinstance(segments, tuple) and isinstance(segments[0], int):
         sizes = [int(size) for size in segments]
-        if sum(sizes) != features:
-            raise ValueError(f"{name}: segments {sizes} sum to {sum(sizes)}, the linear has {features} out-features")
+        if sum(sizes) != features or min(sizes) < 1:
+            raise ValueError(
+                f"{name}: segments {sizes} must be 1 or more each and sum to the linear's {features} out-features, not {sum(sizes)}"
+            )
         return sizes
     if isinstance(segments, tuple) and isinstance(units, tuple) and len(units) == len(segments):
         counts = unit_counts(name, units, segments, plan)
@@ -79,7 +81,7 @@ def unit_counts(name: str, units: Units, segments: Sequence[int | str], plan: Pl
     """Of how many units each segment consists; without units, each feature is one.
 
     Raises:
-        ValueError: for more or fewer units than segments, or a name that is no attribute.
+        ValueError: for more or fewer units than segments, fewer than one in any, or a name that is no attribute.
     """
     if units is None:
         return [int(size) for size in segments]
@@ -87,4 +89,10 @@ def unit_counts(name: str, units: Units, segments: Sequence[int | str], plan: Pl
         units = (units,) * len(segments)
     if len(units) != len(segments):
         raise ValueError(f"{name}: {len(units)} units for {len(segments)} segments; give one for all, or one for each")
-    return [unit if isinstance(unit, int) else plan.number_at(name, unit) for unit in units]
+    counts = [unit if isinstance(unit, int) else plan.number_at(name, unit) for unit in units]
+    if min(counts) < 1:
+        told = f" ({counts})" if counts != [*units] else ""
+        raise ValueError(
+            f"{name}: units={[*units]}{told}: give 1 or more for each segment, such as the number of heads"
+        )
+    return counts

@@ -155,6 +155,12 @@ PLAN_FILES: list[tuple[str, str]] = [
     ("plan: {rules: []}\n", "'rules' stands under 'plan' there; in a plan's own file it stands at the top"),
     ("pattern: a\n", "it must hold a list 'rules', for example"),
     ("rules: [{pattern: a, style: row\n", "is not YAML: "),
+    ("rules: []\nrules: [{pattern: a, style: row}]\n", "is not YAML: found duplicate key 'rules'; write it once"),
+    ("rules: [{pattern: a, pattern: b, style: row}]\n", "is not YAML: found duplicate key 'pattern'; write it once"),
+    (
+        "base: auto\nrules: []\n",
+        "'base' is no key of a plan's file; it holds a list 'rules', and 'base' in the field plan: {base: auto, ",
+    ),
     ("rules: [{pattern: a, style: rows}]\n", "no style 'rows'; did you mean 'row', 'blocks'?"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from lightning_seqpar.config import with_overrides
 
 LLAMA = "tests.helpers.families:make_llama"
 BOTH = pytest.mark.parametrize("command", ["plan", "verify"])
+STRATEGY = "{{strategy: {{class_path: lightning_seqpar.SeqParallelStrategy, init_args: {}}}}}"
 NO_TEXT = b'{"\xff": 1}'
 
 
@@ -90,6 +92,40 @@ def test_fields_in_the_file_of_a_model(command, tmp_path, capsys):
 def test_fields_are_a_mapping_or_a_node():
     assert with_overrides({"ddp": {"a": 1}}, ["ddp.b=2", "tp=4"]) == {"ddp": {"a": 1, "b": 2}, "tp": 4}
     assert with_overrides({"tp": 2}, []) == {"tp": 2}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("trainer", "told"),
+    [
+        ("5", "trainer=5 is no mapping; write trainer: {devices: 2, ...}"),
+        (
+            STRATEGY.format("5"),
+            "init_args=5 of trainer.strategy is no mapping; write fields of ParallelConfig, as tp: 2",
+        ),
+        (STRATEGY.format("{config: [1]}"), "init_args.config=[1] of trainer.strategy is no mapping"),
+    ],
+)
+def test_settings_in_the_file_of_a_model_that_are_no_mappings(command, trainer, told, tmp_path, capsys):
+    text = f"trainer: {trainer}\nmodel: {{class_path: tests.helpers.models.GPT}}\n"
+    assert f"run.yaml: {told}" in refusal(capsys, command, write(tmp_path / "run.yaml", text))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "{class_path: lightning.pytorch.strategies.DDPStrategy}"])
+def test_another_strategy_has_no_plan(strategy, tmp_path, capsys):
+    text = f"trainer: {{strategy: {strategy}}}\nmodel: {{class_path: tests.helpers.models.GPT}}\n"
+    assert "is none of ours; name lightning_seqpar.SeqPar" in refusal(
+        capsys, "plan", write(tmp_path / "run.yaml", text)
+    )
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "config", [{"hidden_size": 16, "num_attention_heads": 3}, {"hidden_size": "x"}, {"architectures": 5}]
+)
+def test_configurations_that_make_no_model(command, config, tmp_path, capsys):
+    file = write(tmp_path / "config.json", json.dumps({"model_type": "llama", **config}))
+    assert refusal(capsys, command, str(tmp_path)).startswith(f"error: {file}: it is no configuration of a model (")
 
 
 @BOTH

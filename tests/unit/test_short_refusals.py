@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import nn
 from lightning_seqpar import SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.inference.infer import infer_blocks
 from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.strategy.child_watch import flush_stdout, is_lost_peer, name_error
 from lightning_seqpar.strategy.refusals import is_refusal, shorten_traceback, shortens_refusals
 
 THIS = Path(__file__).name
@@ -141,3 +144,41 @@ def test_a_script_that_catches_many_refusals_gets_one_hook(printed):
     uncaught(error)
     assert [value for value, _ in printed] == [other, error]
     assert sys.excepthook is not before
+
+
+def raised_by(text: str, error: str) -> RuntimeError:
+    try:
+        exec(compile(text, "users.py", "exec"), {"__name__": "users", "error": RuntimeError(error)})
+    except RuntimeError as caught:
+        return caught
+    raise AssertionError("it raises")
+
+
+def test_an_error_of_the_users_own_says_nothing_of_another_rank():
+    assert not is_lost_peer(raised_by("raise error", "request to the data base timed out"))
+    assert not is_lost_peer(raised_by("raise error", "no rank is meant"))
+    wrapped = raised_by(
+        "try:\n  raise error\nexcept RuntimeError as cause:\n  raise RuntimeError('x timed out') from cause", "y"
+    )
+    assert not is_lost_peer(wrapped)
+    with pytest.raises(RuntimeError) as of_torch:  # as a collective's, it comes from C++
+        torch.zeros(2).view(-1, 3, -1)
+    of_torch.value.args = ("Connection closed by peer",)
+    assert is_lost_peer(of_torch.value)
+    assert is_lost_peer(RuntimeError("Timed out waiting for clients"))
+
+
+def test_errors_in_one_line_keep_both_ends():
+    assert name_error(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert name_error(ValueError("a\n b")) == "ValueError: a b"
+    worker = RuntimeError("Caught in worker 0.\n" + "frame\n" * 200 + "KeyError: 'text'")
+    assert re.fullmatch(r"RuntimeError: Caught in worker 0\. .* \.\.\. .*KeyError: 'text'", name_error(worker))
+    assert len(name_error(worker)) <= 400
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_standard_output_that_is_closed_stops_nothing(closed, monkeypatch):
+    gone = io.StringIO()
+    gone.close()
+    monkeypatch.setattr(sys, "stdout", gone if closed else None)
+    flush_stdout()

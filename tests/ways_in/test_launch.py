@@ -38,6 +38,8 @@ class Bad(Callback):
         if batch_idx == at and rank in (str(trainer.global_rank), "every"):
             if what == "raise":
                 raise ValueError("on purpose")
+            if what == "exit":
+                sys.exit(3)
             if what == "refused":
                 trainer.strategy.groups.rank("nowhere")
             if what == "hang":
@@ -89,6 +91,8 @@ if __name__ == "__main__":
         total = sum(float(p.detach().abs().sum()) for p in module.parameters() if strategy.holds(p))
         os.write(1, f"WEIGHTS {training}.{trainer.global_rank} {total!r}\\n".encode())
     os.write(1, f"PID {os.getpid()} RANK {trainer.global_rank} STEPS {trainer.global_step}\\n".encode())
+    if os.environ.get("LATE") and trainer.is_global_zero:
+        child_watch.ChildWatch.of_this_process._procs[0].wait()
     if os.environ.get("SAVE") and trainer.is_global_zero:
         trainer.save_checkpoint(os.environ["SAVE"])
     if os.environ.get("AFTER") and trainer.global_rank == int(os.environ["AFTER"]):
@@ -149,6 +153,25 @@ def test_a_bad_end_names_the_rank_and_leaves_nobody(script, bad, world, says):
     done = script(BAD=bad, WORLD=str(world))
     assert done.returncode != 0
     assert re.search(says, done.stderr), done.stderr[-3000:]
+
+
+def test_ranks_that_all_leave_keep_their_status(script):
+    done = script(BAD="exit:every")
+    assert done.returncode == 3, done.stderr
+    assert "the run failed" not in done.stderr
+
+
+@pytest.mark.matrix
+def test_a_rank_that_leaves_alone_ends_the_run_with_its_status(script):
+    done = script(BAD="exit:1")
+    assert done.returncode == 3, done.stderr
+    assert "the run failed: rank 1 raised SystemExit: 3" in done.stderr
+
+
+def test_a_main_process_that_ends_last_ends_well(script):
+    done = script(LATE="yes")
+    assert done.returncode == 0, done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout(script):
