@@ -59,10 +59,10 @@ def segment_lengths(name: str, segments: Segments, units: Units, features: int, 
     """
     if isinstance(segments, tuple) and isinstance(segments[0], int):
         sizes = [int(size) for size in segments]
-        if sum(sizes) != features or min(sizes) < 1:
-            raise ValueError(
-                f"{name}: segments {sizes} must be 1 or more each and sum to the linear's {features} out-features, not {sum(sizes)}"
-            )
+        if sum(sizes) != features:
+            raise ValueError(f"{name}: segments {sizes} sum to {sum(sizes)}, the linear has {features} out-features")
+        if min(sizes) < 1:
+            raise ValueError(f"{name}: segments {sizes}: give each of them 1 feature or more")
         return sizes
     if isinstance(segments, tuple) and isinstance(units, tuple) and len(units) == len(segments):
         counts = unit_counts(name, units, segments, plan)

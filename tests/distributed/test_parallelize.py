@@ -117,6 +117,14 @@ BAD_PLANS = {
         [*models.rules(), {"pattern": "model.blocks.*.attn.qkv", "style": "column", "segments": [16, 16]}],
         "segments .16, 16. sum to 32, the linear has 48",
     ),
+    "an empty segment": (
+        [*models.rules(), {"pattern": "model.blocks.*.attn.qkv", "style": "column", "segments": [48, 0]}],
+        r"segments .48, 0.: give each of them 1 feature or more",
+    ),
+    "no units": (
+        [*models.rules(), {"pattern": "model.blocks.*.attn.qkv", "style": "column", "segments": 3, "units": -1}],
+        r"units=.-1, -1, -1.: give 1 or more for each segment, such as the number of heads",
+    ),
     "units": (
         [*models.rules(), {"pattern": "model.blocks.*.attn.qkv", "style": "column", "units": "heads"}],
         "units='heads' is no whole-number attribute",

@@ -83,6 +83,7 @@ STRATEGIES: list[tuple[dict[str, Any], str]] = [
     ({"pp": 2, "virtual_pp": 2, "pp_layers": [2, 2]}, "pp_layers=[2, 2] with pp=2, virtual_pp=2: it says of each chunk, in the model's order, how many blocks it has; write 4 numbers"),
     ({"fp8_groups": True}, "fp8_groups=True does not run yet; use fp8_groups=False (fp8 training)"),
     ({"fsdp": {"reshard_after_forward": True}}, "fsdp={'reshard_after_forward': True} beside data_parallel='ddp': nothing reads it; set data_parallel='fsdp', or leave it out"),
+    ({"data_parallel": "fsdp", "fsdp": {"units": 5}}, "fsdp={'units': 5}: give a list of patterns, such as ['model.layers.*'], or an empty list"),
     ({"data_parallel": "fsdp", "fsdp": {"reshard": True}}, "fsdp={'reshard': ...}: there is no such option; did you mean 'reshard_after_forward'"),
     ({"data_parallel": "fsdp", "fsdp": {"reshard_after_forward": 4}}, "fsdp={'reshard_after_forward': 4}: use true (blocks are gathered once more in the backward) or false"),
     ({"data_parallel": "fsdp", "fsdp": {"mp_policy": "bf16"}}, "fsdp={'mp_policy': 'bf16'}: give a mapping, such as {param_dtype: bfloat16, reduce_dtype: float32}"),
