@@ -4742,7 +4742,7 @@ MUTANTS = [
     ),
     Mutant(
         "verify: a script that calls itself starts processes",
-        "_run",
+        "ranks:_run",
         "        os._exit(_CALLS_ITSELF)",
         "        pass",
         "tests/test_verify.py -k calls_itself",

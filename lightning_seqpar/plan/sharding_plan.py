@@ -90,8 +90,8 @@ def _rules_in(text: str, name: str) -> list[Any]:
         raise ValueError(f"{name}: it must hold a list 'rules', for example\n{EXAMPLE}")
     for key in data:
         if key not in KEYS:
-            where = ", and 'base' in the field plan: {base: auto, rules: [...]}" if key == "base" else ""
-            raise ValueError(f"{name}: {shown(key)} is no key of a plan's file; it holds a list 'rules'{where}")
+            fix = "give it in the field plan, {base: auto, rules: [...]}" if key == "base" else "leave it out"
+            raise ValueError(f"{name}: {shown(key)} is no key of a plan's file, which holds a list 'rules'; {fix}")
     return [*data["rules"]]
 
 

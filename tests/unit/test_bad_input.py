@@ -160,7 +160,7 @@ PLAN_FILES: list[tuple[str, str]] = [
     ("rules: [{pattern: a, pattern: b, style: row}]\n", "is not YAML: found duplicate key 'pattern'; write it once"),
     (
         "base: auto\nrules: []\n",
-        "'base' is no key of a plan's file; it holds a list 'rules', and 'base' in the field plan: {base: auto, ",
+        "'base' is no key of a plan's file, which holds a list 'rules'; give it in the field plan, {base: auto, ",
     ),
     ("rules: [{pattern: a, style: rows}]\n", "no style 'rows'; did you mean 'row', 'blocks'?"),
 ]

@@ -257,6 +257,8 @@ def forms(field: str, value: Any) -> tuple[str, ...]:
         known.append(shown(value.tolist()))
     if isinstance(value, str | float):  # a number in a text, or with nothing behind its point
         known.append(str(value).removesuffix(".0"))
+    if isinstance(value, str) and len(value) < 100 and value.strip().isdecimal():  # in the digits of another script
+        known.append(str(int(value)))
     return tuple(f"{field}={form[:6]}" for form in known)
 
 
@@ -269,6 +271,7 @@ INNER = ("PlanSpec", "CheckpointConfig", "base=", "rules=", "format=", "async_sa
 
 @random_cases
 @given(field=st.sampled_from(FIELDS), value=VALUES)
+@example("virtual_pp", Of("three"))
 @example("tp", Of("a number of 400 digits"))
 @example("timeout", Of("a number of 400 digits"))
 @example("tp", Of("nested lists"))
