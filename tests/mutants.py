@@ -4777,7 +4777,7 @@ MUTANTS = [
     ),
     Mutant(
         "a plan's key may stand twice",
-        "_UniqueKeys.construct_mapping",
+        "UniqueKeysLoader.construct_mapping",
         "            if any(key.value == other.value for other in keys[:at]):",
         "            if False:",
         "tests/test_bad_input.py -k plan_file",

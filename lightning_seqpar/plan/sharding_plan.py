@@ -44,7 +44,7 @@ MOST_WAYS = 100_000
 """In how many ways a pattern may be matched against a name."""
 
 
-class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+class UniqueKeysLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Refuses a key that stands twice in a mapping, of which the last alone would count."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
@@ -75,7 +75,7 @@ def parse_yaml(text: str) -> Any:
 
 def _load_yaml(text: str) -> Any:
     """By libyaml where there is one: the shipped plans are read at every start."""
-    return yaml.load(text, Loader=_UniqueKeys)
+    return yaml.load(text, Loader=UniqueKeysLoader)
 
 
 def _rules_in(text: str, name: str) -> list[Any]:

@@ -26,15 +26,14 @@ from lightning_seqpar.checkpoint.convert import open_source
 from lightning_seqpar.checkpoint.folder import FORMAT, MARKER, Folder
 from lightning_seqpar.init.model_source import model_from_folder
 from lightning_seqpar.plan.choice import check_plan
-from lightning_seqpar.plan.sharding_plan import parse_yaml
+from lightning_seqpar.plan.sharding_plan import UniqueKeysLoader, parse_yaml
 from tests.audit import describe as describe_audit
 from tests.helpers import models
 
 PACKAGE = Path(lightning_seqpar.__file__).parent
 UNPICKLES = {
     ("data/broadcast.py", "__iter__"): "a batch of another rank of this run, by a collective that unpickles by itself",
-    ("trial/training.py", "train_alone"): "what the process that started this one wrote into its arguments",
-    ("trial/training.py", "train_on_ranks"): "what the process that started this one wrote into its arguments",
+    ("trial/training.py", "read_trial"): "what the process that started this one wrote into its arguments",
     ("trial/ranks.py", "_collect"): "what a child that this process started wrote into a pipe",
     ("checkpoint/folder.py", "_Index"): "makes the classes of an index alone",
 }
@@ -118,8 +117,12 @@ def test_no_text_is_run():
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             assert "shell" not in given, (source.path, where)
             if ast.unparse(node.func).startswith("yaml.") and "load" in ast.unparse(node.func):
-                safe = "getattr(yaml, 'CSafeLoader', yaml.SafeLoader)"
-                assert ast.unparse(node.func) == "yaml.safe_load" or given.get("Loader") == safe, (source.path, where)
+                assert ast.unparse(node.func) == "yaml.safe_load" or given.get("Loader") == "UniqueKeysLoader", (
+                    source.path,
+                    where,
+                )
+    assert issubclass(UniqueKeysLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    assert UniqueKeysLoader.yaml_constructors == getattr(yaml, "CSafeLoader", yaml.SafeLoader).yaml_constructors
 
 
 def test_names_are_imported_where_a_command_line_gives_them():
