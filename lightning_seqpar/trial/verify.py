@@ -450,10 +450,16 @@ def _refuse_empty(whole: Outcome) -> None:
 
 
 def _not_trained(error: RankFailedError, setting: str, notes: list[str]) -> Verification:
-    """What it says that ranks raised: a refusal if all of them did, with one sentence."""
+    """What it says that ranks raised: a refusal if all of them did, with one sentence.
+
+    Raises:
+        TrialError: if what was given makes no trial for that many replicas, which other strategies than ours tell late.
+    """
     failures = error.failures.values()
     # Ranks that only lost their connection to another one come last.
     first: RankFailure = min(failures, key=lambda one: (one.lost_another, not one.trace))
+    if first.text.startswith(TrialError.__name__):
+        raise TrialError(first.message) from None
     refused = all(one.refused for one in failures)
     message = first.message if refused else first.text
     return Verification("refused" if refused else "failed", setting, message=message, trace=str(error), notes=notes)

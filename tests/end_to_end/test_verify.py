@@ -323,6 +323,8 @@ def test_what_trains_nothing_or_ends_early_is_not_called_right():
         verify_parity(Idle, TOKENS, {"tp": 2})
     with pytest.raises(ValueError, match="one process ended in front of the third batch"):
         verify_parity(GPT, TOKENS, {"tp": 2}, trainer={"max_steps": 2})
+    with pytest.raises(ValueError, match="batch: it has 7 samples, and it must be dealt out over 2 parts"):
+        verify_parity(GPT, [TOKENS[0][:7]], "ddp")
 
 
 class Fixed(GPT):
