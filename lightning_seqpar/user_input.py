@@ -154,6 +154,11 @@ def cause_of(error: Exception) -> str:
     return shortened(" ".join(f"{error if str(error) else type(error).__name__}".split()), 600)
 
 
+def name_error(error: BaseException) -> str:
+    """An error in one line: its type, and what it says, of which both ends are shown."""
+    return shortened(" ".join(f"{type(error).__name__}: {error}".split()), 400).removesuffix(":")
+
+
 def read_text(path: str | Path, name: str) -> str | None:
     """The text of a file that a user names; None if there is no such file.
 

@@ -2521,8 +2521,8 @@ MUTANTS = [
     Mutant(
         "what the interpreter raises inside the package is taken for a refusal",
         "is_refusal",
-        ' or code[place] == dis.opmap["RAISE_VARARGS"]',
-        " or bool(code[place])",
+        "return isinstance(error, ValidationError) or is_at_raise(frames[-1])",
+        "return True",
         "tests/test_short_refusals.py",
     ),
     Mutant(
@@ -4707,16 +4707,16 @@ MUTANTS = [
     ),
     Mutant(
         "verify: losses of whole batches are wrong",
-        "_compare_at_once",
+        "_choose",
         "if other.ok and not found.ok:",
         "if False:",
         "tests/test_verify.py -k unequal",
     ),
     Mutant(
         "verify: a mean over unequal parts is not told",
-        "_compare_at_once",
-        "if found.ok and not other.ok and not (",
-        "if False and not (",
+        "_choose",
+        "if found.ok and not other.ok and tells:",
+        "if False:",
         "tests/test_verify.py -k unequal",
     ),
     Mutant(
@@ -4748,6 +4748,13 @@ MUTANTS = [
         "tests/test_verify.py -k calls_itself",
     ),
     Mutant(
+        "an overflow is a difference of replicas",
+        "check_reduced.comparison",
+        "if high - low > tolerance(dtype) * high:",
+        "if not high - low <= tolerance(dtype) * high:",
+        "tests/test_grad_sync.py -k no_numbers",
+    ),
+    Mutant(
         "blocks are blamed for replicas that have not averaged",
         "SteppingStrategy.optimizer_step",
         "                self._check_reduced(optimizer)()\n",
@@ -4771,8 +4778,8 @@ MUTANTS = [
     Mutant(
         "a user's own words are those of a lost rank",
         "is_lost_peer",
-        "        not is_raised\n",
-        "        True\n",
+        "or not is_at_raise(frames[-1]):",
+        "or True:",
         "tests/test_short_refusals.py -k users_own",
     ),
     Mutant(

@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.plan.sharding_plan import parse_yaml
-from lightning_seqpar.user_input import cause_of, nearest, read_text, shown
+from lightning_seqpar.user_input import cause_of, name_error, nearest, read_text, shown
 
 
 @dataclass
@@ -106,11 +106,13 @@ def _make_by(factory: Callable[[], Any], target: str, memory: bool) -> nn.Module
         raise
     except (Exception, SystemExit) as error:  # of the user's code
         place = traceback.extract_tb(error.__traceback__)[-1]
-        if place.filename == __file__:
-            fix = f"it must be callable without arguments ({error})" if isinstance(error, TypeError) else str(error)
-            raise ValueError(f"target={target!r}: {fix}") from None
-        what = f"{type(error).__name__}: {error}".rstrip(": ")
-        raise ValueError(f"target={target!r}: it raised {what} ({place.filename}:{place.lineno})") from error
+        if place.filename != __file__:
+            raise ValueError(
+                f"target={target!r}: it raised {name_error(error)} ({place.filename}:{place.lineno})"
+            ) from error
+        if isinstance(error, TypeError):
+            raise ValueError(f"target={target!r}: it must be callable without arguments ({error})") from None
+        raise
 
 
 def _make(make: Any, what: str, memory: bool) -> nn.Module:
@@ -243,7 +245,7 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
     clipping = {key: trainer[key] for key in ("gradient_clip_val", "gradient_clip_algorithm") if trainer.get(key)}
     target = TargetModel(model, world_size=_world_of(trainer), clipping=clipping)
     setting = trainer.get("strategy")
-    target.strategy = _strategy_beside_ours(setting) if foreign else None
+    target.strategy = _strategy_beside_ours(setting, file) if foreign else None
     if target.strategy is None:
         target.fields = _strategy_of(setting, file)
     if "data" in data:
@@ -273,18 +275,12 @@ def _strategy_of(setting: Any, file: Path) -> dict[str, Any]:
     if isinstance(setting, str) and setting in StrategyRegistry and setting.startswith("seqpar"):
         return dict(StrategyRegistry[setting].get("init_params", {}))
     if isinstance(setting, Mapping) and str(setting.get("class_path", "")).endswith("SeqParallelStrategy"):
-        given = setting.get("init_args") or {}
-        config = given.get("config") or {} if isinstance(given, Mapping) else {}
-        for name, value in {"init_args": given, "init_args.config": config}.items():
-            if not isinstance(value, Mapping) and not (isinstance(value, str) and value is config):
-                raise ValueError(
-                    f"{file}: {name}={shown(value)} of trainer.strategy is no mapping; write fields of ParallelConfig, as tp: 2"
-                )
-        fields = {key: value for key, value in given.items() if key != "config"}
+        fields = _mapping(setting.get("init_args"), "init_args", file)
+        config = fields.pop("config", None)
         if isinstance(config, str):  # a file, as Lightning's CLI takes one
             place = config if Path(config).is_file() else file.parent / config
             config = ParallelConfig.from_yaml(place).model_dump(exclude_unset=True)
-        return {**dict(config), **fields}
+        return {**_mapping(config, "init_args.config", file), **fields}
     if setting is None:
         return {}
     raise ValueError(
@@ -292,12 +288,29 @@ def _strategy_of(setting: Any, file: Path) -> dict[str, Any]:
     )
 
 
-def _strategy_beside_ours(setting: Any) -> tuple[str, dict[str, Any]] | None:
+def _mapping(value: Any, name: str, file: Path) -> dict[str, Any]:
+    """A copy of a mapping below ``trainer.strategy`` of a YAML file; empty for nothing.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(
+            f"{file}: {name}={shown(value)} of trainer.strategy is no mapping; write arguments by name, as tp: 2"
+        )
+    return dict(value or {})
+
+
+def _strategy_beside_ours(setting: Any, file: Path) -> tuple[str, dict[str, Any]] | None:
     """Class path (or registered name) and arguments of a strategy that is not ours; None for one of ours, or none."""
     if isinstance(setting, str) and setting in StrategyRegistry and not setting.startswith("seqpar"):
         return setting, {}
     if isinstance(setting, Mapping) and (path := str(setting.get("class_path", ""))):
-        return None if path.endswith("SeqParallelStrategy") else (path, dict(setting.get("init_args") or {}))
+        return (
+            None
+            if path.endswith("SeqParallelStrategy")
+            else (path, _mapping(setting.get("init_args"), "init_args", file))
+        )
     return None
 
 

@@ -81,29 +81,36 @@ def check_reduced(parameters: Iterable[Tensor], module: nn.Module, groups: Paral
     dtypes, spread = [grad.dtype for grad in grads], Spread(grads, groups, groups.mean_axes)
     unused = [p for p in held if p.grad is None]
 
-    def name_of(parameter: Tensor) -> str:
-        found = (name for name, one in module.named_parameters() if one is parameter)
-        return next(found, f"a parameter of shape {list(parameter.shape)}")
-
     def comparison() -> None:
         for parameter, dtype, low, high in zip(held, dtypes, *spread.read(), strict=True):
-            if high - low <= tolerance(dtype) * high:
-                continue
-            what = f"the gradient of {name_of(parameter)} that reaches the optimizer differs between the replicas"
-            if unused:
-                more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-                raise RuntimeError(
-                    f"{what}, and {name_of(unused[0])}{more} got none: the reduction over dp waits for what the loss does not "
-                    "read. Set ddp={'find_unused_parameters': True}, or freeze it (requires_grad_(False))"
-                )
-            raise RuntimeError(
-                f"{what}: it came past the reduction over dp. Call self.manual_backward(loss) instead of loss.backward() or "
-                "torch.autograd.grad (in automatic optimization return the sum of the losses from training_step), change "
-                "gradients behind it alike on every replica, and where optimizers are toggled (toggle_optimizer) set "
-                "ddp={'find_unused_parameters': True}"
-            )
+            # Not where they are no numbers: an overflow is alike on all replicas.
+            if high - low > tolerance(dtype) * high:
+                raise RuntimeError(_why_apart(parameter, unused, module))
 
     return comparison
+
+
+def _why_apart(parameter: Tensor, unused: Sequence[Tensor], module: nn.Module) -> str:
+    """A sentence on a gradient that differs between the replicas.
+
+    Args:
+        parameter: whose gradient it is.
+        unused: parameters without a gradient.
+        module: names them.
+    """
+    names = {id(one): name for name, one in module.named_parameters()}
+    what = f"the gradient of {names.get(id(parameter), 'a parameter')} that reaches the optimizer differs between the replicas"
+    if unused:
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        return (
+            f"{what}, and {names.get(id(unused[0]), 'a parameter')}{more} got none: the reduction over dp waits for what the loss "
+            "does not read. Set ddp={'find_unused_parameters': True}, or freeze it (requires_grad_(False))"
+        )
+    return (
+        f"{what}: it came past the reduction over dp. Call self.manual_backward(loss) instead of loss.backward() or "
+        "torch.autograd.grad (in automatic optimization return the sum of the losses from training_step), change gradients behind "
+        "it alike on every replica, and where optimizers are toggled (toggle_optimizer) set ddp={'find_unused_parameters': True}"
+    )
 
 
 def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: ParallelGroups) -> Comparison:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dis
 import os
 import signal
 import subprocess
 import sys
 import threading
-import traceback
 from typing import ClassVar
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lightning_seqpar.user_input import shortened
+from lightning_seqpar.strategy.tracebacks import frames_of, is_at_raise, module_of
+from lightning_seqpar.user_input import name_error
 
 LIFELINE = "SEQPAR_LIFELINE_FD"
 """Environment variable of a child: the descriptor of a pipe that closes when the main process is gone."""
@@ -68,26 +67,11 @@ def is_lost_peer(error: BaseException) -> bool:
     """
     if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
         return False
-    if not (frames := [*traceback.walk_tb(error.__traceback__)]):
+    if not (frames := frames_of(error.__traceback__)) or not is_at_raise(frames[-1]):
         return True
-    frame, _ = frames[-1]
-    is_raised = frame.f_code.co_code[_last_instruction(error)] == dis.opmap["RAISE_VARARGS"]
-    module = str(frame.f_globals.get("__name__"))
     cause = error.__cause__
-    return (
-        not is_raised
-        or module.startswith(("torch.distributed.", "lightning_seqpar."))
-        or (cause is not None and is_lost_peer(cause))
-    )
-
-
-def _last_instruction(error: BaseException) -> int:
-    """Where in its code the innermost frame of an exception's traceback was."""
-    trace = error.__traceback__
-    assert trace is not None
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace.tb_lasti
+    is_ours = module_of(frames[-1]).startswith(("torch.distributed.", "lightning_seqpar."))
+    return is_ours or (cause is not None and is_lost_peer(cause))
 
 
 def flush_stdout() -> None:
@@ -376,11 +360,6 @@ class ChildWatch:
 def exit_status(error: SystemExit) -> int:
     """The status with which a process ends that nothing keeps from it."""
     return error.code if isinstance(error.code, int) else int(error.code is not None)
-
-
-def name_error(error: BaseException) -> str:
-    """An exception in one line: its type, and what it says, of which both ends are shown."""
-    return shortened(" ".join(f"{type(error).__name__}: {error}".split()), 400).removesuffix(":")
 
 
 def report_exception(rank: int, error: BaseException) -> None:

@@ -34,7 +34,6 @@ from lightning_seqpar.strategy.child_watch import (
     exit_status,
     follow_main_process,
     is_lost_peer,
-    name_error,
     record_for_torchrun,
     report_exception,
     report_waiting,
@@ -45,6 +44,7 @@ from lightning_seqpar.strategy.ending import Ending
 from lightning_seqpar.strategy.missing_ranks import end_stopped_parent
 from lightning_seqpar.strategy.refusals import Refusals
 from lightning_seqpar.strategy.restart import RestartList
+from lightning_seqpar.user_input import name_error
 
 DEFAULT_HANDLERS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 """What happens on a signal in a process where nobody decided otherwise."""

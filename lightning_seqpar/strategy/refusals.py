@@ -7,7 +7,6 @@ without the frames of this package, of Lightning and of torch.
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import hashlib
 import os
@@ -24,6 +23,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_seqpar.strategy.child_watch import say
+from lightning_seqpar.strategy.tracebacks import frames_of, is_at_raise
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,6 +32,8 @@ PATIENCE = timedelta(seconds=5)
 """How long a rank waits for what the others raise, and for rank 0 to tell it."""
 VERBOSE = "SEQPAR_VERBOSE"
 """Environment variable: set, to anything but 0, it has refusals told with all frames."""
+_ADDRESS = re.compile(r"\b0x[0-9a-f]+")
+"""Of an object, as Python shows it: each rank has its own."""
 _PACKAGE = "lightning_seqpar"
 _NOT_THE_USERS = {*sys.stdlib_module_names, _PACKAGE, "lightning", "lightning_utilities", "pydantic", "torch"}
 """Packages whose frames say nothing of the user's code."""
@@ -86,9 +88,7 @@ class Refusals:
         Returns:
             What stands for the error in the store.
         """
-        text = re.sub(
-            r"\b0x[0-9a-f]+", "", f"{type(error).__name__}: {error}"
-        )  # addresses of objects are each rank's own
+        text = _ADDRESS.sub("", f"{type(error).__name__}: {error}")
         said = hashlib.sha256(text.encode()).hexdigest()
         with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits there
             self._name = f"error {self._store.add(f'errors of rank {self._rank}', 1)}"
@@ -153,7 +153,7 @@ class _WithUsersFrames:
         self._error = error
 
     def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-        frames = _frames(trace)
+        frames = frames_of(trace)
         return self._usual(kind, value, _linked(filter(_is_users, frames)) if value is self._error else trace)
 
 
@@ -169,13 +169,12 @@ def is_refusal(error: BaseException) -> bool:
     that this package has it validate. What the interpreter or a library raises inside of this package (an index out of range,
     a rank that is gone) is none, and what the user's code raises neither.
     """
-    frames = _frames(error.__traceback__)
+    frames = frames_of(error.__traceback__)
     while frames and _package_of(frames[-1]) == "pydantic":
         frames.pop()
     if not isinstance(error, ValueError | RuntimeError) or not frames or _package_of(frames[-1]) != _PACKAGE:
         return False
-    code, place = frames[-1].tb_frame.f_code.co_code, frames[-1].tb_lasti
-    return isinstance(error, ValidationError) or code[place] == dis.opmap["RAISE_VARARGS"]
+    return isinstance(error, ValidationError) or is_at_raise(frames[-1])
 
 
 def shorten_traceback(error: BaseException) -> None:
@@ -189,10 +188,10 @@ def shorten_traceback(error: BaseException) -> None:
         return
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
-        own = [one for one in _frames(cause.__traceback__) if _is_users(one)]
+        own = [one for one in frames_of(cause.__traceback__) if _is_users(one)]
         if is_refusal(cause) or not own:
             cause.__traceback__ = _linked(own)
-    first, *inner = _frames(error.__traceback__)
+    first, *inner = frames_of(error.__traceback__)
     _linked([first, *filter(_is_users, inner)])
     sys.excepthook = _WithUsersFrames(error)
 
@@ -212,15 +211,6 @@ def shortens_refusals(function: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return called
-
-
-def _frames(trace: TracebackType | None) -> list[TracebackType]:
-    """A traceback's frames, the outermost first."""
-    frames = []
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
-    return frames
 
 
 def _linked(frames: Iterable[TracebackType]) -> TracebackType | None:

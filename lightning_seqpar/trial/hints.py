@@ -100,7 +100,10 @@ def describe_late(hint: str, quantity: str) -> str:
         return hint
     what = hint.partition(": is")[0]
     if quantity == "gradient of step 2":
-        return f"{what}, and all gradients of step 1 are right: is the update another one (rate, clipping, decay, a hook in front)?"
+        return (
+            f"{what}, and all gradients of step 1 are right: is the update another one (rate, clipping, decay, a hook in front), "
+            "or is it the other length?"
+        )
     if "resumed" in quantity:
         return f"{what}, and all was right before: does the checkpoint lose something (moments, the rate's schedule)?"
     return f"{what}, and the gradients are right: is the update another one (rate, clipping, decay, a hook in front)?"

@@ -186,7 +186,7 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwar
 
 def _run(call: _Call) -> list[Any]:
     """Let as many processes as a call asks for make it, and return their results, in rank order."""
-    if getattr(mp.current_process(), "_inheriting", False):
+    if getattr(mp.current_process(), "_inheriting", False):  # set while a started process imports the script
         os._exit(_CALLS_ITSELF)  # multiprocessing turns other ends into status 1
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_seqpar.strategy"])

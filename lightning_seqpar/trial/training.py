@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import math
 import pickle
 import random
 import warnings
@@ -239,9 +240,9 @@ class TrialRecorder(ParityRecorder):
             if trainer.is_global_zero:
                 keep[name] = grad
         self._grads.update(keep)
-        norm = norm_of(keep) if norm is None else norm
-        # Several optimizers' largest; one that is no number stays.
-        self.outcome.norms[-1] = self.outcome.norms[-1] if norm <= self.outcome.norms[-1] else norm
+        norm, before = norm_of(keep) if norm is None else norm, self.outcome.norms[-1]
+        # Of several optimizers the largest; max() would forget one that is no number.
+        self.outcome.norms[-1] = before if math.isnan(before) or norm <= before else norm
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

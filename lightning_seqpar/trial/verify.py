@@ -203,7 +203,10 @@ def verify_parity(
             sizes = {"model-parallel": world_size // first.replicas, **sizes}
         found = compare_sides(trial, whole, ranks, sizes)
         if first.replicas > 1 and whole.parts > 1:
-            found = _compare_at_once(trial, given, found, ranks, sizes, same_length, timeout, notes)
+            together = _train_at_once(given, first.replicas, same_length, timeout)
+            if together is not None:
+                other = compare_sides(trial, together, ranks, sizes, AT_ONCE)
+                found = _choose(found, other, notes, tells=not (together.draws or together.projects))
         groups = group_first_wrong(found.wrong, whole.kinds)
         return Verification("right" if found.ok else "wrong", setting, found.rows, found.wrong, groups, notes=notes)
 
@@ -373,45 +376,41 @@ def _train_alone(given: bytes, replicas: int, timeout: float) -> tuple[Outcome, 
     return whole, same_length, notes
 
 
-def _compare_at_once(
-    trial: Trial,
-    given: bytes,
-    found: Comparison,
-    ranks: Sequence[tuple[Outcome, Outcome]],
-    sizes: Mapping[str, int],
-    same_length: bool,
-    timeout: float,
-    notes: list[str],
-) -> Comparison:
-    """Compare replicas also with one process that reads their parts together; what counts is the comparison that holds.
+def _train_at_once(given: bytes, replicas: int, same_length: bool, timeout: float) -> Outcome | None:
+    """Train in one process that reads the parts of all replicas together: what it did; None if it can't.
+
+    Args:
+        given: the pickled trial.
+        replicas: how many there are.
+        same_length: give the second batch the length of the first.
+        timeout: seconds.
+    """
+    try:
+        together: Outcome = run_alone(train_alone, given, replicas, same_length, AT_ONCE, timeout=timeout)
+    except RankFailedError:  # it takes no batch of that size
+        return None
+    return together if together.is_complete and not together.failed_length else None
+
+
+def _choose(found: Comparison, other: Comparison, notes: list[str], *, tells: bool) -> Comparison:
+    """Of two comparisons of replicas the one that holds, if only one does.
 
     Losses that ranks make from what they gather, or divide by numbers of the whole batch, are those of the whole batch. Others
     are averaged, which is another thing where a loss is no mean over samples: that is noted, for the user to judge.
 
     Args:
-        trial: the trial.
-        given: the same, pickled.
-        found: of the comparison with one process that reads the parts as micro-batches.
-        ranks: of every rank.
-        sizes: axes of the ranks by name.
-        same_length: give the second batch the length of the first.
-        timeout: seconds for the one process.
+        found: with one process that reads the replicas' parts as micro-batches.
+        other: with one that reads them together.
         notes: for the user; added to.
+        tells: whether a difference of the two processes says something of the user's loss.
     """
-    try:
-        together = run_alone(train_alone, given, ranks[0][0].replicas, same_length, AT_ONCE, timeout=timeout)
-    except RankFailedError:  # it takes no batch of that size
-        return found
-    if together.failed_length or not together.is_complete:
-        return found
-    other = compare_sides(trial, together, ranks, sizes, AT_ONCE)
     if other.ok and not found.ok:
         notes.append(
             "replicas train as one process does that reads their parts together; it would do otherwise if it read them as "
             "micro-batches (a loss that the ranks make from what they gather, or divide by a number of the whole batch)"
         )
         return other
-    if found.ok and not other.ok and not (together.draws or together.projects):
+    if found.ok and not other.ok and tells:
         differs = next(row for row in other.rows if not row.ok)
         notes.append(
             "replicas average their losses, and so does one process that accumulates their parts. One that reads the parts "

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_seqpar.distributed.counters import Traffic
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout, Reason
-from lightning_seqpar.parallel.grad_checks import Spread, tolerance
+from lightning_seqpar.parallel.grad_checks import Spread, check_reduced, tolerance
 from lightning_seqpar.parallel.grad_sync import GradSync, step_traffic
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.topology.grid import ProcessTopology
@@ -124,3 +124,25 @@ def test_norms_that_ranks_compare_are_those_of_whole_gradients():
                 assert highs[0] > lows[0] * (1 + 1e-3)
                 assert (lows[1], highs[1]) == (0.0, 0.0)
                 assert all(abs(number - 12**0.5) <= limit for number in (lows[2], highs[2]))
+
+
+def told_of_replicas(number: float, apart: float) -> str:
+    """What the comparison of the replicas' gradients says: of a parameter that no loss reads, and one with these numbers."""
+    model, _, groups, _ = build(1)
+    model.a.grad = torch.full((SIZE,), number, dtype=torch.float64) + apart * groups.rank("dp")
+    model.c.grad = torch.ones(SIZE)
+    try:
+        check_reduced(model.parameters(), model, groups)()
+    except RuntimeError as error:
+        return str(error)
+    return "alike"
+
+
+def test_gradients_of_replicas_are_compared_and_no_numbers_are_no_difference():
+    # An overflow is everywhere alike: the scaler skips the step, and one process would train on with it.
+    for number, apart in ((1.0, 0.0), (float("inf"), 0.0), (float("nan"), 0.0), (0.0, 0.0)):
+        assert run_distributed(told_of_replicas, 2, number, apart) == ["alike", "alike"]
+    for told in run_distributed(told_of_replicas, 2, 1.0, 0.5):
+        assert told.startswith(
+            "the gradient of a that reaches the optimizer differs between the replicas, and b got none: "
+        )

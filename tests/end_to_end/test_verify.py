@@ -175,7 +175,7 @@ def test_a_mean_over_unequal_parts_is_right_in_either_way_and_told(of_all, says)
 
 
 class Slower(GPT):
-    """Has another rate on the second rank."""
+    """Has another rate on ranks than in one process."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1 / (1 + 9 * self.trainer.world_size))

@@ -101,7 +101,7 @@ def test_fields_are_a_mapping_or_a_node():
         ("5", "trainer=5 is no mapping; write trainer: {devices: 2, ...}"),
         (
             STRATEGY.format("5"),
-            "init_args=5 of trainer.strategy is no mapping; write fields of ParallelConfig, as tp: 2",
+            "init_args=5 of trainer.strategy is no mapping; write arguments by name, as tp: 2",
         ),
         (STRATEGY.format("{config: [1]}"), "init_args.config=[1] of trainer.strategy is no mapping"),
     ],

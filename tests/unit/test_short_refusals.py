@@ -17,8 +17,9 @@ from torch import nn
 from lightning_seqpar import SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.inference.infer import infer_blocks
 from lightning_seqpar.layout.shard import Shard
-from lightning_seqpar.strategy.child_watch import flush_stdout, is_lost_peer, name_error
+from lightning_seqpar.strategy.child_watch import flush_stdout, is_lost_peer
 from lightning_seqpar.strategy.refusals import is_refusal, shorten_traceback, shortens_refusals
+from lightning_seqpar.user_input import name_error
 
 THIS = Path(__file__).name
 
