@@ -71,6 +71,8 @@ def scaled_dot_product_attention(func: Any, args: tuple[Any, ...], kwargs: dict[
     if not isinstance(q, SeqPart):
         return NotImplemented
     place = q._place
+    if place.chunks.axis == "tp":
+        return NotImplemented  # between blocks: whole
     if place.dim < q.ndim - 2:
         return _batched(func, given, q)
     if place.dim != q.ndim - 2 or not place.is_plain:

@@ -1,9 +1,10 @@
-"""Which positions of a sequence each context-parallel rank holds."""
+"""Which positions of a sequence each rank of an axis holds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,23 +34,38 @@ def zigzag(length: int, size: int) -> tuple[Ranges, ...]:
     return tuple((halves[rank], halves[2 * size - 1 - rank]) for rank in range(size))
 
 
+def padded(length: int, size: int) -> tuple[Ranges, ...]:
+    """Runs of ``ceil(length / size)`` positions in the ranks' order, of which the last ranks hold what is left, or nothing.
+
+    >>> padded(7, 2)
+    (((0, 4),), ((4, 7),))
+    >>> padded(3, 4)
+    (((0, 1),), ((1, 2),), ((2, 3),), ((3, 3),))
+    """
+    part = -(-length // size)
+    return tuple(((min(rank * part, length), min((rank + 1) * part, length)),) for rank in range(size))
+
+
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """How a sequence of ``length`` positions is dealt out over the ranks of a context-parallel group.
+    """How a sequence of ``length`` positions is dealt out over the ranks of an axis.
 
     Every rank holds its positions in their order in ``ranges``. Ranks may hold different numbers of them, and none at all.
 
     Args:
-        group: the context-parallel group.
+        group: the ranks.
         length: positions in the whole sequence.
         ranges: of each rank.
         method: how attention between the ranks is computed (the field ``cp_method``).
+        axis: ``cp``, where every rank differentiates a loss of its own, and the mean of all ranks' gradients is due; or ``tp``,
+            where the loss is one, and what is whole has the same gradient on all ranks.
     """
 
     group: ProcessGroup
     length: int
     ranges: tuple[Ranges, ...]
     method: str = "auto"
+    axis: Literal["cp", "tp"] = "cp"
     _indices: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -61,6 +77,16 @@ class Chunks:
     def size(self) -> int:
         """Ranks in the group."""
         return len(self.ranges)
+
+    @property
+    def losses(self) -> int:
+        """Of how many ranks' losses the gradient of a part is the sum."""
+        return self.size if self.axis == "cp" else 1
+
+    @property
+    def shown(self) -> str:
+        """How messages call the ranks."""
+        return f"{self.axis}={self.size}"
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -151,7 +177,7 @@ class Chunks:
             or ((0, 0),)
             for runs in self.ranges
         )
-        return Chunks(self.group, stop - start, ranges, self.method)
+        return Chunks(self.group, stop - start, ranges, self.method, self.axis)
 
     def held_between(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Of this rank's positions those in ``start`` to ``stop`` of the whole, as runs of local indices."""

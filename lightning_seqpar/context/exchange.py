@@ -1,8 +1,12 @@
 """How parts of a sequence become whole, and whole sequences parts.
 
-The convention of gradients is that of data parallelism: each rank differentiates a loss of its own, collectives have their true
-adjoints, and the gradient of a parameter is the *mean* over the ranks of the axis. That is right for any mixture of work on
-parts and work that every rank does alike, and no parameter has to be told from another.
+Over ``cp`` the convention of gradients is that of data parallelism: each rank differentiates a loss of its own, collectives have
+their true adjoints, and the gradient of a parameter is the *mean* over the ranks of the axis. That is right for any mixture of work
+on parts and work that every rank does alike, and no parameter has to be told from another.
+
+Over ``tp`` the loss is one. What is whole is the same on all ranks and has the same, whole gradient (arXiv 2205.05198): so a whole
+tensor that work on parts reads has the *sum* of the ranks' gradients (:func:`share`), and of the gradient of what was gathered, or
+summed, each rank takes its own positions.
 
 In the equations ``x_r`` is what rank ``r`` holds and ``dx_r`` its gradient.
 """
@@ -23,7 +27,7 @@ from lightning_seqpar.distributed.padding import pad, with_memory
 
 
 class _Enter(torch.autograd.Function):
-    """Forward ``y_r = x[positions of r]``; input-grad ``dx = gather_r(dy_r) / cp``, the mean that is due of every gradient."""
+    """Forward ``y_r = x[positions of r]``; input-grad ``dx = gather_r(dy_r)``, over cp a part of it, as the mean is due."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, chunks: Chunks) -> Tensor:
@@ -34,7 +38,23 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @passes_none
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_positions(grad, ctx.dim, ctx.chunks) / ctx.chunks.size, None, None
+        whole = gather_for_parts(grad, ctx.dim, ctx.chunks)
+        return whole / ctx.chunks.losses if ctx.chunks.losses > 1 else whole, None, None
+
+
+class _GatherAlike(torch.autograd.Function):
+    """Forward ``y = gather_r(x_r)``; input-grad ``dx_r = dy[positions of r]``, as ``dy`` is whole and the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, chunks: Chunks) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.dim, ctx.chunks = dim, chunks
+        return _gathered(x, dim, chunks)
+
+    @staticmethod
+    @passes_none
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return enter(grad, ctx.dim, ctx.chunks), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -83,6 +103,35 @@ class _Sum(torch.autograd.Function):
         return sum_over_ranks(grad, ctx.chunks), None
 
 
+class _SumAlike(torch.autograd.Function):
+    """Forward ``y = sum over r of x_r``; input-grad ``dx_r = dy``, which is whole and the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chunks: Chunks) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.chunks = chunks
+        total = all_reduce(x, chunks.group)
+        return total.clone() if total._is_view() else total
+
+    @staticmethod
+    @passes_none
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return share(grad, ctx.chunks), None
+
+
+class _Share(torch.autograd.Function):
+    """Forward ``y_r = x``; input-grad ``dx = sum over r of dy_r``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chunks: Chunks) -> Tensor:
+        ctx.chunks = chunks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_over_ranks(grad, ctx.chunks), None
+
+
 def _gathered(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
     """All ranks' positions in the order of the whole: ``[b, s/cp, h]`` → ``[b, s, h]`` for ``dim=1``."""
     if chunks.is_even:
@@ -104,27 +153,50 @@ def _reduced(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
 def enter(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
     """This rank's positions of an activation that all ranks have: ``[b, s, h]`` → ``[b, s/cp, h]`` for ``dim=1``.
 
-    Forward: nothing is sent. Backward: all-gather, divided by cp, so that what lies in front has the same gradient on all ranks.
+    Forward: nothing is sent. Backward: all-gather (over cp divided by its size), so that what lies in front has the same gradient
+    on all ranks.
     """
     out: Tensor = _Enter.apply(x, dim, chunks)  # type: ignore[no-untyped-call]
     return out
 
 
 def gather_positions(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
-    """The whole of what ranks have parts of: ``[b, s/cp, h]`` → ``[b, s, h]`` for ``dim=1``.
+    """The whole of what ranks have parts of, for work that all ranks do alike: ``[b, s/cp, h]`` → ``[b, s, h]`` for ``dim=1``.
 
-    Forward: all-gather. Backward: reduce-scatter, since each rank may do something else with the whole.
+    Forward: all-gather. Backward: over cp a reduce-scatter, since each rank may do something else with the whole; over tp a slice.
+    """
+    function = _Gather if chunks.axis == "cp" else _GatherAlike
+    out: Tensor = function.apply(x, dim, chunks)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gather_for_parts(x: Tensor, dim: int, chunks: Chunks) -> Tensor:
+    """The whole of what ranks have parts of, for work of each rank on its own part: ``[b, s/tp, h]`` → ``[b, s, h]`` for ``dim=1``.
+
+    Forward: all-gather. Backward: reduce-scatter.
     """
     out: Tensor = _Gather.apply(x, dim, chunks)  # type: ignore[no-untyped-call]
+    return out
+
+
+def share(x: Tensor, chunks: Chunks) -> Tensor:
+    """A whole tensor on its way into work on parts, in the same shape.
+
+    Forward: nothing is sent. Backward: over tp an all-reduce, since each rank's gradient tells of its own positions; over cp none.
+    """
+    if chunks.axis == "cp":
+        return x
+    out: Tensor = _Share.apply(x, chunks)  # type: ignore[no-untyped-call]
     return out
 
 
 def sum_over_ranks(x: Tensor, chunks: Chunks) -> Tensor:
     """The sum of what every rank has computed of its positions, in the same shape.
 
-    Forward: all-reduce. Backward: all-reduce.
+    Forward: all-reduce. Backward: over cp an all-reduce; over tp nothing is sent.
     """
-    out: Tensor = _Sum.apply(x, chunks)  # type: ignore[no-untyped-call]
+    function = _Sum if chunks.axis == "cp" else _SumAlike
+    out: Tensor = function.apply(x, chunks)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -275,7 +275,7 @@ def _aligned(place: Place, ndim: int, values: Iterable[Any]) -> Any:
             if value._local.ndim - other.dim == from_right and other.same(place):
                 out.append(value._local)
                 continue
-            value = value.whole()
+            value = value.for_parts()
         if isinstance(value, Tensor) and value.ndim >= from_right:
             size = value.shape[value.ndim - from_right]
             if size == place.whole_size:
@@ -583,7 +583,7 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             continue
         place, other = x._place, b if x is a else a
         if place.dim == kept:  # rows of the first, columns of the second
-            plain = other.whole() if isinstance(other, SeqPart) else other
+            plain = other.for_parts() if isinstance(other, SeqPart) else other
             out = torch.matmul(x._local, plain) if x is a else torch.matmul(plain, x._local)
             if other.ndim == 1:
                 return SeqPart.wrap(out, place.at(out.ndim - 1))
@@ -626,7 +626,7 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             continue
         if at >= 0 and x.shape[at] not in (1, place.whole_size):
             return NotImplemented  # torch's own message
-        plain = x.whole() if isinstance(x, SeqPart) else x
+        plain = x.for_parts() if isinstance(x, SeqPart) else x
         locals_.append(place.own(plain, at) if at >= 0 and x.shape[at] == place.whole_size else plain)
     return SeqPart.wrap(func(equation, *locals_), place.at(right.index(letter)))
 
@@ -1075,7 +1075,7 @@ def retain_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradient that a sequence got: a part's is that of all ranks' losses, of which the mean is due."""
     x, grad = args[0], func(args[0]._local)
-    return None if grad is None else x.like(grad / x._place.chunks.size)
+    return None if grad is None else x.like(grad / x._place.chunks.losses)
 
 
 HANDLERS[getattr(Tensor, "grad").__get__] = _gradient  # noqa: B009
@@ -1085,16 +1085,16 @@ HANDLERS[getattr(Tensor, "grad").__get__] = _gradient  # noqa: B009
 def register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a hook with the gradient of the whole, a sequence; what it returns, or makes of it in place, goes on."""
     x, hook = args[0], _argument(args, kwargs, 1, "hook")
-    like, place, size = x.like, x._place, x._place.chunks.size
+    like, place, losses = x.like, x._place, x._place.chunks.losses
 
     def hooked(grad: Tensor) -> Tensor | None:
-        told = grad / size
+        told = grad / losses if losses > 1 else grad.clone()
         version = told._version
         changed = hook(like(told))
         if changed is None:
-            return None if told._version == version else told * size
-        mine = share_of(changed, place, size)
-        return None if mine is None else mine * size
+            return None if told._version == version else told * losses
+        mine = share_of(changed, place, place.chunks)
+        return None if mine is None else mine * losses
 
     return func(x._local, hooked)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -10,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lightning_seqpar.context.chunks import Chunks
-from lightning_seqpar.context.exchange import gather_positions
+from lightning_seqpar.context.exchange import gather_for_parts, gather_positions, share
 from lightning_seqpar.distributed.autograd import input_nodes, leaf_of, memory_of, outputs_of, without_overrides
 
 
@@ -78,16 +80,22 @@ class Place:
 
 
 class SeqPart(Tensor):
-    """A sequence of the whole shape, such as ``[b, s, h]``, of which this rank holds ``[b, s/cp, h]``.
+    """A sequence of the whole shape, such as ``[b, s, h]``, of which this rank holds ``[b, s/cp, h]``, or ``[b, s/tp, h]``.
 
     Functions on each position by itself run on what the rank holds; whole tensors that they are given beside it (rotary tables,
-    masks, labels) count with the rank's positions alone. Attention and losses run over all ranks
+    masks, labels) count with the rank's positions alone. Losses run over all ranks, over cp attention too
     (:mod:`~lightning_seqpar.context.attention`, :mod:`~lightning_seqpar.context.loss`). Every other function gathers first, which
-    is a collective over cp: it must run on all ranks.
+    is a collective: it must run on all ranks. Between blocks over tp, where a gather is a cost that the model need not have, it is
+    warned of.
+
+    Of a sequence that is dealt out over both axes the part over cp has a part over tp in it (:attr:`local`).
     """
 
     runs_on_parts = True
     """A function mode hands functions of these on, and sees those of the parts (ElementwiseRecompute)."""
+
+    row_seq_nr: int | None = None
+    """Of a block's output: where its last row's reduction stands in the graph (``Frame.overlap_seq_nr``)."""
 
     _local: Tensor
     _place: Place
@@ -124,14 +132,35 @@ class SeqPart(Tensor):
         return SeqPart.wrap(local, self._place)
 
     def whole(self) -> Tensor:
-        """The whole sequence as a plain tensor, ``[b, s, h]``. Forward: all-gather over cp. Backward: reduce-scatter."""
+        """The whole sequence as a plain tensor, ``[b, s, h]``, for work that all ranks do alike.
+
+        Forward: all-gather. Backward: over cp a reduce-scatter, over tp a slice.
+        """
+        return self._gathered(gather_positions)
+
+    def for_parts(self) -> Tensor:
+        """The whole sequence as a plain tensor, ``[b, s, h]``, for work of each rank on a part of another sequence.
+
+        Forward: all-gather. Backward: reduce-scatter.
+        """
+        return self._gathered(gather_for_parts)
+
+    def _gathered(self, gather: Callable[[Tensor, int, Chunks], Tensor]) -> Tensor:
+        _settle((self,))
         place, local = self._place, self._local
-        if type(local) is not Tensor and hasattr(local, "whole"):  # sharded by vocabulary too
+        if isinstance(local, SeqPart):
+            local = local._gathered(gather)
+        elif type(local) is not Tensor and hasattr(local, "whole"):  # sharded by vocabulary too
             local = local.whole()
         if place.is_plain:
-            return gather_positions(local, place.dim, place.chunks)
+            return gather(local, place.dim, place.chunks)
         split = local.unflatten(place.dim, (place.before, place.chunks.local_length, place.behind))
-        return gather_positions(split, place.dim + 1, place.chunks).flatten(place.dim, place.dim + 2)
+        return gather(split, place.dim + 1, place.chunks).flatten(place.dim, place.dim + 2)
+
+    def settled(self) -> SeqPart:
+        """Itself, once its part has the graph that the object was given by an ``autograd.Function`` of somebody's."""
+        _settle((self,))
+        return self
 
     def _take_over_graph(self, node: Any, number: int) -> None:
         """Where an ``autograd.Function`` of somebody's made this sequence, give the part the graph that the Function has.
@@ -148,7 +177,7 @@ class SeqPart(Tensor):
         known = all(found is not None or each is None for found, each in zip(inputs, nodes, strict=True))
         if name == "CheckpointFunction" or number or not known or outputs_of(node) != 1:
             raise RuntimeError(
-                f"{name}, an autograd.Function, made a sequence of which each rank of cp={self._place.chunks.size} holds a part, "
+                f"{name}, an autograd.Function, made a sequence of which each rank of {self._place.chunks.shown} holds a part, "
                 "beside other outputs, of other tensors that have a graph, or by a graph of its own: its gradient can't be taken "
                 "there; write the function without autograd.Function, use checkpoint(..., use_reentrant=False), or set cp=1"
             )
@@ -161,12 +190,12 @@ class SeqPart(Tensor):
         Functions see the object without a graph; an ``autograd.Function`` that makes a plain tensor of it would leave the gradient
         here, where nothing reads it.
         """
-        size = self._place.chunks.size
+        shown = self._place.chunks.shown
         self._guarded = True
 
         def refuse(grad: Tensor) -> None:
             raise RuntimeError(
-                f"an autograd.Function made a whole tensor of a sequence of which each rank of cp={size} holds a part: its "
+                f"an autograd.Function made a whole tensor of a sequence of which each rank of {shown} holds a part: its "
                 "gradient can't be taken there; give it x.whole() (on all ranks), write it without autograd.Function, or set cp=1"
             )
 
@@ -204,7 +233,7 @@ class SeqPart(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The shape of the whole and the rank; no numbers, which would take a collective."""
         chunks = self._place.chunks
-        return f"SeqPart(shape={list(self.shape)}, rank {chunks.rank} of cp={chunks.size} holds {chunks.local_length} positions)"
+        return f"SeqPart(shape={list(self.shape)}, rank {chunks.rank} of {chunks.shown} holds {chunks.local_length} positions)"
 
     @classmethod
     def __torch_function__(
@@ -225,7 +254,7 @@ class SeqPart(Tensor):
         if named.get("out") is None:
             handler = HANDLERS.get(func)
             if handler is not None:
-                out = handler(func, args, named)
+                out = handler(func, *_shared(args, named))
                 if out is not NotImplemented:
                     if func in VIEWS:
                         _note_views(args[0], out)
@@ -242,7 +271,7 @@ class SeqPart(Tensor):
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"{func} got a sequence of which each rank of cp={_chunks_of(args).size} holds a part, past torch's functions (from an "
+            f"{func} got a sequence of which each rank of {_chunks_of(args).shown} holds a part, past torch's functions (from an "
             "autograd.Function, a compiled extension or a reentrant activation checkpoint), where it can't be made whole; give "
             "it x.whole() (on all ranks), use checkpoint(..., use_reentrant=False), or set cp=1"
         )
@@ -274,18 +303,17 @@ class _OfFunction(torch.autograd.Function):
             )
         grads = ctx.node.apply(SeqPart.wrap(grad, ctx.place))
         grads = grads if isinstance(grads, tuple) else (grads,)
-        size = ctx.place.chunks.size
         due = zip(grads, ctx.places, ctx.needs_input_grad[4:], strict=True)
-        shares = [share_of(one, place, size) if needed else None for one, place, needed in due]
+        shares = [share_of(one, place, ctx.place.chunks) if needed else None for one, place, needed in due]
         return None, None, None, None, *shares
 
 
-def share_of(grad: Tensor | None, place: Place | None, size: int) -> Tensor | None:
-    """Of the gradient of a whole tensor this rank's: of a sequence its positions, of any other tensor a part in ``size``."""
+def share_of(grad: Tensor | None, place: Place | None, chunks: Chunks) -> Tensor | None:
+    """Of the gradient of a whole tensor this rank's: of a sequence its positions, of any other tensor what its losses tell."""
     if grad is None:
         return None
     if place is None:
-        return whole_of(grad) / size  # type: ignore[no-any-return]
+        return whole_of(grad) / chunks.losses  # type: ignore[no-any-return]
     if isinstance(grad, SeqPart) and grad._place.dim == place.dim and grad._place.same(place):
         return grad._local
     return place.own(whole_of(grad))
@@ -337,6 +365,24 @@ def _settle(values: Iterable[Any]) -> None:
             _settle(value)
 
 
+def _shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a function on parts over tp, with whole tensors that take a gradient shared (:func:`share`)."""
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    leaves, spec = tree_flatten((args, kwargs))
+    chunks = next((leaf._place.chunks for leaf in leaves if isinstance(leaf, SeqPart)), None)
+    if chunks is None or chunks.axis == "cp":
+        return args, kwargs
+    shared = [
+        share(leaf, chunks)
+        if isinstance(leaf, Tensor) and not isinstance(leaf, SeqPart) and leaf.requires_grad
+        else leaf
+        for leaf in leaves
+    ]
+    given: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(shared, spec)
+    return given
+
+
 def _note_views(x: Any, out: Any) -> None:
     """Of what a function of views returned: what has the memory of ``x``, and what has not."""
     if not isinstance(x, SeqPart):
@@ -385,8 +431,15 @@ def local_of(x: Any) -> Any:
 
 
 def whole_of(x: Any) -> Any:
-    """A sequence as a whole plain tensor (collective over cp); anything else unchanged."""
+    """A sequence as a whole plain tensor (collective over its axis); anything else unchanged."""
     return x.whole() if isinstance(x, SeqPart) else x
+
+
+def over_tp(x: SeqPart) -> Tensor:
+    """A sequence as what all tensor-parallel ranks have alike: whole, or their context-parallel part of it (collective over tp)."""
+    if x._place.chunks.axis == "tp":
+        return x.whole()
+    return x.like(x._local.whole()) if isinstance(x._local, SeqPart) else x
 
 
 def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -413,7 +466,7 @@ _OF_GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.regi
 
 
 def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function on whole sequences; collective over cp. A change in place is made to the whole, and then to the parts.
+    """Run a function on whole sequences; collective. A change in place is made to the whole, and then to the parts.
 
     Raises:
         RuntimeError: if it would change a copy alone, or give it away.
@@ -427,15 +480,16 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         or name in _OF_MEMORY
     ):
         raise RuntimeError(
-            f"{name} of a sequence of which each rank of cp={_chunks_of((args, kwargs)).size} holds a part would read or change a "
+            f"{name} of a sequence of which each rank of {_chunks_of((args, kwargs)).shown} holds a part would read or change a "
             "copy: it is whole only where it is used. Write the change as a new tensor (torch.where, torch.cat, x = x + y), or "
             "x = x.whole() first (on all ranks)"
         )
     if func in _OF_GRAPH and any(isinstance(one, SeqPart) for one in _differentiated(func, args, kwargs)):
         raise RuntimeError(
-            f"{name} by a sequence of which each rank of cp={_chunks_of((args, kwargs)).size} holds a part would find a copy, "
+            f"{name} by a sequence of which each rank of {_chunks_of((args, kwargs)).shown} holds a part would find a copy, "
             "that is not in the graph; take the gradient by x.whole() (on all ranks) that the rest is computed from, or set cp=1"
         )
+    _warn_of_gather(name, _chunks_of((args, kwargs)))
     wholes: dict[int, tuple[SeqPart, Tensor]] = {}
 
     def whole(x: SeqPart) -> Tensor:
@@ -456,6 +510,23 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
+def _warn_of_gather(name: str, chunks: Chunks) -> None:
+    """Say once for each line of the user's that the sequence is gathered there, on the first rank of ``tp``."""
+    if chunks.axis != "tp" or chunks.rank or chunks.size == 1:
+        return
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        f"{name}() between the blocks needs all positions of a sequence of which each rank of {chunks.shown} holds a part: they "
+        "are gathered for it. The result is right; it takes a collective, and memory for the whole activation, at each call",
+        stacklevel=level,
+    )
+
+
+_NOT_USERS = frozenset(["lightning_seqpar", "torch"])
+
+
 def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """What a function of the graph takes gradients by."""
     if func is torch.autograd.grad:
@@ -470,7 +541,7 @@ def _differentiated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def write(target: SeqPart, whole: Tensor) -> None:
     """Give a sequence, in place, the numbers of a whole tensor, and its graph; views of it change with it."""
     changes(target)
-    target._local.copy_(target._place.own(whole))
+    target._local.copy_(target._place.own(share(whole, target._place.chunks)))
     target._changed()
 
 
@@ -482,7 +553,7 @@ def changes(target: SeqPart) -> None:
     """
     if target._memory is not None and target._memory.copies:
         raise RuntimeError(
-            f"a change in place of a sequence of which each rank of cp={target._place.chunks.size} holds a part, and of which a "
+            f"a change in place of a sequence of which each rank of {target._place.chunks.shown} holds a part, and of which a "
             "copy was given in a view's place (as x[:, -1]): the copy would not change; write x = x + y, or x = x.whole() first "
             "(on all ranks)"
         )

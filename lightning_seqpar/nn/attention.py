@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_seqpar.context.seq_part import SeqPart, local_of
-from lightning_seqpar.distributed.collectives import reduce_from_tensor_parallel_region, split
+from lightning_seqpar.distributed.collectives import reduce_from_tensor_parallel_region
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.nn.linear import RowParallelLinear, sharded_linear, shrink
 from lightning_seqpar.region.sequence_region import SequenceRegion
@@ -252,10 +252,7 @@ class ParallelTransformerEncoder(nn.TransformerEncoder):
         finally:
             self.norm = norm
         kept = (~_boolean(src_key_padding_mask)).unsqueeze(-1).to(out.dtype)  # packing needs batch_first: [b, s, 1]
-        chunks = self.region.frames.current.chunks
-        if self.region.sp and chunks is not None:
-            kept = chunks.own(kept, 1)
-        out = out * (split(kept, 1, self.region.group) if self.region.sp else kept)
+        out = out * kept
         return out if norm is None else norm(out)
 
     def _would_pack(self, src: Tensor, mask: Tensor | None, padding: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_seqpar.context.seq_part import SeqPart
+from lightning_seqpar.context.seq_part import SeqPart, over_tp
 from lightning_seqpar.distributed.autograd import once_differentiable
 from lightning_seqpar.distributed.collectives import (
     copy_to_tensor_parallel_region,
@@ -179,6 +179,7 @@ class VocabParallelEmbedding(nn.Embedding):
         Raises:
             IndexError: for an id outside the vocabulary (on the CPU; as in torch, a device assertion elsewhere).
         """
+        ids = over_tp(ids) if isinstance(ids, SeqPart) else ids
         if isinstance(ids, SeqPart):
             return SeqPart.wrap(VocabParallelEmbedding.forward(self, ids.local), ids.place)  # not what a subclass adds
         shard, group, rank = self._vocab_part.shard, self._vocab_part.group, self._vocab_part.rank
@@ -241,6 +242,7 @@ class VocabParallelHead(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h]`` → :class:`ShardedLogits` of the shape ``[..., v]``."""
+        x = over_tp(x) if isinstance(x, SeqPart) else x
         if isinstance(x, SeqPart):
             return x.like(VocabParallelHead.forward(self, x.local))  # not what a subclass of the user's adds
         part = self._vocab_part

@@ -37,10 +37,10 @@ from lightning_seqpar.parallel.sharded_model import (
 from lightning_seqpar.parallel.tiled_mlps import MLPTiles
 from lightning_seqpar.pipeline.held_parameters import from_holder
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
-from lightning_seqpar.region.hooks import draw_alike, note_shards, require_shard, return_whole
+from lightning_seqpar.region.hooks import begin_on_shards, draw_alike, end_on_shards, return_whole
 from lightning_seqpar.region.lowered import LoweredRegion, begin_lowered_block
 from lightning_seqpar.region.sequence_region import SequenceRegion
-from lightning_seqpar.styles.blocks import hook_stack
+from lightning_seqpar.styles.blocks import close_stack, hook_stack
 from lightning_seqpar.styles.style import Application, Stack
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
@@ -155,7 +155,15 @@ class _Swap:
     # ---- hooks -------------------------------------------------------------------------------------------------
 
     def _hooks(self, record: ShardedModel) -> Iterator[RemovableHandle]:
-        """All forward hooks, in the order in which those of one module run."""
+        """All forward hooks, in the order in which those of one module run; the user's own come behind, and see no shards."""
+        blocks = [self.plan.modules[name] for stack in self.plan.stacks for name in stack.blocks]
+        own = [(block._forward_hooks, list(block._forward_hooks)) for block in blocks]
+        yield from self._own_hooks(record)
+        for hooks, keys in own:
+            for key in keys:
+                hooks.move_to_end(key)
+
+    def _own_hooks(self, record: ShardedModel) -> Iterator[RemovableHandle]:
         for stack in self.plan.stacks:
             yield from hook_stack(stack, self._application)
             if self._compiler is not None:
@@ -173,6 +181,8 @@ class _Swap:
             yield from hook_embeddings(self.plan, self._context)
         yield from self._hook_dropouts()
         yield from self._hook_shard_readers(record.layout)
+        for stack in self.plan.stacks:
+            yield from close_stack(stack, self._application)
         yield from self._hook_modules_around()
         for module in self._holders(record.layout):
             yield module.register_state_dict_pre_hook(_guard(record))
@@ -196,9 +206,10 @@ class _Swap:
                 yield module.register_forward_hook(behind, always_call=True)
 
     def _hook_shard_readers(self, layouts: Mapping[str, ParamLayout]) -> Iterator[RemovableHandle]:
-        """Modules whose parameters see shards must not be called where activations are whole."""
+        """Modules whose parameters see shards, called between the blocks, or, which is refused, where activations are whole."""
         if not self.plan.sp:
             return
+        ends = {name for stack in self.plan.stacks for name in (*stack.blocks, *stack.exits)}
         readers = {
             name.rpartition(".")[0]
             for name, layout in layouts.items()
@@ -206,10 +217,12 @@ class _Swap:
         }
         for name in sorted(readers):
             stack = self.plan.stack_reaching(name)
-            if stack is not None and name not in stack.blocks and not self._is_lowered(name):
+            if stack is not None and name not in ends and not self._is_lowered(name):
                 module, region = self.plan.modules[name], self._application.region_at(stack)
-                yield module.register_forward_pre_hook(require_shard(region, name))
-                yield module.register_forward_hook(note_shards(region, name))
+                yield module.register_forward_pre_hook(
+                    begin_on_shards(region, name, is_exit=False), with_kwargs=True, prepend=True
+                )
+                yield module.register_forward_hook(end_on_shards(region, name, is_exit=False), always_call=True)
 
     def _hook_modules_around(self) -> Iterator[RemovableHandle]:
         """Modules around the blocks: what they return of the inside must be whole."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -19,8 +20,8 @@ from lightning_seqpar.activations.wgrad_overlap import (
     reduce_scatter_over,
 )
 from lightning_seqpar.context.axis import ContextAxis
-from lightning_seqpar.context.chunks import Chunks
-from lightning_seqpar.context.seq_part import Place, SeqPart, local_of
+from lightning_seqpar.context.chunks import Chunks, padded
+from lightning_seqpar.context.seq_part import Place, SeqPart, local_of, whole_of
 from lightning_seqpar.distributed.collectives import (
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
@@ -29,10 +30,14 @@ from lightning_seqpar.distributed.collectives import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from lightning_seqpar.distributed.padding import pad, shard_length
 from lightning_seqpar.region.column_inputs import ColumnInputs
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.observers import Observers
 from lightning_seqpar.region.rng_scope import RngScope
+
+_MANY = 256
+"""Lengths whose chunks are remembered; with variable lengths the oldest are forgotten."""
 
 
 class DataPath:
@@ -41,7 +46,8 @@ class DataPath:
     ======================  ==================================  ====================================  ===================
     method                  forward                             ``dim=1``                             backward
     ======================  ==================================  ====================================  ===================
-    enter, resume           scatter                             ``[b, s, h]`` → ``[b, s/tp, h]``      all-gather
+    enter, resume           scatter, or nothing                 ``[b, s, h]`` → ``[b, s/tp, h]``      all-gather
+    wrap, unwrap            nothing                             ``[b, s/tp, h]``                      nothing
     gather                  all-gather (g)                      ``[b, s/tp, h]`` → ``[b, s, h]``      reduce-scatter
     reduce                  reduce-scatter (ḡ)                  ``[b, s, h]`` → ``[b, s/tp, h]``      all-gather
     leave, suspend          all-gather                          ``[b, s/tp, h]`` → ``[b, s, h]``      slice
@@ -63,8 +69,9 @@ class DataPath:
         observers: what is told of each event.
         context: the context-parallel axis; None where it has one rank.
 
-    With context parallelism ``s`` counts this rank's positions, and what is whole over tp is a part of a sequence
-    (:class:`~lightning_seqpar.context.seq_part.SeqPart`): the user's code sees the length of the whole.
+    Between blocks a shard is a part of a sequence (:class:`~lightning_seqpar.context.seq_part.SeqPart`), which ``wrap`` makes and
+    ``enter`` takes; code there sees the whole shape. With context parallelism ``s`` counts this rank's positions, and what is whole
+    over tp is a part of a sequence too.
 
     Attributes:
         row_window: under which collectives a row's weight-gradient product may run: of ``any`` row before it, of one in its own
@@ -88,38 +95,96 @@ class DataPath:
         self._frames, self._rng, self._columns = frames, rng, columns
         self._observers, self._placement = observers, observers.placement
         self._context = context
+        self._known: dict[int, Chunks] = {}
         self.row_window: Literal["any", "block", "none"] = "any"
 
     # ---- in and out ------------------------------------------------------------------------------------------
 
     def enter(self, x: Tensor, block: str = "block") -> Tensor:
-        """The input of a block: scattered if it is the call's first, and required to be a shard otherwise."""
+        """The activation that a block is given: of a part of a sequence the shard; what is whole is scattered."""
         if not self.sp:
             return x if self._context is None else self._context.part(x, self.dim)
         frames = self._frames
-        self._placement.check_layout(x, block)
-        frames.open_recompute(x, block)
-        key = (block, tuple(x.shape))
-        if frames.begins_again(x, key):
-            self.abort()
-        if frames.active:
-            self._placement.check_block_input(x, block)
-            frames.remember(key, is_shard=True)
-            if self.row_window != "any":
-                frames.current.overlap_seq_nr = None
-            return x
-        chunks = None
-        if self._context is not None:
-            x, chunks = self._context.enter(x, self.dim)
-        frames.begin(x, key, chunks)
+        if isinstance(x, SeqPart) and (found := self._shard_in(x)) is not None:
+            shard, length, chunks = found
+            frames.begin(length, tuple(shard.shape), chunks)
+            if self.row_window == "any":
+                frames.current.overlap_seq_nr = x.row_seq_nr
+        else:
+            x, chunks = self._whole(x)
+            self._placement.check_layout(x, block)
+            frames.begin(x.shape[self.dim], tuple(x.shape), chunks)
+            shard = scatter_to_sequence_parallel_region(x, self.dim, self.group)
         self._observers.region_begins()
-        entered = scatter_to_sequence_parallel_region(x, self.dim, self.group)
-        self._observers.shard_made(entered, block)
-        return entered
+        self._observers.shard_made(shard, block)
+        return shard
 
-    def enter_last(self, x: Tensor, module: str) -> Tensor:
-        """The input of the module at which the region ends: a shard already, but where no block ran (layerdrop)."""
-        return x if self._frames.active or self._frames.recomputes else self.enter(x, module)
+    def _whole(self, x: Tensor) -> tuple[Tensor, Chunks | None]:
+        """An activation that is whole over tp, and how its sequence is dealt out over the context-parallel ranks."""
+        if self._context is None:
+            return whole_of(x), None
+        return self._context.enter(
+            x.whole() if isinstance(x, SeqPart) and isinstance(x.local, SeqPart) else x, self.dim
+        )
+
+    def _shard_in(self, x: SeqPart, *, flat: bool = False) -> tuple[Tensor, int, Chunks | None] | None:
+        """The shard that blocks compute on: with its padding, the length, and how that is dealt out over cp.
+
+        Args:
+            x: a part of a sequence.
+            flat: whether flattened tokens are shards too.
+
+        Returns:
+            None if the sequence lies otherwise in it, or is dealt out otherwise.
+        """
+        inner, chunks = x.settled(), None
+        if isinstance(x.local, SeqPart):
+            inner, chunks = x.local.settled(), x.place.chunks
+        place, length = inner.place, inner.place.chunks.length
+        in_place = place.is_plain and place.dim == self.dim
+        if flat and not in_place:  # [b·s, h], or [s·b, h]
+            in_place = place.dim == 0 and (place.behind if self.dim else place.before) == 1
+        if not in_place or place.chunks.axis != "tp" or not place.chunks.same(self._chunks(length)):
+            return None
+        part = shard_length(length, self.size)
+        return _resized(inner.local, place, place.chunks.local_length, part), length, chunks
+
+    def _chunks(self, length: int) -> Chunks:
+        """How a sequence of that length is dealt out over the tensor-parallel ranks; the same object for the same length."""
+        found = self._known.get(length)
+        if found is None:
+            if len(self._known) >= _MANY:
+                del self._known[next(iter(self._known))]
+            found = self._known[length] = Chunks(self.group, length, padded(length, self.size), axis="tp")
+        return found
+
+    def wrap(self, x: Any) -> Any:
+        """What a block (or another module on shards) made: a part of a sequence where it is this rank's shard, without padding."""
+        frame = self._frames.current
+        if not isinstance(x, Tensor) or isinstance(x, SeqPart) or frame.length is None:
+            return x
+        chunks, part = self._chunks(frame.length), self._frames.shard_length
+        if x.ndim == frame.ndim and x.shape[self.dim] == part:
+            place = Place(chunks, self.dim)
+        elif x.ndim == 2 and frame.ndim == 3 and part > 1 and x.shape[0] == frame.batch * part:
+            place = Place(chunks, 0, frame.batch, 1) if self.dim else Place(chunks, 0, 1, frame.batch)
+        else:
+            return x
+        wrapped = SeqPart.wrap(_resized(x, place, part, chunks.local_length), place)
+        if frame.chunks is not None:
+            wrapped = SeqPart.wrap(wrapped, replace(place, chunks=frame.chunks))
+        wrapped.row_seq_nr = frame.overlap_seq_nr
+        return wrapped
+
+    def unwrap(self, x: Any) -> Any:
+        """What else a block is given: of a part of a sequence over tp the shard, or all of it if it has another length."""
+        if not isinstance(x, SeqPart) or (x.place.chunks.axis == "cp" and not isinstance(x.local, SeqPart)):
+            return x
+        found = self._shard_in(x, flat=True)
+        if found is None or found[1] != self._frames.current.length:
+            return x.for_parts()
+        self._observers.shard_made(found[0], self._frames.current.module)
+        return found[0]
 
     def leave(self, x: Tensor, module: str = "block") -> Tensor:
         """The region's output, whole again for consumers that every rank computes alike."""
@@ -131,11 +196,6 @@ class DataPath:
         return as_part(
             gather_replicated_from_sequence_parallel_region(x, self.dim, self.group, length), self.dim, chunks
         )
-
-    def abort(self) -> None:
-        """A block raised, or was never left: activations are no shards any more."""
-        self._frames.current.abort()
-        self._observers.region_ends()
 
     def suspend(self, x: Tensor, module: str) -> Tensor:
         """A shard on its way to a module that every rank computes whole; the region goes on behind it."""
@@ -254,6 +314,17 @@ class DataPath:
         """Every rank's features, in order, for a module over the whole width."""
         whole = gather_from_sequence_parallel_region(local_of(x), x.ndim - 1, self.group)
         return x.like(whole) if isinstance(x, SeqPart) else whole
+
+
+def _resized(x: Tensor, place: Place, have: int, want: int) -> Tensor:
+    """A shard with fewer or more positions at its end: ``[b, have, h]`` → ``[b, want, h]``, new ones are zero."""
+    if have == want:
+        return x
+    if not place.is_plain:
+        split = x.unflatten(place.dim, (place.before, have, place.behind))
+        at = Place(place.chunks, place.dim + 1)
+        return _resized(split, at, have, want).flatten(place.dim, place.dim + 2)
+    return x.narrow(place.dim, 0, want) if want < have else pad(x, place.dim, want)
 
 
 def as_part(x: Tensor, dim: int, chunks: Chunks | None, batch: int = 0) -> Tensor:

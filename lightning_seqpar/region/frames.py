@@ -1,7 +1,8 @@
-"""The calls of a region's owner: the length of each one's sequence, and what is gathered in it and not yet reduced.
+"""The calls of a region's blocks: the length of each one's sequence, and what is gathered in it and not yet reduced.
 
-The state of a forward belongs to a call, not to a module. Every call of the owner (the module that runs the blocks) opens a
-frame and closes it, whether it returns or raises, so that repeated, nested and aborted forwards are right.
+The state of a forward belongs to a call, not to a module. Every call of a block (or of the module at which the region ends) opens a
+frame and closes it, whether it returns or raises, so that repeated, nested and aborted forwards are right. Between the blocks there
+is no frame: an activation knows by itself that it is a part (:class:`~lightning_seqpar.context.seq_part.SeqPart`).
 """
 
 from __future__ import annotations
@@ -61,16 +62,17 @@ class InputRecord(NamedTuple):
 
 @dataclass
 class Frame:
-    """The state of one call: nested, repeated and aborted calls of an owner each have their own.
+    """The state of one call: nested, repeated and aborted calls of blocks each have their own.
 
     Attributes:
+        module: the block, or other module, whose call it is.
+        is_call: whether that call opened it, and not a backward or a tile in it.
         length: positions of the whole sequence while activations are shards; None outside of the blocks.
         ndim: number of dims of an activation: 3 for ``[b, s, h]``, 2 for flattened tokens ``[b·s, h]``.
         batch: size of an activation's dim that is neither sequence nor features; flattened tokens are folded by it.
         chunks: how the whole sequence is dealt out over the context-parallel ranks; ``length`` then counts this rank's positions.
-        first: the block at which the call entered the region, and the shape of its whole input.
         task: the backward in which the call began, or ``NO_BACKWARD``.
-        resumed_by: the module that opened this frame because a backward computes it again; None for a call of the owner.
+        resumed_by: the module that opened this frame because a backward computes it again; None for a call of a block.
         repeats: whether a backward computes a part of a call again in this frame, with the lengths that the call had.
         gather_scopes: for each module with gathered inputs that is running, the outermost first, the graph nodes of what was
             gathered for it.
@@ -91,11 +93,12 @@ class Frame:
         drawn_alike: random draws that all ranks made alike behind that row, each by operation and shape.
     """
 
+    module: str = ""
+    is_call: bool = False
     length: int | None = None
     ndim: int = 0
     batch: int = 1
     chunks: Chunks | None = None
-    first: InputKey | None = None
     task: int = NO_BACKWARD
     resumed_by: str | None = None
     repeats: bool = False
@@ -120,28 +123,17 @@ class Frame:
         """Graph nodes of everything that was gathered for the modules that are running."""
         return [node for scope in self.gather_scopes for node in scope]
 
+    def is_call_of(self, module: str) -> bool:
+        """Whether a call of the module of that name opened it."""
+        return self.is_call and self.module == module
+
     def leave_rows(self) -> None:
         """Forget which columns and rows ran last: no column's features are on their way to a row any more."""
         self.column_tokens, self.previous_row_width, self.drawn_alike = None, None, []
 
-    def abort(self) -> None:
-        """Drop what is open, after a module raised: its closing hooks will not come."""
-        self.length, self.unwrapped, self.dealt_out = None, 0, None
-        for opened in (
-            self.gather_scopes,
-            self.rows_left,
-            self.gathered,
-            self.wholes,
-            self.unreduced,
-            self.sum_widths,
-            self.sum_features,
-            self.partial_nodes,
-        ):
-            opened.clear()
-
 
 class FrameStack:
-    """The calls of a region's owner that are under way, and the inputs that a backward may compute from again.
+    """The calls of a region's blocks that are under way, and the inputs that a backward may compute from again.
 
     Args:
         size: number of tensor-parallel ranks.
@@ -165,25 +157,18 @@ class FrameStack:
 
     # ---- calls -----------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Begin a call of the owner."""
-        self._push(Frame(task=current_backward()))
+    def open(self, module: str = "") -> None:
+        """Begin a call of a block, or of another module on shards."""
+        self._push(Frame(module, is_call=True, task=current_backward()))
 
-    def close(self, *, aborted: bool = False) -> None:
-        """End a call of the owner.
-
-        Args:
-            aborted: whether it raised.
-
-        Raises:
-            ValueError: if it returned while activations are still shards.
-        """
-        frame = self.current
-        if self._outer:
+    def close(self, module: str = "") -> None:
+        """End it, whether it returned or raised; what it left open is dropped."""
+        if not any(frame.is_call_of(module) for frame in (self.current, *self._outer)):
+            return  # it raised before it began
+        ends = False
+        while not ends:
+            ends = self.current.is_call_of(module)
             self.current = self._outer.pop()
-        if frame.length is not None and frame.resumed_by is None and not aborted:
-            frame.length = None
-            raise self.left_open()
 
     def open_recompute(self, x: Tensor, module: str) -> None:
         """Where a backward computes ``module`` again, open a frame with the length that the forward had.
@@ -205,7 +190,7 @@ class FrameStack:
                 f"{list(x.shape)}; pad the sequences to a multiple of tp={self._size}"
             )
         length = known.length if known.is_shard else None
-        self._push(Frame(length, known.ndim, known.batch, known.chunks, task=task, resumed_by=module))
+        self._push(Frame(module, False, length, known.ndim, known.batch, known.chunks, task=task, resumed_by=module))
 
     def finish(self, module: str) -> None:
         """A block or a module with gathered inputs ended: close the frame that :meth:`resume` opened for it, if any."""
@@ -220,7 +205,8 @@ class FrameStack:
         """
         outer, count = self.current, len(self._outer)
         length = known.length if known.is_shard else None
-        self._push(Frame(length, known.ndim, known.batch, known.chunks, task=current_backward(), repeats=True))
+        task = current_backward()
+        self._push(Frame(outer.module, False, length, known.ndim, known.batch, known.chunks, task=task, repeats=True))
         try:
             yield
         finally:  # torch ends a recompute with an exception, as soon as all is there that the backward needs
@@ -239,7 +225,7 @@ class FrameStack:
         dim = self._dim if len(shape) == 3 else 0
         length = shape[dim] * self._size if is_shard else None
         batch = shape[1 - dim] if len(shape) == 3 else 1
-        self._push(Frame(length, 3, batch, task=task, repeats=task != NO_BACKWARD))
+        self._push(Frame(outer.module, False, length, 3, batch, task=task, repeats=task != NO_BACKWARD))
         try:
             yield
         finally:
@@ -254,14 +240,6 @@ class FrameStack:
     def _push(self, frame: Frame) -> None:
         self._outer.append(self.current)
         self.current = frame
-
-    def left_open(self) -> ValueError:
-        """What is wrong where a forward ended and activations are still shards."""
-        return ValueError(
-            f"the forward entered the sequence region of {self._region} but ended before the region did, so its result is "
-            "made of shards; run every block and the module of the plan's exit rule, or end the region where the "
-            "forward ends (style: exit)"
-        )
 
     @property
     def recomputes(self) -> bool:
@@ -293,31 +271,22 @@ class FrameStack:
         """Positions of a shard of it, padding included."""
         return shard_length(self.length, self._size)
 
-    def begin(self, x: Tensor, key: InputKey, chunks: Chunks | None = None) -> None:
-        """From here on activations are shards of sequences as long as ``x``.
+    def begin(self, length: int, shape: tuple[int, ...], chunks: Chunks | None = None) -> None:
+        """In the current call activations are shards from here on.
 
         Args:
-            x: the whole input of the first block, ``[b, s, h]``, ``[s, b, h]`` or ``[s, h]``.
-            key: the block's name and the shape of its input.
-            chunks: how the sequence is dealt out over the context-parallel ranks, of which ``x`` are this rank's positions.
+            length: positions of the whole sequence (of this context-parallel rank).
+            shape: of the block's input, ``[b, s, h]``, ``[s, b, h]`` or ``[s, h]``, whole or a shard.
+            chunks: how the sequence is dealt out over the context-parallel ranks, of which ``length`` counts this rank's positions.
         """
         frame = self.current
-        frame.chunks = chunks
-        frame.length, frame.ndim, frame.first = x.shape[self._dim], x.ndim, key
-        frame.batch = x.shape[1 - self._dim] if x.ndim == 3 else 1
-        self.remember(key, is_shard=False)
+        frame.length, frame.ndim, frame.chunks = length, len(shape), chunks
+        frame.batch = shape[1 - self._dim] if len(shape) == 3 else 1
 
     def end(self) -> int | None:
         """From here on activations are whole; returns the length that they had."""
         length, self.current.length = self.current.length, None
         return length
-
-    def begins_again(self, x: Tensor, key: InputKey) -> bool:
-        """Whether the first block is given a whole input again although the forward before never left the region.
-
-        Only where no module's call bounds a forward (the blocks are called one by one) must this be asked.
-        """
-        return not self._outer and self.current.first == key and self.active and x.shape[self._dim] != self.shard_length
 
     def fold(self, x: Tensor, positions: int, of: Frame | InputRecord | None = None) -> Tensor | None:
         """Flattened tokens as an activation: ``[b·s, h]`` → ``[b, s, h]``, or ``[s, b, h]`` where the sequence is dim 0.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_seqpar.context.seq_part import SeqPart, local_of
+from lightning_seqpar.context.seq_part import SeqPart, local_of, over_tp
 from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.layout.stand_in import stand_in
@@ -48,44 +48,6 @@ def put_argument(
     return args, {**kwargs, where: value}
 
 
-def open_call(region: SequenceRegion) -> Callable[..., None]:
-    """The owner, which runs the blocks, is called."""
-
-    def hook(module: nn.Module, args: Any) -> None:
-        region.open_frame()
-
-    return hook
-
-
-def close_call(region: SequenceRegion, *, at_block: bool) -> Callable[..., Any]:
-    """A hook of the owner (the module that runs the blocks): its call ended.
-
-    Args:
-        region: of those blocks.
-        at_block: whether the region ends at the last block, which may be left out (layerdrop); else at a module that always
-            runs.
-    """
-
-    def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        whole = region.leave_early(out) if at_block and out is not None else None
-        region.close_frame(aborted=out is None)  # no output: it raised
-        return whole
-
-    return hook
-
-
-def enter_at_exit(region: SequenceRegion, name: str) -> Callable[..., Any]:
-    """A pre-hook of the module at which the region ends: where no block ran (layerdrop), its input becomes a shard here.
-
-    Its parameters see shards in every other call, and their gradients are synced by one rule.
-    """
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (region.path.enter_last(args[0], name), *args[1:]) if args and isinstance(args[0], Tensor) else None
-
-    return hook
-
-
 def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..., Any]:
     """A pre-hook of a block: its activation becomes a shard, ``[b, s, h]`` → ``[b, s/tp, h]``, unless it is one.
 
@@ -96,17 +58,22 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        region.begin_call(name)
         where, x = find_argument(name, arg, args, kwargs)
         if not isinstance(x, Tensor) or x.is_nested:
             raise ValueError(
                 f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'"
             )
         entered = region.path.enter(x, name)
+        args, kwargs = put_argument(where, entered, args, kwargs)
+        if region.sp:
+            args, kwargs = tree_map_only(SeqPart, region.path.unwrap, (args, kwargs))
         region.rng.begin_block()
         if region.recorder is not None and name not in region.recorder.late:
             entered = region.recorder.entered(name, where, x, entered, args, kwargs)
             region.observers.shard_made(entered, name)  # somebody may keep it as a hidden state
-        return put_argument(where, entered, args, kwargs)
+            args, kwargs = put_argument(where, entered, args, kwargs)
+        return args, kwargs
 
     return hook
 
@@ -125,48 +92,93 @@ def record_call(region: SequenceRegion, name: str) -> Callable[..., Any]:
     return hook
 
 
-def leave_block(region: SequenceRegion, name: str) -> Callable[..., None]:
-    """A hook of a block, which returned or raised."""
+def leave_block(region: SequenceRegion, name: str, *, is_exit: bool) -> Callable[..., Any]:
+    """A hook of a block, which returned or raised: what it made goes on as parts of a sequence, or whole at the region's end."""
 
-    def hook(module: nn.Module, args: Any, out: Any) -> None:
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        aborted = out is None
         if region.recorder is not None:
             region.recorder.left(name, out)
         first = out[0] if isinstance(out, list | tuple) and out else out
-        region.end_block(first, name, aborted=out is None)  # no output: it raised
+        region.end_block(first, name, aborted=aborted)
+        try:
+            return None if aborted else _left(region, name, out) if is_exit else _wrapped(region, name, out)
+        finally:
+            region.end_call(name)
 
     return hook
 
 
-def exit_region(region: SequenceRegion, name: str, *, at_owner: bool = False) -> Callable[..., Any]:
-    """A hook of the module at which the region ends: its output becomes whole, ``[b, s/tp, h]`` → ``[b, s, h]``.
+def _wrapped(region: SequenceRegion, name: str, out: Any) -> Any:
+    """What a module on shards returns, with parts of a sequence in the place of shards."""
+    if not region.sp:
+        return None
+    wrapped = region.path.wrap(out) if isinstance(out, Tensor) else tree_map_only(Tensor, region.path.wrap, out)
+    floats = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1]
+    if floats and not any(isinstance(x, SeqPart) for x in tree_leaves(wrapped)):
+        raise ValueError(
+            f"{name}: it returned a tensor of shape {list(floats[0].shape)}, but in the sequence region of {region.name} a shard "
+            f"has {region.frames.shard_length} of {region.frames.length} positions at dim {region.dim}; something in the block "
+            "changes the sequence: leave those blocks out of the plan, end the region before them, or set sp=False"
+        )
+    return wrapped
 
-    Args:
-        region: which ends.
-        name: of the module.
-        at_owner: whether the module is the owner, whose call may have run no block.
+
+def begin_on_shards(region: SequenceRegion, name: str, *, is_exit: bool) -> Callable[..., Any]:
+    """A pre-hook of a module beside the blocks whose parameters see shards, or at which the region ends.
+
+    Inside a block it is given shards. Called between the blocks it takes parts of a sequence. Where the region ends, what is whole
+    may enter too (layerdrop: no block ran).
     """
 
-    def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        if at_owner and not region.frames.active:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if region.frames.active:
             return None
-        if isinstance(out, Tensor):
-            return region.path.leave(out, name)
-        if not region.sp and isinstance(out, list | tuple):
-            return None  # nothing in it is a shard; the activation may stand anywhere
-        if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
-            raise ValueError(
-                f"{name}: the region ends here, but its output is a {type(out).__name__}; end it elsewhere"
-            )
-        shape = out[0].shape
-        for other in out[1:]:
-            if region.sp and isinstance(other, Tensor) and other.shape == shape:
-                raise ValueError(
-                    f"{name}: two of its outputs look like shards; end the region at a module with one output"
-                )
-        whole = [region.path.leave(out[0], name), *out[1:]]
-        return type(out)(whole) if not hasattr(out, "_fields") else type(out)(*whole)
+        if not is_exit and not any(isinstance(x, SeqPart) for x in tree_leaves((args, kwargs))):
+            region.observers.shard_reader_called(name)
+            return None
+        region.begin_call(name)
+        region.rng.begin_block()
+        where, x = find_argument(name, 0, args, kwargs)
+        if not isinstance(x, Tensor):
+            return None
+        args, kwargs = put_argument(where, region.path.enter(x, name), args, kwargs)
+        return tree_map_only(SeqPart, region.path.unwrap, (args, kwargs)) if region.sp else (args, kwargs)
 
     return hook
+
+
+def end_on_shards(region: SequenceRegion, name: str, *, is_exit: bool) -> Callable[..., Any]:
+    """A hook of such a module, which returned or raised: it gives back parts of a sequence, at the region's end what is whole."""
+
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        if not region.frames.current.is_call_of(name):
+            for item in out if isinstance(out, list | tuple) else (out,):  # a router's scores may be a shard too
+                region.observers.shard_made(item, name)
+            return None
+        region.rng.end_block(aborted=out is None)
+        try:
+            return None if out is None else _left(region, name, out) if is_exit else _wrapped(region, name, out)
+        finally:
+            region.end_call(name)
+
+    return hook
+
+
+def _left(region: SequenceRegion, name: str, out: Any) -> Any:
+    """What the module at which the region ends returns, whole: ``[b, s/tp, h]`` → ``[b, s, h]``."""
+    if isinstance(out, Tensor):
+        return region.path.leave(out, name)
+    if not region.sp and isinstance(out, list | tuple):
+        return None  # nothing in it is a shard; the activation may stand anywhere
+    if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
+        raise ValueError(f"{name}: the region ends here, but its output is a {type(out).__name__}; end it elsewhere")
+    shape = out[0].shape
+    for other in out[1:]:
+        if region.sp and isinstance(other, Tensor) and other.shape == shape:
+            raise ValueError(f"{name}: two of its outputs look like shards; end the region at a module with one output")
+    whole = [region.path.leave(out[0], name), *out[1:]]
+    return type(out)(whole) if not hasattr(out, "_fields") else type(out)(*whole)
 
 
 def _widest(values: Iterable[Any]) -> torch.dtype | None:
@@ -235,21 +247,13 @@ def gather_arguments(
     return hook
 
 
-def note_shards(region: SequenceRegion, name: str) -> Callable[..., None]:
-    """A hook of a module on shards: what it returns besides an activation (a router's scores) may be a shard too."""
-
-    def hook(module: nn.Module, args: Any, out: Any) -> None:
-        for item in out if isinstance(out, list | tuple) else (out,):
-            region.observers.shard_made(item, name)
-
-    return hook
-
-
 def return_whole(regions: Sequence[SequenceRegion]) -> Callable[..., Any]:
     """A hook of a module around the blocks: of what it returns (hidden states, attention maps), parts become whole."""
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         leaves = tree_leaves(out)
+        if any(isinstance(x, SeqPart) for x in leaves):
+            out = tree_map_only(SeqPart, over_tp, out)
         for region in regions:
             if region.sharded_outputs.has(leaves):
                 out = tree_map_only(Tensor, region.sharded_outputs.whole, out)
@@ -491,12 +495,3 @@ def draw_alike(region: SequenceRegion, *, always: bool) -> tuple[Callable[..., N
             region.columns.note_whole(local_of(out))
 
     return before, behind
-
-
-def require_shard(region: SequenceRegion, name: str) -> Callable[..., None]:
-    """A pre-hook of a module whose parameters see shards: it must not be called where activations are whole."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        region.observers.shard_reader_called(name)
-
-    return hook

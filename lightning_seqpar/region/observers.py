@@ -60,13 +60,10 @@ class Observers:
         self.sharded_outputs.forget()
         self.loss_leaks.forget()
 
-    def call_begins(self) -> None:
-        """The region's owner is called."""
-        self.span.trim()
-
     def region_begins(self) -> None:
         """Activations become shards."""
         if self.schedule.watches_forward():
+            self.span.trim()
             self.span.begin()
 
     def region_ends(self) -> None:

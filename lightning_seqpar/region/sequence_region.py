@@ -9,7 +9,6 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_seqpar.activations.elementwise_spans import ElementwiseSpans
 from lightning_seqpar.activations.policy import SavePolicy
@@ -42,7 +41,7 @@ class SequenceRegion:
 
     Attributes:
         path: moves activations between whole and sharded.
-        frames: the calls of the owner (the module that runs the blocks), and the lengths of their sequences.
+        frames: the calls of the blocks, and the lengths of their sequences.
         columns: what was gathered for the columns that run.
         rng: which random stream draws come from.
         observers: what watches the activations.
@@ -126,58 +125,24 @@ class SequenceRegion:
         self.rng.reset()
         self.observers.step_begins()
 
-    def check_closed(self) -> None:
-        """A step ended: activations must not be shards any more.
+    def begin_call(self, module: str) -> None:
+        """A block is called, or another module on shards."""
+        self.frames.open(module)
 
-        Raises:
-            ValueError: if the region was not left.
-        """
+    def end_call(self, module: str) -> None:
+        """It returned, or raised."""
         if self.frames.active:
-            self.reset()
-            raise self.frames.left_open()
-
-    def open_frame(self) -> None:
-        """The owner is called."""
-        self.observers.call_begins()
-        self.frames.open()
-
-    def close_frame(self, *, aborted: bool = False) -> None:
-        """The owner returned; or raised, if ``aborted``.
-
-        Raises:
-            ValueError: if it returned and the region was not left.
-        """
-        self.frames.close(aborted=aborted)
-
-    def leave_early(self, out: Any) -> Any:
-        """What the owner returns where the block at which the region ends did not run (layerdrop), whole again.
-
-        Args:
-            out: what it returns, tensors in lists, tuples or dicts.
-
-        Returns:
-            None, and the region stays open, unless all that is returned was made by blocks: else nothing tells whether it
-            was made of shards.
-        """
-        parts, leaves = self.sharded_outputs, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if not self.frames.active or not parts.has(leaves):
-            return None
-        if not all(parts.has([leaf]) for leaf in leaves if leaf.is_floating_point()):
-            return None
-        self.frames.end()
-        self.observers.region_ends()
-        return tree_map_only(Tensor, parts.whole, out)
+            self.observers.region_ends()
+        self.frames.close(module)
 
     @contextmanager
-    def call(self) -> Iterator[SequenceRegion]:
-        """A call of the owner, as a context."""
-        self.open_frame()
+    def call(self, module: str = "block") -> Iterator[SequenceRegion]:
+        """Such a call, as a context."""
+        self.begin_call(module)
         try:
             yield self
-        except BaseException:
-            self.close_frame(aborted=True)
-            raise
-        self.close_frame()
+        finally:
+            self.end_call(module)
 
     # ---- blocks ----------------------------------------------------------------------------------------------
 
@@ -185,12 +150,9 @@ class SequenceRegion:
         """A block returned the activation ``out``; or raised, if ``aborted``."""
         self.rng.end_block(aborted=aborted)
         self.elementwise_spans.drop()
-        if aborted:
-            self.path.abort()
-        else:
+        if not aborted:
             self.observers.shard_made(out, block)
             self.observers.block_ended(local_of(out), block)
-        self.frames.finish(block)
 
     # ---- modules with gathered inputs ------------------------------------------------------------------------
 

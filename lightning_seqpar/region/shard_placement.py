@@ -35,20 +35,6 @@ class ShardPlacement:
                 "batch the input, or set 'dim' in the plan's blocks rule (1 for [b, s, h], 0 for [s, b, h])"
             )
 
-    def check_block_input(self, x: Tensor, block: str) -> None:
-        """Where activations are shards, a block's input must be one: ``[b, s/tp, h]``.
-
-        Raises:
-            ValueError: naming the block and both shapes.
-        """
-        frame, part = self._frames.current, self._frames.shard_length
-        if x.ndim != frame.ndim or x.shape[self._dim] != part:
-            raise ValueError(
-                f"{block}: its input has shape {list(x.shape)}, but in the sequence region of {self._region} a shard "
-                f"has {part} of {frame.length} positions at dim {self._dim}; something between the "
-                "blocks changes the sequence: leave those blocks out of the plan, or end the region before it"
-            )
-
     def check_shard(self, x: Tensor, module: str) -> None:
         """The input of a module among the blocks must be a shard, ``[b, s/tp, h]`` or flattened ``[b·s/tp, h]``.
 

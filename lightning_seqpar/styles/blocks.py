@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_seqpar.region.hooks import close_call, enter_at_exit, enter_block, exit_region, leave_block, open_call
+from lightning_seqpar.region.hooks import begin_on_shards, end_on_shards, enter_block, leave_block
 from lightning_seqpar.styles.style import Application, PlannedModel, Rule, Stack
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -49,18 +49,27 @@ class BlocksRule(Rule):
 
 
 def hook_stack(stack: Stack, application: Application) -> Iterator[RemovableHandle]:
-    """The hooks that carry activations into the region of a stack, from block to block, and out of it."""
+    """The hooks by which activations enter the blocks of a stack, and the modules at which its region ends."""
     region, modules = application.region_at(stack), application.plan.modules
-    owner = modules[stack.owner]
-    yield owner.register_forward_pre_hook(open_call(region), prepend=True)
-    exits = stack.exits or stack.blocks[-1:]
-    for name in exits:  # before the hooks that close what the exit needs
-        if name not in stack.blocks and name != stack.owner:
-            yield modules[name].register_forward_pre_hook(enter_at_exit(region, name))
-        yield modules[name].register_forward_hook(exit_region(region, name, at_owner=name == stack.owner))
     for name in stack.blocks:
-        block = modules[name]
-        yield block.register_forward_pre_hook(enter_block(region, name, stack.arg), with_kwargs=True)
-        yield block.register_forward_hook(leave_block(region, name), always_call=True)
-    # The owner's frame closes last, behind an exit at the owner itself.
-    yield owner.register_forward_hook(close_call(region, at_block=exits[-1] in stack.blocks), always_call=True)
+        yield modules[name].register_forward_pre_hook(enter_block(region, name, stack.arg), with_kwargs=True)
+    for name in _exits_behind(stack):
+        hook = begin_on_shards(region, name, is_exit=True)
+        yield modules[name].register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def close_stack(stack: Stack, application: Application) -> Iterator[RemovableHandle]:
+    """The hooks behind those modules, registered behind all that close what was opened in them."""
+    region, modules = application.region_at(stack), application.plan.modules
+    exits = stack.exits or stack.blocks[-1:]
+    for name in stack.blocks:
+        hook = leave_block(region, name, is_exit=name in exits)
+        yield modules[name].register_forward_hook(hook, always_call=True)
+    for name in _exits_behind(stack):
+        hook = end_on_shards(region, name, is_exit=True)
+        yield modules[name].register_forward_hook(hook, always_call=True)
+
+
+def _exits_behind(stack: Stack) -> list[str]:
+    """The modules behind the blocks at which the region ends; what the owner returns is made whole in any case."""
+    return [name for name in stack.exits if name not in stack.blocks and name != stack.owner]
