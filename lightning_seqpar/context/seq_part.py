@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -428,6 +428,25 @@ _FACTS = frozenset(
 def local_of(x: Any) -> Any:
     """What this rank holds of a sequence; anything else unchanged."""
     return x._local if isinstance(x, SeqPart) else x
+
+
+def plain_of(x: Any) -> Any:
+    """The plain tensor in a sequence that may be dealt out over two axes; anything else unchanged."""
+    while isinstance(x, SeqPart):
+        x = x.settled().local
+    return x
+
+
+def places_of(x: Any) -> tuple[Place, ...]:
+    """Where it lies, the outer axis first; none for anything else."""
+    return (x.place, *places_of(x.local)) if isinstance(x, SeqPart) else ()
+
+
+def put_in(x: Tensor, places: Sequence[Place]) -> Tensor:
+    """A plain tensor as such a sequence: what :func:`plain_of` undoes."""
+    for place in reversed(places):
+        x = SeqPart.wrap(x, place)
+    return x
 
 
 def whole_of(x: Any) -> Any:

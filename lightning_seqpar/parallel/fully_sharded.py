@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_seqpar.context.seq_part import Place, SeqPart, local_of
+from lightning_seqpar.context.seq_part import Place, places_of, plain_of, put_in
 from lightning_seqpar.distributed.autograd import tensor_hooks
 from lightning_seqpar.distributed.host import send_numbers
 from lightning_seqpar.layout.module_names import inside
@@ -87,8 +87,8 @@ class _PartsAround:
 
     def __init__(self, unit: nn.Module) -> None:
         self._unit = unit
-        self._places: list[list[Place | None]] = []  # of the calls under way, the innermost last
-        self._made: list[Place | None] = []
+        self._places: list[list[tuple[Place, ...]]] = []  # of the calls under way, the innermost last
+        self._made: list[tuple[Place, ...]] = []
         unit.register_forward_pre_hook(self._put_back, prepend=True, with_kwargs=True)
         unit.register_forward_hook(self._take_out)
 
@@ -98,28 +98,24 @@ class _PartsAround:
         self._unit.register_forward_hook(self._return)
 
     def _take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._places.append([_place(leaf) for leaf in tree_leaves((args, kwargs))])
-        return tree_map(local_of, (args, kwargs))
+        self._places.append([places_of(leaf) for leaf in tree_leaves((args, kwargs))])
+        return tree_map(plain_of, (args, kwargs))
 
     def _put_back(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return _with_places((args, kwargs), self._places.pop())
 
     def _take_out(self, module: nn.Module, args: Any, out: Any) -> Any:
-        self._made = [_place(leaf) for leaf in tree_leaves(out)]
-        return tree_map(local_of, out)
+        self._made = [places_of(leaf) for leaf in tree_leaves(out)]
+        return tree_map(plain_of, out)
 
     def _return(self, module: nn.Module, args: Any, out: Any) -> Any:
         return _with_places(out, self._made)
 
 
-def _place(leaf: Any) -> Place | None:
-    return leaf.place if isinstance(leaf, SeqPart) else None
-
-
-def _with_places(tree: Any, places: Sequence[Place | None]) -> Any:
+def _with_places(tree: Any, places: Sequence[tuple[Place, ...]]) -> Any:
     """The tensors of a tree as the parts of sequences that they were."""
     leaves, spec = tree_flatten(tree)
-    back = [leaf if place is None else SeqPart.wrap(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
+    back = [put_in(leaf, where) if where else leaf for leaf, where in zip(leaves, places, strict=True)]
     return tree_unflatten(back, spec)
 
 

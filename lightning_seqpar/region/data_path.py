@@ -252,7 +252,7 @@ class DataPath:
     def length_for(self, x: Tensor, module: str) -> int:
         """The length of the whole sequence that ``x``, a module's input, is required to be a shard of."""
         self._placement.check_shard(x, module)
-        self._frames.remember((module, tuple(x.shape)), is_shard=True)
+        self._frames.remember((module, tuple(x.shape)))
         return self._frames.length
 
     def copy(self, x: Tensor, module: str) -> Tensor:
@@ -261,7 +261,7 @@ class DataPath:
         copied = copy_to_tensor_parallel_region(x, self.group)
         self._frames.current.copied.append(x.shape[self.dim])
         if self._frames.active:
-            self._frames.remember((module, tuple(x.shape)), is_shard=True)
+            self._frames.remember((module, tuple(x.shape)))
         self._columns.add_whole(copied)
         return copied if place is None else SeqPart.wrap(copied, place)
 
@@ -280,7 +280,7 @@ class DataPath:
             folded = None if frame.length is None else self._frames.fold(x, frame.length)
             if folded is None:
                 self._placement.check_row_output(x, module)
-            self._frames.remember(key, is_shard=True)
+            self._frames.remember(key)
         shard = self._reduce_scatter(x if folded is None else folded)
         return shard if folded is None else shard.flatten(0, 1)
 

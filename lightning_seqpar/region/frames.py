@@ -309,15 +309,10 @@ class FrameStack:
 
     # ---- inputs, for a recompute -----------------------------------------------------------------------------
 
-    def remember(self, key: InputKey, *, is_shard: bool) -> None:
-        """Note the length of the call for a backward that computes a module again.
-
-        Args:
-            key: the module's name and the shape of its input.
-            is_shard: whether that input is a shard.
-        """
+    def remember(self, key: InputKey) -> None:
+        """Note the length of the call, of which the module's input is a shard, for a backward that computes the module again."""
         frame = self.current
-        known = InputRecord(is_shard, self.length, frame.batch, frame.ndim, frame.chunks)
+        known = InputRecord(True, self.length, frame.batch, frame.ndim, frame.chunks)
         self._inputs[key] = known if self._inputs.get(key, known) == known else None
 
     def remembered(self, key: InputKey) -> InputRecord | None:

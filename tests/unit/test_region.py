@@ -20,70 +20,47 @@ def frames(dim: int = 1) -> FrameStack:
 
 
 def test_each_call_has_a_length_of_its_own():
-    stack, long, short = frames(), torch.zeros(3, 9, 4), torch.zeros(3, 4, 4)
-    stack.open()
-    stack.begin(long, ("block", (3, 9, 4)))
+    stack = frames()
+    stack.open("outer")
+    stack.begin(9, (3, 9, 4))
     assert (stack.length, stack.shard_length) == (9, 5)  # the last rank's shard is padded
-    stack.open()  # a call of the owner inside its own call
+    stack.open("inner")  # a call of a block inside a call of another
     assert not stack.active
-    stack.begin(short, ("block", (3, 4, 4)))
+    stack.begin(4, (3, 4, 4))
     assert (stack.length, stack.shard_length) == (4, 2)
     assert stack.end() == 4
-    stack.close()
+    stack.close("inner")
     assert (stack.length, stack.shard_length) == (9, 5)
-    assert stack.end() == 9
-    stack.close()
+    stack.close("outer")
     assert not stack.active
 
 
-def test_a_call_that_returns_must_have_left_and_one_that_raised_need_not():
+def test_a_call_that_ends_drops_what_it_left_open_and_one_that_never_began_drops_nothing():
     stack = frames()
-    for aborted in (True, False):
-        stack.open()
-        stack.begin(torch.zeros(3, 8, 4), ("block", (3, 8, 4)))
-        if aborted:
-            stack.close(aborted=True)
-        else:
-            with pytest.raises(ValueError, match="entered the sequence region of the model but ended before"):
-                stack.close()
-        assert not stack.active
-
-
-def test_an_aborted_frame_holds_nothing():
-    stack = frames()
-    stack.begin(torch.zeros(3, 8, 4), ("block", (3, 8, 4)))
-    frame = stack.current
-    frame.gather_scopes.append(["a node"])
-    frame.rows_left.append(1)
-    frame.unwrapped = 1
-    assert frame.sources == ["a node"]
-    frame.abort()
-    assert (stack.active, frame.sources, frame.rows_left, frame.unwrapped) == (False, [], [], 0)
+    stack.open("outer")
+    stack.begin(8, (3, 8, 4))
+    stack.open("inner")
+    stack.current.gather_scopes.append(["a node"])
+    assert stack.current.sources == ["a node"]
+    stack.open("raised")
+    stack.close("inner")
+    assert (stack.active, stack.current.sources) == (True, [])
+    stack.close("another")
+    assert stack.active
+    stack.close("outer")
+    assert not stack.active
 
 
 @pytest.mark.parametrize(("dim", "shape"), [(1, (3, 5, 4)), (0, (5, 3, 4))])
 def test_flattened_tokens_are_folded_in_the_order_of_an_activation(dim, shape):
     stack = frames(dim)
-    whole = torch.zeros(3, 9, 4) if dim == 1 else torch.zeros(9, 3, 4)
-    stack.begin(whole, ("block", tuple(whole.shape)))
+    stack.begin(9, (3, 9, 4) if dim == 1 else (9, 3, 4))
     part = torch.arange(60.0).view(shape)
     folded = stack.fold(part.flatten(0, 1), stack.shard_length)
     assert folded is not None
     assert torch.equal(folded, part)
     assert stack.fold(part, stack.shard_length) is None  # it is no tokens, but an activation
     assert stack.fold(torch.zeros(7, 4), stack.shard_length) is None
-
-
-def test_blocks_that_are_called_one_by_one_begin_again_with_a_whole_input():
-    stack, x = frames(), torch.zeros(3, 8, 4)
-    key = ("block", (3, 8, 4))
-    stack.begin(x, key)
-    assert stack.begins_again(x, key)
-    assert not stack.begins_again(x[:, :4], ("block", (3, 4, 4)))  # a shard
-    assert not stack.begins_again(x, ("another", (3, 8, 4)))
-    stack.open()  # a call says by itself when it begins
-    stack.begin(x, key)
-    assert not stack.begins_again(x, key)
 
 
 class Recompute(torch.autograd.Function):
@@ -107,9 +84,8 @@ def in_a_backward(seen) -> None:
 def test_a_recompute_has_the_length_of_its_forward():
     stack, x = frames(), torch.zeros(3, 9, 4)
     stack.open()
-    stack.begin(x, ("first", (3, 9, 4)))
-    stack.remember(("norm", (3, 5, 4)), is_shard=True)
-    stack.end()
+    stack.begin(9, (3, 9, 4))
+    stack.remember(("norm", (3, 5, 4)))
     stack.close()
 
     def again() -> None:
@@ -131,9 +107,8 @@ def test_a_recompute_of_two_lengths_is_refused():
     stack = frames()
     for length in (9, 10):
         stack.open()
-        stack.begin(torch.zeros(3, length, 4), ("first", (3, length, 4)))
-        stack.remember(("norm", (3, 5, 4)), is_shard=True)
-        stack.end()
+        stack.begin(length, (3, length, 4))
+        stack.remember(("norm", (3, 5, 4)))
         stack.close()
 
     def again() -> None:
