@@ -1066,6 +1066,30 @@ def require_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return x
 
 
+def _set_requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Set whether a sequence that has no graph has a gradient."""
+    require_gradient(Tensor.requires_grad_, args, kwargs)
+
+
+HANDLERS[getattr(Tensor, "requires_grad").__set__] = _set_requires_grad  # noqa: B009
+
+
+def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.backward`` by gradients of sequences over tp: from the parts, as a reentrant checkpoint asks for it."""
+    given = dict(zip(("tensors", "grad_tensors"), args, strict=False)) | kwargs
+    tensors, grads = given.pop("tensors"), given.pop("grad_tensors", None)
+    if len(args) > 2 or given.get("inputs") is not None or grads is None or isinstance(tensors, Tensor):
+        return NotImplemented
+    if any(isinstance(x, SeqPart) and x._place.chunks.losses > 1 for x in tensors):
+        return NotImplemented
+    pairs = zip(tensors, grads, strict=True)
+    shares = [share_of(grad, x._place, x._place.chunks) if isinstance(x, SeqPart) else grad for x, grad in pairs]
+    return func([local_of(x) for x in tensors], shares, **given)
+
+
+HANDLERS[torch.autograd.backward] = backward
+
+
 @handles("retain_grad")
 def retain_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Keep the gradient of a sequence, as ``x.grad``."""

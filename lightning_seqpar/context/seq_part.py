@@ -172,10 +172,15 @@ class SeqPart(Tensor):
         with without_overrides():
             self.detach_()
         name = type(node).__name__.removesuffix("Backward")
-        nodes = input_nodes(node)
-        inputs = [None if each is None else leaf_of(each) for each in nodes]
-        known = all(found is not None or each is None for found, each in zip(inputs, nodes, strict=True))
-        if name == "CheckpointFunction" or number or not known or outputs_of(node) != 1:
+        if (
+            name == "CheckpointFunction"
+        ):  # it keeps its inputs, each with its graph; over cp it would give plain ones a part
+            inputs, known = list(node.saved_tensors), self._place.chunks.axis == "tp"
+        else:
+            nodes = input_nodes(node)
+            inputs = [None if each is None else leaf_of(each) for each in nodes]
+            known = all(found is not None or each is None for found, each in zip(inputs, nodes, strict=True))
+        if number or not known or outputs_of(node) != 1:
             raise RuntimeError(
                 f"{name}, an autograd.Function, made a sequence of which each rank of {self._place.chunks.shown} holds a part, "
                 "beside other outputs, of other tensors that have a graph, or by a graph of its own: its gradient can't be taken "
@@ -254,7 +259,7 @@ class SeqPart(Tensor):
         if named.get("out") is None:
             handler = HANDLERS.get(func)
             if handler is not None:
-                out = handler(func, *_shared(args, named))
+                out = handler(func, *((args, named) if func in _OF_GRAPH else _shared(args, named)))
                 if out is not NotImplemented:
                     if func in VIEWS:
                         _note_views(args[0], out)
@@ -303,6 +308,10 @@ class _OfFunction(torch.autograd.Function):
             )
         grads = ctx.node.apply(SeqPart.wrap(grad, ctx.place))
         grads = grads if isinstance(grads, tuple) else (grads,)
+        if (
+            tensors := getattr(ctx.node, "tensor_indices", None)
+        ) is not None:  # of a checkpoint's arguments, behind two of its own
+            grads = tuple(grads[2 + at] for at in tensors)
         due = zip(grads, ctx.places, ctx.needs_input_grad[4:], strict=True)
         shares = [share_of(one, place, ctx.place.chunks) if needed else None for one, place, needed in due]
         return None, None, None, None, *shares
