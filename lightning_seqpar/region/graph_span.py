@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
-
-import torch
 
 from lightning_seqpar.distributed.autograd import next_sequence_nr, sequence_nr
 
@@ -15,30 +14,30 @@ _OPEN = 2**62
 
 
 class GraphSpan:
-    """For each call of the region's owner, the numbers of the first and the last node that it made inside the region."""
+    """For each call in the region, the numbers of the first node that it made and of the first one behind it."""
 
     def __init__(self) -> None:
-        self._intervals: list[list[int]] = []
+        self.reset()
 
     def reset(self) -> None:
         """Forget the graph of the last step."""
-        self._intervals = []
-
-    def trim(self) -> None:
-        """A call begins: of calls outside any step only the last ones are remembered."""
-        if len(self._intervals) > _MANY:
-            self._intervals = self._intervals[-_MANY:]
+        self._begins: list[int] = []
+        self._ends: list[int] = []
 
     def begin(self) -> None:
-        """Nodes that are made from here on are inside."""
-        if not torch.is_inference_mode_enabled():
-            self._intervals.append([next_sequence_nr(), _OPEN])
+        """Nodes that are made from here on are inside; of calls outside any step only the last ones are remembered."""
+        if len(self._begins) >= 2 * _MANY:
+            self._begins, self._ends = self._begins[-_MANY:], self._ends[-_MANY:]
+        self._begins.append(next_sequence_nr())
+        self._ends.append(_OPEN)
 
     def end(self) -> None:
         """Nodes that are made from here on are outside."""
-        if not torch.is_inference_mode_enabled() and self._intervals and self._intervals[-1][1] == _OPEN:
-            self._intervals[-1][1] = next_sequence_nr()
+        if self._ends and self._ends[-1] == _OPEN:
+            self._ends[-1] = next_sequence_nr()
 
     def holds(self, node: Any) -> bool:
         """Whether a node of this step's graph was made inside."""
-        return any(begin <= sequence_nr(node) <= end for begin, end in self._intervals)
+        number = sequence_nr(node)
+        at = bisect_right(self._begins, number) - 1
+        return at >= 0 and number < self._ends[at]

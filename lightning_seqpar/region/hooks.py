@@ -65,9 +65,7 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
                 f"{name}: argument {arg!r} of the block is no (plain) tensor; name the right one by 'scatter'"
             )
         entered = region.path.enter(x, name)
-        args, kwargs = put_argument(where, entered, args, kwargs)
-        if region.sp:
-            args, kwargs = tree_map_only(SeqPart, region.path.unwrap, (args, kwargs))
+        args, kwargs = _unwrapped(region, *put_argument(where, entered, args, kwargs))
         region.rng.begin_block()
         if region.recorder is not None and name not in region.recorder.late:
             entered = region.recorder.entered(name, where, x, entered, args, kwargs)
@@ -109,11 +107,23 @@ def leave_block(region: SequenceRegion, name: str, *, is_exit: bool) -> Callable
     return hook
 
 
+def _unwrapped(
+    region: SequenceRegion, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block with shards in the place of parts of sequences."""
+    plain = (Tensor, bool, int, float, str, type(None), torch.nn.Parameter)
+    if region.sp and not all(type(x) in plain for x in (*args, *kwargs.values())):
+        args, kwargs = tree_map_only(SeqPart, region.path.unwrap, (args, kwargs))
+    return args, kwargs
+
+
 def _wrapped(region: SequenceRegion, name: str, out: Any) -> Any:
     """What a module on shards returns, with parts of a sequence in the place of shards."""
     if not region.sp:
         return None
-    wrapped = region.path.wrap(out) if isinstance(out, Tensor) else tree_map_only(Tensor, region.path.wrap, out)
+    if isinstance(out, Tensor) and isinstance(part := region.path.wrap(out), SeqPart):
+        return part
+    wrapped = tree_map_only(Tensor, region.path.wrap, out)
     floats = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1]
     if floats and not any(isinstance(x, SeqPart) for x in tree_leaves(wrapped)):
         raise ValueError(
@@ -142,8 +152,7 @@ def begin_on_shards(region: SequenceRegion, name: str, *, is_exit: bool) -> Call
         where, x = find_argument(name, 0, args, kwargs)
         if not isinstance(x, Tensor):
             return None
-        args, kwargs = put_argument(where, region.path.enter(x, name), args, kwargs)
-        return tree_map_only(SeqPart, region.path.unwrap, (args, kwargs)) if region.sp else (args, kwargs)
+        return _unwrapped(region, *put_argument(where, region.path.enter(x, name), args, kwargs))
 
     return hook
 

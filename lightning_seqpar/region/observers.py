@@ -63,7 +63,6 @@ class Observers:
     def region_begins(self) -> None:
         """Activations become shards."""
         if self.schedule.watches_forward():
-            self.span.trim()
             self.span.begin()
 
     def region_ends(self) -> None:
