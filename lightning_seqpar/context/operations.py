@@ -337,7 +337,7 @@ def cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x if out is x._local else x.like(out)
 
 
-HANDLERS[Tensor.to] = cast
+HANDLERS[Tensor.to] = HANDLERS[Tensor.cpu] = HANDLERS[Tensor.cuda] = cast
 VIEWS.update([Tensor.detach, torch.detach])
 
 

@@ -308,12 +308,18 @@ class _OfFunction(torch.autograd.Function):
             )
         grads = ctx.node.apply(SeqPart.wrap(grad, ctx.place))
         grads = grads if isinstance(grads, tuple) else (grads,)
-        if (
-            tensors := getattr(ctx.node, "tensor_indices", None)
-        ) is not None:  # of a checkpoint's arguments, behind two of its own
-            grads = tuple(grads[2 + at] for at in tensors)
-        due = zip(grads, ctx.places, ctx.needs_input_grad[4:], strict=True)
-        shares = [share_of(one, place, ctx.place.chunks) if needed else None for one, place, needed in due]
+        needed = ctx.needs_input_grad[4:]
+        if len(grads) != len(needed):  # one for each argument of the function, of which some are no tensors
+            told = [one for one in grads if one is not None]
+            if len(told) != sum(needed):
+                raise RuntimeError(
+                    f"{type(ctx.node).__name__.removesuffix('Backward')}, an autograd.Function, has no gradient for a tensor "
+                    "that it was given, and made a sequence of which each rank holds a part; return zeros for it"
+                )
+            waiting = iter(told)
+            grads = tuple(next(waiting) if wanted else None for wanted in needed)
+        due = zip(grads, ctx.places, needed, strict=True)
+        shares = [share_of(one, place, ctx.place.chunks) if wanted else None for one, place, wanted in due]
         return None, None, None, None, *shares
 
 
@@ -461,6 +467,11 @@ def put_in(x: Tensor, places: Sequence[Place]) -> Tensor:
 def whole_of(x: Any) -> Any:
     """A sequence as a whole plain tensor (collective over its axis); anything else unchanged."""
     return x.whole() if isinstance(x, SeqPart) else x
+
+
+def lies_over_tp(x: Any) -> bool:
+    """Whether this tensor-parallel rank holds a part of a sequence."""
+    return isinstance(x, SeqPart) and (x._place.chunks.axis == "tp" or isinstance(x._local, SeqPart))
 
 
 def over_tp(x: SeqPart) -> Tensor:

@@ -36,7 +36,7 @@ def _local(tensor: Tensor) -> Tensor:
     """What this rank holds of a ``DTensor`` or of a sequence in parts; otherwise ``tensor`` itself."""
     held: Tensor | None = getattr(tensor, "_local_tensor", None)
     local: Tensor = tensor.__dict__.get("_local", tensor) if held is None else held
-    return local
+    return local if local is tensor else _local(local)
 
 
 class SavedBytes:

@@ -154,13 +154,12 @@ class FullySharded:
         self._own_names = {
             name: self._model.get_parameter(name) for name, _ in self._model.named_parameters(remove_duplicate=False)
         }
-        has_context = "cp" in record.groups.topology.axes and record.groups.size("cp") > 1
         mesh = DeviceMesh.from_group(record.groups[record.groups.mean_axes], device.type, mesh_dim_names=("dp",))
         modules = list(self._model.modules())
         snapshots = [ModuleSnapshot(module) for module in modules]
         hooks = [(module, {key: dict(getattr(module, key)) for key in _HOOKS}) for module in modules]
         left = dict(self._own)
-        crossings = [_PartsAround(self._model.get_submodule(unit)) for unit in self.units if has_context]
+        crossings = [_PartsAround(self._model.get_submodule(unit)) for unit in self.units]
         for unit in [*self.units, ""]:
             within = [left.pop(name) for name in list(left) if not unit or inside(name, unit)]
             for parameter in within:

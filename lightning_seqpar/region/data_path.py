@@ -21,7 +21,7 @@ from lightning_seqpar.activations.wgrad_overlap import (
 )
 from lightning_seqpar.context.axis import ContextAxis
 from lightning_seqpar.context.chunks import Chunks, padded
-from lightning_seqpar.context.seq_part import Place, SeqPart, local_of, whole_of
+from lightning_seqpar.context.seq_part import Place, SeqPart, lies_over_tp, local_of, over_tp, whole_of
 from lightning_seqpar.distributed.collectives import (
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
@@ -123,9 +123,7 @@ class DataPath:
         """An activation that is whole over tp, and how its sequence is dealt out over the context-parallel ranks."""
         if self._context is None:
             return whole_of(x), None
-        return self._context.enter(
-            x.whole() if isinstance(x, SeqPart) and isinstance(x.local, SeqPart) else x, self.dim
-        )
+        return self._context.enter(over_tp(x) if isinstance(x, SeqPart) else x, self.dim)
 
     def _shard_in(self, x: SeqPart, *, flat: bool = False) -> tuple[Tensor, int, Chunks | None] | None:
         """The shard that blocks compute on: with its padding, the length, and how that is dealt out over cp.
@@ -178,7 +176,7 @@ class DataPath:
 
     def unwrap(self, x: Any) -> Any:
         """What else a block is given: of a part of a sequence over tp the shard, or all of it if it has another length."""
-        if not isinstance(x, SeqPart) or (x.place.chunks.axis == "cp" and not isinstance(x.local, SeqPart)):
+        if not lies_over_tp(x):
             return x
         found = self._shard_in(x, flat=True)
         if found is None or found[1] != self._frames.current.length:

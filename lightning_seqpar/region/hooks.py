@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_seqpar.context.seq_part import SeqPart, local_of, over_tp
+from lightning_seqpar.context.seq_part import SeqPart, lies_over_tp, local_of, over_tp
 from lightning_seqpar.distributed.autograd import in_backward
 from lightning_seqpar.layout.module_names import Argument
 from lightning_seqpar.layout.stand_in import stand_in
@@ -144,17 +144,33 @@ def begin_on_shards(region: SequenceRegion, name: str, *, is_exit: bool) -> Call
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if region.frames.active:
             return None
-        if not is_exit and not any(isinstance(x, SeqPart) for x in tree_leaves((args, kwargs))):
+        if not is_exit and not any(map(lies_over_tp, tree_leaves((args, kwargs)))):
             region.observers.shard_reader_called(name)
             return None
-        region.begin_call(name)
-        region.rng.begin_block()
-        where, x = find_argument(name, 0, args, kwargs)
-        if not isinstance(x, Tensor):
-            return None
-        return _unwrapped(region, *put_argument(where, region.path.enter(x, name), args, kwargs))
+        return _begin(region, name, 0, args, kwargs)
 
     return hook
+
+
+def _begin(
+    region: SequenceRegion, name: str, arg: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Begin a call of a module between the blocks: its arguments become shards."""
+    region.begin_call(name)
+    region.rng.begin_block()
+    where, x = find_argument(name, arg, args, kwargs)
+    if isinstance(x, Tensor):
+        args, kwargs = put_argument(where, region.path.enter(x, name), args, kwargs)
+    return _unwrapped(region, args, kwargs)
+
+
+def _end(region: SequenceRegion, name: str, out: Any, *, is_exit: bool = False) -> Any:
+    """End such a call, which returned or raised: it gives back parts of a sequence, at the region's end what is whole."""
+    region.rng.end_block(aborted=out is None)
+    try:
+        return None if out is None else _left(region, name, out) if is_exit else _wrapped(region, name, out)
+    finally:
+        region.end_call(name)
 
 
 def end_on_shards(region: SequenceRegion, name: str, *, is_exit: bool) -> Callable[..., Any]:
@@ -165,11 +181,7 @@ def end_on_shards(region: SequenceRegion, name: str, *, is_exit: bool) -> Callab
             for item in out if isinstance(out, list | tuple) else (out,):  # a router's scores may be a shard too
                 region.observers.shard_made(item, name)
             return None
-        region.rng.end_block(aborted=out is None)
-        try:
-            return None if out is None else _left(region, name, out) if is_exit else _wrapped(region, name, out)
-        finally:
-            region.end_call(name)
+        return _end(region, name, out, is_exit=is_exit)
 
     return hook
 
@@ -229,6 +241,10 @@ def gather_arguments(
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if region.sp and not region.frames.active and any(map(lies_over_tp, (*args, *kwargs.values()))):
+            args, kwargs = _begin(
+                region, name, gathered[0] if gathered else 0, args, kwargs
+            )  # called between the blocks
         done: dict[int, Tensor] = {}  # one gather serves an argument that is passed twice
         widest = _widest(find_argument(name, arg, args, kwargs)[1] for arg in (*gathered, *copied))
         for arg in (*gathered, *copied):
@@ -272,18 +288,19 @@ def return_whole(regions: Sequence[SequenceRegion]) -> Callable[..., Any]:
 
 
 def close_gather(
-    region: SequenceRegion, name: str, *, is_block: bool = False, heads: int | None = None
-) -> Callable[..., None]:
+    region: SequenceRegion, name: str, *, is_block: bool = False, is_exit: bool = False, heads: int | None = None
+) -> Callable[..., Any]:
     """A hook of a module whose arguments were gathered, which returned or raised.
 
     Args:
         region: in which the module lies.
         name: of the module.
         is_block: whether it is a block.
+        is_exit: whether the region ends at it.
         heads: if it is an attention, the number of query heads of which each rank has a part.
     """
 
-    def hook(module: nn.Module, args: Any, out: Any) -> None:
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
         first = out[0] if isinstance(out, list | tuple) and out else out
         region.close_gather(first if isinstance(first, Tensor) else None, name)
         if out is None:  # it raised
@@ -295,6 +312,9 @@ def close_gather(
         if is_block:
             region.observers.block_ended(first, name)
         region.frames.finish(name)
+        if not (is_block or is_exit) and region.frames.current.is_call_of(name):
+            return _end(region, name, out)
+        return None
 
     return hook
 

@@ -35,7 +35,9 @@ def close_entry(name: str, application: Application) -> Iterator[RemovableHandle
     """Behind it: what was gathered is let go of, and must have passed a row."""
     plan = application.plan
     is_block = any(name in stack.blocks for stack in plan.stacks)
-    hook = close_gather(application.region_of(name), name, is_block=is_block, heads=_query_heads(name, application))
+    is_exit = any(name in stack.exits for stack in plan.stacks)
+    heads = _query_heads(name, application)
+    hook = close_gather(application.region_of(name), name, is_block=is_block, is_exit=is_exit, heads=heads)
     yield application.module(name).register_forward_hook(hook, always_call=True)
 
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_seqpar import ParallelGroups, ProcessTopology
 from lightning_seqpar.activations.regather import RegatheredInput
 from lightning_seqpar.activations.wgrad_overlap import BackwardExchange, DeferredWgrad, WgradProduct
+from lightning_seqpar.context.seq_part import plain_of
 from lightning_seqpar.distributed.counters import SavedBytes
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.parallel.apply import parallelize
@@ -761,7 +762,7 @@ def kept(use: str, looks: bool) -> tuple[int, int]:
     homes: dict[int, torch.UntypedStorage] = {}
 
     def pack(x: Tensor) -> Tensor:
-        if (home := x.untyped_storage()).data_ptr() not in owned:
+        if (home := plain_of(x).untyped_storage()).data_ptr() not in owned:
             homes[home.data_ptr()] = home
         return x
 
