@@ -88,6 +88,11 @@ class Chunks:
         """How messages call the ranks."""
         return f"{self.axis}={self.size}"
 
+    @property
+    def off(self) -> str:
+        """The setting by which no rank holds a part."""
+        return "cp=1" if self.axis == "cp" else "sp=False"
+
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """How many positions each rank holds."""

@@ -1035,8 +1035,19 @@ def fact(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _of_local(func, args, kwargs)
 
 
-for _name in ("requires_grad", "grad_fn", "is_leaf", "_version", "retains_grad"):
+for _name in ("grad_fn", "is_leaf", "_version", "retains_grad"):
     HANDLERS[getattr(Tensor, _name).__get__] = _of_local
+
+
+def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the part has a gradient; or the object, as one has that was kept for a backward by hooks on saved tensors."""
+    if func(local_of(args[0])):
+        return True
+    with without_subclasses():
+        return bool(func(args[0]))
+
+
+HANDLERS[getattr(Tensor, "requires_grad").__get__] = _requires_grad  # noqa: B009
 
 
 @handles("stride", "storage_offset")
@@ -1088,6 +1099,25 @@ def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 HANDLERS[torch.autograd.backward] = backward
+
+
+def gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.grad`` of plain numbers by sequences over tp, whose gradients are sequences."""
+    outputs, inputs = _argument(args, kwargs, 0, "outputs"), _argument(args, kwargs, 1, "inputs")
+    several = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if any(isinstance(x, SeqPart) for x in ((outputs,) if isinstance(outputs, Tensor) else outputs)):
+        return NotImplemented
+    if any(isinstance(x, SeqPart) and x._place.chunks.losses > 1 for x in several):
+        return NotImplemented
+    options = {name: value for name, value in kwargs.items() if name not in ("outputs", "inputs")}
+    grads = func(outputs, tuple(map(local_of, several)), *args[2:], **options)
+    return tuple(
+        x.like(grad) if isinstance(x, SeqPart) and grad is not None else grad
+        for x, grad in zip(several, grads, strict=True)
+    )
+
+
+HANDLERS[torch.autograd.grad] = gradients
 
 
 @handles("retain_grad")

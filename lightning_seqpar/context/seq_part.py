@@ -172,19 +172,22 @@ class SeqPart(Tensor):
         with without_overrides():
             self.detach_()
         name = type(node).__name__.removesuffix("Backward")
+        nodes = input_nodes(node)
+        inputs = [None if each is None else leaf_of(each) for each in nodes]
+        missing = [at for at, found in enumerate(inputs) if found is None and nodes[at] is not None]
+        known = not missing
         if (
             name == "CheckpointFunction"
         ):  # it keeps its inputs, each with its graph; over cp it would give plain ones a part
-            inputs, known = list(node.saved_tensors), self._place.chunks.axis == "tp"
-        else:
-            nodes = input_nodes(node)
-            inputs = [None if each is None else leaf_of(each) for each in nodes]
-            known = all(found is not None or each is None for found, each in zip(inputs, nodes, strict=True))
+            known = self._place.chunks.axis == "tp"
+            kept = node.saved_tensors if known and missing else ()
+            inputs = [kept[at] if at in missing and known else found for at, found in enumerate(inputs)]
         if number or not known or outputs_of(node) != 1:
             raise RuntimeError(
                 f"{name}, an autograd.Function, made a sequence of which each rank of {self._place.chunks.shown} holds a part, "
                 "beside other outputs, of other tensors that have a graph, or by a graph of its own: its gradient can't be taken "
-                "there; write the function without autograd.Function, use checkpoint(..., use_reentrant=False), or set cp=1"
+                "there; write the function without autograd.Function, use checkpoint(..., use_reentrant=False), or set "
+                f"{self._place.chunks.off}"
             )
         with torch.enable_grad():  # a first look may be under no_grad, as to log a number
             self._local = _OfFunction.apply(node, self._place, inputs, self._local, *map(local_of, inputs))  # type: ignore[no-untyped-call]
@@ -195,13 +198,14 @@ class SeqPart(Tensor):
         Functions see the object without a graph; an ``autograd.Function`` that makes a plain tensor of it would leave the gradient
         here, where nothing reads it.
         """
-        shown = self._place.chunks.shown
+        chunks = self._place.chunks
         self._guarded = True
 
         def refuse(grad: Tensor) -> None:
             raise RuntimeError(
-                f"an autograd.Function made a whole tensor of a sequence of which each rank of {shown} holds a part: its "
-                "gradient can't be taken there; give it x.whole() (on all ranks), write it without autograd.Function, or set cp=1"
+                f"an autograd.Function made a whole tensor of a sequence of which each rank of {chunks.shown} holds a part: its "
+                "gradient can't be taken there; give it x.whole() (on all ranks), write it without autograd.Function, or set "
+                f"{chunks.off}"
             )
 
         with without_overrides():
@@ -273,12 +277,15 @@ class SeqPart(Tensor):
         """Refuse what reads the tensor below autograd, such as somebody's ``autograd.Function``: its gradient would be lost.
 
         Raises:
-            RuntimeError: always.
+            RuntimeError: but for a ``detach``, by which activation checkpoints in one another keep their inputs.
         """
+        if func is torch.ops.aten.detach.default:
+            x = args[0]
+            return SeqPart.wrap(x._local.detach(), x._place)
         raise RuntimeError(
             f"{func} got a sequence of which each rank of {_chunks_of(args).shown} holds a part, past torch's functions (from an "
             "autograd.Function, a compiled extension or a reentrant activation checkpoint), where it can't be made whole; give "
-            "it x.whole() (on all ranks), use checkpoint(..., use_reentrant=False), or set cp=1"
+            f"it x.whole() (on all ranks), use checkpoint(..., use_reentrant=False), or set {_chunks_of(args).off}"
         )
 
 
@@ -526,7 +533,8 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _OF_GRAPH and any(isinstance(one, SeqPart) for one in _differentiated(func, args, kwargs)):
         raise RuntimeError(
             f"{name} by a sequence of which each rank of {_chunks_of((args, kwargs)).shown} holds a part would find a copy, "
-            "that is not in the graph; take the gradient by x.whole() (on all ranks) that the rest is computed from, or set cp=1"
+            "that is not in the graph; take the gradient by x.whole() (on all ranks) that the rest is computed from, or set "
+            f"{_chunks_of((args, kwargs)).off}"
         )
     _warn_of_gather(name, _chunks_of((args, kwargs)))
     wholes: dict[int, tuple[SeqPart, Tensor]] = {}

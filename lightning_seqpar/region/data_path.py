@@ -107,7 +107,11 @@ class DataPath:
         frames = self._frames
         if isinstance(x, SeqPart) and (found := self._shard_in(x)) is not None:
             shard, length, chunks = found
-            frames.begin(length, tuple(shard.shape), chunks)
+            shape, place = tuple(shard.shape), x.place
+            if not place.is_plain:  # flattened tokens
+                part = shard_length(length, self.size)
+                shape = (place.before, part, *shape[1:]) if self.dim else (part, place.behind, *shape[1:])
+            frames.begin(length, shape, chunks)
             if self.row_window == "any":
                 frames.current.overlap_seq_nr = x.row_seq_nr
         else:
@@ -125,12 +129,8 @@ class DataPath:
             return whole_of(x), None
         return self._context.enter(over_tp(x) if isinstance(x, SeqPart) else x, self.dim)
 
-    def _shard_in(self, x: SeqPart, *, flat: bool = False) -> tuple[Tensor, int, Chunks | None] | None:
+    def _shard_in(self, x: SeqPart) -> tuple[Tensor, int, Chunks | None] | None:
         """The shard that blocks compute on: with its padding, the length, and how that is dealt out over cp.
-
-        Args:
-            x: a part of a sequence.
-            flat: whether flattened tokens are shards too.
 
         Returns:
             None if the sequence lies otherwise in it, or is dealt out otherwise.
@@ -140,7 +140,7 @@ class DataPath:
             inner, chunks = x.local.settled(), x.place.chunks
         place, length = inner.place, inner.place.chunks.length
         in_place = place.is_plain and place.dim == self.dim
-        if flat and not in_place:  # [b·s, h], or [s·b, h]
+        if not in_place and x.ndim == 2:  # [b·s, h], or [s·b, h]
             in_place = place.dim == 0 and (place.behind if self.dim else place.before) == 1
         if not in_place or place.chunks.axis != "tp" or not place.chunks.same(self._chunks(length)):
             return None
@@ -178,7 +178,7 @@ class DataPath:
         """What else a block is given: of a part of a sequence over tp the shard, or all of it if it has another length."""
         if not lies_over_tp(x):
             return x
-        found = self._shard_in(x, flat=True)
+        found = self._shard_in(x)
         if found is None or found[1] != self._frames.current.length:
             return x.for_parts()
         self._observers.shard_made(found[0], self._frames.current.module)
