@@ -414,7 +414,7 @@ def _note_views(x: Any, out: Any) -> None:
         if not isinstance(view, SeqPart):
             x._gave_copy(view)
         # Sharded logits note their views themselves; to ask for their memory would make it.
-        elif view is not x and type(view._local) is Tensor:
+        elif view is not x and type(view._local) is type(x._local) is Tensor:
             if memory is None:
                 memory = memory_of(x._local)
             if memory_of(view._local) == memory:

@@ -58,7 +58,7 @@ def class_named(name: str) -> Any:
     """
     if ":" in name:
         return named_in_tests(name)
-    for place in ("models", "zoo", "families", "adapted", "third_party"):
+    for place in ("models", "between", "zoo", "families", "adapted", "third_party"):
         found = getattr(importlib.import_module(f"tests.helpers.{place}"), name, None)
         if found is not None:
             return found
