@@ -34,7 +34,7 @@ from lightning_seqpar.cli.arguments import add_model_arguments, batch_of, config
 from lightning_seqpar.cli.report import human, render, render_contents, render_tensors
 from lightning_seqpar.cli.verify import verify_parser, verify_target
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.init.model_source import load_target, made_by_user
+from lightning_seqpar.init.model_source import as_steps_take_it, load_target, made_by_user
 from lightning_seqpar.strategy.refusals import VERBOSE, is_verbose
 from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.describe import OPTIMIZERS, describe
@@ -263,6 +263,8 @@ def print_plan(args: Sequence[str]) -> None:
         batch = batch_of(given, target)
         if given.batch is not None and callable(batch):
             batch = made_by_user(batch, f"--batch={given.batch!r}")
+        if batch is not None:
+            batch = made_by_user(lambda: as_steps_take_it(target.model, batch), "the hooks that transfer a batch")
         described = describe(
             target.model,
             config_of(given, target.fields),

@@ -17,6 +17,7 @@ import torch
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
@@ -141,6 +142,14 @@ def _make(make: Any, what: str, memory: bool) -> nn.Module:
     return made
 
 
+def as_steps_take_it(model: nn.Module, batch: Any) -> Any:
+    """A loader's batch on the CPU, as the module's own hooks (``on_after_batch_transfer``, ...) hand it to its steps."""
+    if not isinstance(model, LightningModule):
+        return batch
+    batch = model._on_before_batch_transfer(batch)
+    return model._apply_batch_transfer_handler(batch, device=torch.device("cpu"))
+
+
 def function_named(path: str, what: str) -> Callable[[], Any]:
     """The function or class that ``package.module:name`` names.
 
@@ -253,9 +262,9 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
     target.strategy = _strategy_beside_ours(setting, file) if foreign else None
     if target.strategy is None:
         target.fields = _strategy_of(setting, file)
-    if "data" in data:
+    if "data" in data or (isinstance(model, LightningModule) and is_overridden("train_dataloader", model)):
         try:
-            target.batch = _first_batch(data["data"])
+            target.batch = _first_batch(data["data"]) if "data" in data else next(iter(model.train_dataloader()))
         except Exception as error:  # of the user's data code: noted, since the plan can be shown without a batch
             target.notes.append(
                 f"the first training batch can't be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}"

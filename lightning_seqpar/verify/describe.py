@@ -28,7 +28,6 @@ from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.inference.model_copy import change_attribute_tensors, left_out_of_copies
 from lightning_seqpar.inference.pipeline_cut import HowToCut, check_stacks, leaves_blocks, trace_cut
-from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_unlowered
@@ -50,7 +49,7 @@ from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Coverage, Explanations, cover
 from lightning_seqpar.verify.guards.pipeline import describe_bubble
-from lightning_seqpar.verify.traced_step import TracedStep
+from lightning_seqpar.verify.traced_step import TracedStep, why_not_without_numbers
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
 """How many numbers an optimizer keeps as state for each parameter."""
@@ -238,8 +237,8 @@ def describe(
         raise
     except Exception as error:  # of the model's code, or of torch's where tensors have no numbers
         raise ValueError(
-            f"{type(model).__name__}: it can't be described without a launch, since its code, on a copy without numbers, raised "
-            f"{describe_failure(error)}. seqpar verify runs it with numbers"
+            f"{type(model).__name__}: it can't be described without a launch: {why_not_without_numbers(error)}; seqpar verify "
+            "runs it with numbers"
         ) from error
 
 
@@ -350,7 +349,13 @@ def _cut(
     check_stacks(stacks, how)
     blocks = sum(len(stack.blocks) for stack in stacks)
     numel = {name: parameter.numel() for name, parameter in copied.named_parameters()}
-    cut = trace_cut(copied, lambda: step.run(copied), stacks, how, numel)
+    try:
+        cut = trace_cut(copied, lambda: step.run(copied), stacks, how, numel)
+    except ValueError:
+        raise
+    except Exception as error:  # of the user's code
+        out.notes.append(f"stages: {why_not_without_numbers(error)}")
+        return
     local = dict(planned.named_parameters())
     for at in range(config.pp):
         named = {name: local[name] for name in cut.held[at]}
@@ -622,10 +627,7 @@ def _trace(
             saved.keep_caches()
             loss.backward()
     except Exception as error:  # the user's code may raise anything; the notes say what
-        first = str(error).splitlines()[0] if str(error) else ""
-        out.notes.append(
-            f"activations and traffic: a step does not run without numbers: {type(error).__name__}: {first}"
-        )
+        out.notes.append(f"activations and traffic: {why_not_without_numbers(error)}")
         return
     out.activation_bytes = saved.total
     calls, sent = dict(traffic.calls), dict(traffic.bytes)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.inference.examples import Example, small
 from lightning_seqpar.inference.reduction import Reduction, is_large
 from lightning_seqpar.inference.trainer_view import answer_harmlessly
+from lightning_seqpar.user_input import name_error
 
 
 @dataclass
@@ -113,6 +117,18 @@ class TracedStep:
         takes = (batch, number, 0) if iterates else _as_lightning_gives(step, batch, number)
         whole = Example("the batch", self.method, takes, {}, iterates=iterates)
         return [whole.reduced(one) for one in Reduction.variants(model, ranks, whole.length, whole.longest)]
+
+
+def why_not_without_numbers(error: Exception) -> str:
+    """A sentence on what a run without numbers raised, with the line of the model's code."""
+    own, torchs = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+    frames = [
+        one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((own, torchs, "<"))
+    ]
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return f"the model's code reads numbers of a tensor{place}, and here tensors have none"
+    return f"a step does not run without numbers: {name_error(error)}{place}"
 
 
 def _on_cpu(given: Any) -> Any:
