@@ -2227,7 +2227,7 @@ MUTANTS = [
     ),
     Mutant(
         "what a copy can't hold ends a plan",
-        "deep_copy",
+        "lazy_copy:deep_copy",
         "        attempt |= stand_ins(model, attempt)\n",
         "",
         "tests/test_describe.py -k copied",
