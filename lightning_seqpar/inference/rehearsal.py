@@ -150,9 +150,20 @@ class _Rehearsal:
                 stack.enter_context(_cut_weight(self._block, linear, mine))
                 continue
             module = self._block.modules[column]
+            whole = {key: tensor.data for key, tensor in module.named_parameters()}
+
+            def cut(
+                module: nn.Module, args: Any, out: Any, mine: Tensor = mine, whole: dict[str, Tensor] = whole
+            ) -> Tensor:
+                # Features of the whole product, to the last bit: code behind it may round to a narrower type.
+                made: Tensor = torch.func.functional_call(
+                    _Plain(module), {f"of.{k}": x for k, x in whole.items()}, args
+                )
+                return made.index_select(-1, mine.to(made.device))
+
             stack.callback(module.register_forward_pre_hook(real).remove)
-            # Not what it returns alone: an adapter around it may read its weight.
-            stack.enter_context(_cut_weight(self._block, linear, mine))
+            stack.callback(module.register_forward_hook(cut).remove)
+            stack.enter_context(_cut_weight(self._block, linear, mine))  # an adapter around it may read its weight
             stack.enter_context(changed_attribute(module, "out_features", len(mine)))
 
     def _check_readers(self, group: GroupLayout, stack: ExitStack) -> None:
@@ -199,6 +210,17 @@ class _Rehearsal:
         if not float((x - part).abs().max()) <= EQUAL.get(part.dtype, 5e-2) * max(scale, 1e-30):
             raise _MismatchError(f"{name}: its input is not this rank's part of the whole one's")
         return whole
+
+
+class _Plain(nn.Module):
+    """Calls a module without its hooks."""
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, *args: Any) -> Any:
+        return self.of.forward(*args)
 
 
 class _MismatchError(Exception):
