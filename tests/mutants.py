@@ -2207,9 +2207,37 @@ MUTANTS = [
     Mutant(
         "a linear whose noise may grow taken for a linear",
         "linear_kind",
-        "if isinstance(module, nn.Linear) and _reads_more(module):",
+        "if settings_of(module) is None:",
         "if False:",
         "tests/test_kinds_of_code.py -k linear",
+    ),
+    Mutant(
+        "a setting that a linear reads may change unseen",
+        "LinearSettings.check",
+        "if now is not value and now != value:",
+        "if False:",
+        "tests/test_kinds_of_code.py -k settings",
+    ),
+    Mutant(
+        "a plan's rows over the replicas counted whole",
+        "ReplicaSplit.numel",
+        "-(-parameter.shape[0] // self.replicas)",
+        "parameter.shape[0]",
+        "tests/test_describe.py -k share_out",
+    ),
+    Mutant(
+        "what a copy can't hold ends a plan",
+        "lazy_copy:deep_copy",
+        "        attempt |= stand_ins(model, attempt)\n",
+        "",
+        "tests/test_describe.py -k copied",
+    ),
+    Mutant(
+        "a shared kv head's gradient left out of the traffic",
+        "step_traffic",
+        "shard.shared_length",
+        "0",
+        "tests/test_describe.py -k kv_heads",
     ),
     Mutant(
         "a linear is probed as it stands, not in training",

@@ -49,7 +49,8 @@ ENCODER = """\
 - {pattern: "encoder.layer.*", style: blocks, dim: 1}
 - {pattern: "encoder.layer.*.attention.self", style: gather}
 - {pattern: "encoder.layer.*.attention.self.{query,key,value}", style: column, units: num_attention_heads}
-- {pattern: "encoder.layer.*.{attention.output,output}.dense", style: row}
+- {pattern: "encoder.layer.*.attention.output.dense", style: row, units: self.num_attention_heads}
+- {pattern: "encoder.layer.*.output.dense", style: row}
 - {pattern: "encoder.layer.*.intermediate", style: gather}
 - {pattern: "encoder.layer.*.intermediate.dense", style: column}
 """

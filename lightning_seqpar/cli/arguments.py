@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_seqpar.config import ParallelConfig, with_overrides
+from lightning_seqpar.init.model_source import TargetModel, function_named
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,3 +32,12 @@ def config_of(given: argparse.Namespace, fields: Mapping[str, Any]) -> ParallelC
     if given.config:
         return ParallelConfig.from_yaml(given.config, given.overrides)
     return ParallelConfig.from_omegaconf(with_overrides(fields, given.overrides))
+
+
+def batch_of(given: argparse.Namespace, target: TargetModel) -> Any:
+    """The batch that ``--batch`` names, or what makes it; else that of the target, or None.
+
+    Raises:
+        ValueError: if nothing has that name.
+    """
+    return target.batch if given.batch is None else function_named(given.batch, "--batch")

@@ -30,11 +30,11 @@ from lightning_seqpar.checkpoint.convert import (
     write_checkpoint,
 )
 from lightning_seqpar.checkpoint.huggingface import HuggingFaceSource, HuggingFaceTarget, inspect_folder, is_huggingface
-from lightning_seqpar.cli.arguments import add_model_arguments, config_of
+from lightning_seqpar.cli.arguments import add_model_arguments, batch_of, config_of
 from lightning_seqpar.cli.report import human, render, render_contents, render_tensors
 from lightning_seqpar.cli.verify import verify_parser, verify_target
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.init.model_source import load_target
+from lightning_seqpar.init.model_source import as_steps_take_it, load_target, made_by_user
 from lightning_seqpar.strategy.refusals import VERBOSE, is_verbose
 from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.describe import OPTIMIZERS, describe
@@ -232,11 +232,16 @@ def _plan_parser() -> argparse.ArgumentParser:
         epilog="examples:\n"
         "  seqpar plan conf/cli.yaml\n"
         "  seqpar plan llama-folder tp=8 --world-size 1024 --length 4096\n"
-        "  seqpar plan my_package.models:make tp=4 --yaml > my_plan.yaml",
+        "  seqpar plan my_package.models:make tp=4 --batch my_package.models:batch --yaml > my_plan.yaml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_arguments(parser)
     parser.add_argument("--world-size", type=int, help="ranks (default: as the YAML says, or the smallest)")
+    parser.add_argument(
+        "--batch",
+        metavar="FACTORY",
+        help="package.module:function that returns what training_step takes (default: the first batch of a YAML file's data)",
+    )
     parser.add_argument("--batch-size", type=int, default=1, help="samples of a micro-batch on one rank")
     parser.add_argument("--length", type=int, help="positions of a sample (default: the model's limit, 2048 at most)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the parameters")
@@ -255,11 +260,16 @@ def print_plan(args: Sequence[str]) -> None:
     given = parser.parse_intermixed_args(list(args))
     try:
         target = load_target(given.target, getattr(torch, given.dtype) if given.dtype else None)
+        batch = batch_of(given, target)
+        if given.batch is not None and callable(batch):
+            batch = made_by_user(batch, f"--batch={given.batch!r}")
+        if batch is not None:
+            batch = made_by_user(lambda: as_steps_take_it(target.model, batch), "the hooks that transfer a batch")
         described = describe(
             target.model,
             config_of(given, target.fields),
             world_size=given.world_size or target.world_size,
-            batch=target.batch,
+            batch=batch,
             batch_size=given.batch_size,
             length=given.length,
             optimizer=given.optimizer,

@@ -204,6 +204,10 @@ def _totals(described: Description, table_class: Any) -> Any:
         ("gradients", described.gradient_bytes, ""),
         ("optimizer", described.optimizer_bytes, described.optimizer),
     ]
+    if described.gathered_bytes:
+        rows.append(
+            ("gathered", described.gathered_bytes, "whole parameters at once in a step: no unit's, and two units'")
+        )
     if described.activation_bytes is not None:
         rows.append(("activations", described.activation_bytes, f"traced, one step of {size}"))
     if described.activation_bytes_by_formula is not None:

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import nn
 
-from lightning_seqpar.cli.arguments import add_model_arguments, config_of
+from lightning_seqpar.cli.arguments import add_model_arguments, batch_of, config_of
 from lightning_seqpar.config import ParallelConfig
 from lightning_seqpar.init.model_source import TargetModel, function_named, load_target
 from lightning_seqpar.init.shrink import shrink, shrink_depth
@@ -88,7 +88,7 @@ def verify_target(given: argparse.Namespace) -> Verification:
         world_size = target.world_size
     found = verify_parity(
         functools.partial(_make_target, given.target, change),
-        _batch_of(given, target),
+        batch_of(given, target),
         config,
         world_size=world_size,
         samples=given.batch_size,
@@ -162,11 +162,6 @@ def _make_strategy(path: str, arguments: Mapping[str, Any]) -> Strategy:
     module, _, name = path.rpartition(".")
     made: Strategy = getattr(importlib.import_module(module or "lightning.pytorch.strategies"), name)(**arguments)
     return made
-
-
-def _batch_of(given: argparse.Namespace, target: TargetModel) -> Any:
-    """The first batch, or what makes it; None where it is made up."""
-    return target.batch if given.batch is None else function_named(given.batch, "--batch")
 
 
 def _check_room(model: nn.Module, given: argparse.Namespace) -> None:

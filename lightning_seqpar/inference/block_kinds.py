@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.layout.class_source import class_source
 from lightning_seqpar.layout.module_names import inside
 
@@ -220,7 +221,7 @@ def _alike(block: nn.Module, model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(part): part for part in model.modules() if id(part) not in inner}
     memo |= {id(part): part for part in (*model.parameters(), *model.buffers())}
     memo |= {id(one): nn.Parameter(one.detach(), one.requires_grad) for one in block.parameters()}
-    return copy.deepcopy(block, memo)
+    return deep_copy(block, memo)
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -167,7 +167,7 @@ def find_edits(
     first = rehearse(block, groups, tp, edits)
     if first is None:
         return norms
-    together = _depthwise(block, groups[-1], tp)
+    together = [*_depthwise(block, groups[-1], tp), *_beside_columns(block, groups[-1], tp)]
     candidates = [edit for edit in _candidates(trace, block, groups, tp) if edit not in edits]
     near = [edit for edit in candidates if inside(edit.module, _holder(block, groups[-1]))]
     tries = chain(
@@ -249,6 +249,23 @@ def _depthwise(block: Block, group: GroupLayout, tp: int) -> list[Edit]:
                 for key in ("groups", "in_channels", "out_channels")
             ]
             edits += [Edit("tensor", name, key) for key, _ in module.named_parameters()]
+    return edits
+
+
+def _beside_columns(block: Block, group: GroupLayout, tp: int) -> list[Edit]:
+    """Edits for the tensors of a module around a column that have its out-features as rows, as adapters' have (DoRA, LoHa)."""
+    edits: list[Edit] = []
+    for around in dict.fromkeys(name.rpartition(".")[0] for name in group.columns):
+        widths = {block.width(name) for name in group.columns if inside(name, around)}
+        if inside(group.row, around) or len(widths) != 1 or (width := widths.pop()) % tp:
+            continue
+        edits += [
+            Edit("tensor", name, key)
+            for name, module in block.modules.items()
+            if inside(name, around) and name not in group.columns
+            for key, tensor in module.named_parameters(recurse=False)
+            if tensor.ndim and tensor.shape[0] == width and tensor.shape[-1] != 1
+        ]
     return edits
 
 

@@ -288,6 +288,81 @@ def _array(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return copied
 
 
+def deep_copy(
+    model: nn.Module, memo: dict[int, Any], begin: Callable[[dict[int, Any]], None] = lambda memo: None
+) -> nn.Module:
+    """``copy.deepcopy`` of a model, whose modules may hold what has no copy: locks, open files, tensors with a graph, ...
+
+    Args:
+        model: the model.
+        memo: for ``deepcopy``; it gets all copies.
+        begin: is called with the memo before.
+    """
+    attempt = dict(memo)
+    try:
+        begin(attempt)
+        copied = copy.deepcopy(model, attempt)
+    except Exception:  # whatever a class raises that can't be copied
+        attempt = dict(memo)
+        attempt |= stand_ins(model, attempt)
+        begin(attempt)
+        copied = copy.deepcopy(model, attempt)
+    memo.update(attempt)
+    return copied
+
+
+def stand_ins(model: nn.Module, copies: Mapping[int, Any]) -> dict[int, Any]:
+    """A memo for ``copy.deepcopy`` with what stands for values that it can't copy among the attributes of a model's modules.
+
+    Args:
+        model: the model.
+        copies: the memo of the ``deepcopy`` that is to come; while it runs and after, it has the copies of the modules.
+    """
+    parts = [*model.modules(), *model.parameters(), *model.buffers()]
+    known = {id(part): part for part in parts}
+    known |= {key: known.get(key, value) for key, value in copies.items()}
+    lazy = LazyCopies({key: functools.partial(copies.get, key) for key in known})
+    left = [(f"{name}.{key}".lstrip("."), value) for name, m in model.named_modules() for key, value in vars(m).items()]
+    seen, found = set(known), dict[int, Any]()
+    while left:
+        path, value = left.pop()
+        if id(value) in seen or isinstance(value, (*_UNCHANGEABLE, np.ndarray)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            left += [(f"{path}[{key!r}]", item) for key, item in value.items()]
+        elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+            left += [(f"{path}[{at}]", item) for at, item in enumerate(value)]
+        elif not isinstance(value, Tensor) or not value.is_leaf:
+            try:
+                copy.deepcopy(value, dict(known))
+            except Exception:  # whatever its class raises
+                try:
+                    found[id(value)] = lazy.of(value, path)
+                except CantCopyError as error:
+                    found[id(value)] = _NoCopy(str(error))
+    return found
+
+
+class _NoCopy:
+    """Stands in a copy of a model for what can't be copied; says so to whom it is of use.
+
+    Args:
+        told: the sentence.
+    """
+
+    def __init__(self, told: str) -> None:
+        self.__dict__["told"] = told
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise CantCopyError(self.__dict__["told"])
+
+    def __deepcopy__(self, memo: Any) -> _NoCopy:
+        return self
+
+
 def own_containers(model: nn.Module) -> None:
     """Give a copy of a model containers of its own where its classes hold some as class attributes, in place."""
     for module in model.modules():

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_seqpar.data.batch import map_tensors, tensors_in
 from lightning_seqpar.inference.block_kinds import share_equal_blocks
+from lightning_seqpar.inference.lazy_copy import deep_copy
 from lightning_seqpar.inference.reduction import (
     WHOLE,
     Reduction,
@@ -90,11 +91,14 @@ def detached_copy(
             trains, and what nobody computed a gradient of would be unproved then.
     """
     memo = left_out_of_copies(model)
-    if reduction.vocabularies:
-        cut_vocabularies(model, reduction.vocabularies, memo)
-    if reduction.skips_repeats:
-        share_equal_blocks(model, rules or {}, memo)
-    copied = copy.deepcopy(model, memo)
+
+    def shorten(memo: dict[int, Any]) -> None:
+        if reduction.vocabularies:
+            cut_vocabularies(model, reduction.vocabularies, memo)
+        if reduction.skips_repeats:
+            share_equal_blocks(model, rules or {}, memo)
+
+    copied = deep_copy(model, memo, shorten)
     _refuse_shared(model, copied)
     point_to_copy(model, copied, memo)
     if reduction.vocabularies:
@@ -114,6 +118,22 @@ def detached_copy(
         if not module.training and name:
             copied.get_submodule(name).train(False)  # a frozen tower in evaluation mode stays so
     return copied
+
+
+def change_attribute_tensors(
+    model: nn.Module, which: Callable[[Tensor], bool], change: Callable[[Tensor], Tensor]
+) -> None:
+    """Replace tensors that modules have as plain attributes, in lists and dicts too, in place.
+
+    Args:
+        model: a copy.
+        which: the tensors that are replaced.
+        change: makes what takes a tensor's place.
+    """
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if key not in ("_parameters", "_buffers", "_modules") and any(map(which, tensors_in(value))):
+                module.__dict__[key] = map_tensors(lambda x: change(x) if which(x) else x, value)
 
 
 def left_out_of_copies(model: nn.Module) -> dict[int, Any]:
@@ -222,6 +242,7 @@ def _without_meta(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device=device)
+    change_attribute_tensors(model, lambda x: x.is_meta, lambda x: torch.zeros_like(x, device=device))
 
 
 def move_weights(model: nn.Module) -> None:

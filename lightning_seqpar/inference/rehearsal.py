@@ -150,12 +150,20 @@ class _Rehearsal:
                 stack.enter_context(_cut_weight(self._block, linear, mine))
                 continue
             module = self._block.modules[column]
+            whole = {key: tensor.data for key, tensor in module.named_parameters()}
 
-            def cut(module: nn.Module, args: Any, out: Tensor, mine: Tensor = mine) -> Tensor:
-                return out.index_select(-1, mine.to(out.device))
+            def cut(
+                module: nn.Module, args: Any, out: Any, mine: Tensor = mine, whole: dict[str, Tensor] = whole
+            ) -> Tensor:
+                # Features of the whole product, to the last bit: code behind it may round to a narrower type.
+                made: Tensor = torch.func.functional_call(
+                    _Plain(module), {f"of.{k}": x for k, x in whole.items()}, args
+                )
+                return made.index_select(-1, mine.to(made.device))
 
             stack.callback(module.register_forward_pre_hook(real).remove)
             stack.callback(module.register_forward_hook(cut).remove)
+            stack.enter_context(_cut_weight(self._block, linear, mine))  # an adapter around it may read its weight
             stack.enter_context(changed_attribute(module, "out_features", len(mine)))
 
     def _check_readers(self, group: GroupLayout, stack: ExitStack) -> None:
@@ -204,6 +212,17 @@ class _Rehearsal:
         return whole
 
 
+class _Plain(nn.Module):
+    """Calls a module without its hooks."""
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, *args: Any) -> Any:
+        return self.of.forward(*args)
+
+
 class _MismatchError(Exception):
     """A module read something else than this rank's part, or ran more or less often than in the whole block."""
 
@@ -224,9 +243,11 @@ def changed_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def _cut_weight(block: Block, linear: Linear, mine: Tensor) -> Iterator[None]:
     """While open, a parameter that is multiplied past a linear has some of its out-features only; and a linear's bias too."""
-    parts: list[tuple[Tensor, int]] = [(block.model.get_parameter(linear.parameter), linear.out_dim)]
     module = block.modules.get(linear.name)
-    if module is not None and linear_kind(module) is not None and isinstance(module.bias, Tensor):
+    kind = linear_kind(module)
+    out_dim = linear.out_dim if kind is None else int(kind == "in_out")
+    parts: list[tuple[Tensor, int]] = [(block.model.get_parameter(linear.parameter), out_dim)]
+    if module is not None and kind is not None and isinstance(module.bias, Tensor):
         parts.append((module.bias, 0))
     with ExitStack() as stack:
         for tensor, dim in parts:

@@ -256,7 +256,11 @@ class ForwardTrace(TorchDispatchMode):
         if storage not in self._roots:
             self._roots[storage] = len(self.values) if copied is None else self.values[copied].root
         value = Value(
-            len(self.values), tuple(tensor.shape), tensor.is_floating_point(), self._roots[storage], parameter
+            len(self.values),
+            tuple(tensor.shape),
+            tensor.is_floating_point() or tensor.is_complex(),
+            self._roots[storage],
+            parameter,
         )
         self.values.append(value)
         if key not in self._current:

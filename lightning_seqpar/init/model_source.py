@@ -17,6 +17,7 @@ import torch
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_seqpar.config import ParallelConfig
@@ -86,7 +87,8 @@ def load_target(
         if isinstance(factory, nn.Module):
             made = TargetModel(copy.deepcopy(factory))
         else:
-            made = TargetModel(_make_by(factory, target, memory))
+            what = f"target={target!r}"
+            made = TargetModel(made_by_user(lambda: _make(factory, what, memory), what))
     else:
         raise ValueError(f"target={target!r} is nothing that is known; give {_FORMS}")
     if dtype is not None:
@@ -94,24 +96,26 @@ def load_target(
     return made
 
 
-def _make_by(factory: Callable[[], Any], target: str, memory: bool) -> nn.Module:
-    """Call a factory of the user's.
+def made_by_user(make: Callable[[], Any], what: str) -> Any:
+    """What a function of the user's returns.
+
+    Args:
+        make: the function.
+        what: names it in messages.
 
     Raises:
-        ValueError: if it raises something, or makes no module.
+        ValueError: if it raises something, or needs arguments.
     """
     try:
-        return _make(factory, target, memory)
+        return make()
     except ImportError:
         raise
     except (Exception, SystemExit) as error:  # of the user's code
         place = traceback.extract_tb(error.__traceback__)[-1]
         if place.filename != __file__:
-            raise ValueError(
-                f"target={target!r}: it raised {name_error(error)} ({place.filename}:{place.lineno})"
-            ) from error
+            raise ValueError(f"{what}: it raised {name_error(error)} ({place.filename}:{place.lineno})") from error
         if isinstance(error, TypeError):
-            raise ValueError(f"target={target!r}: it must be callable without arguments ({error})") from None
+            raise ValueError(f"{what}: it must be callable without arguments ({error})") from None
         raise
 
 
@@ -136,6 +140,14 @@ def _make(make: Any, what: str, memory: bool) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise ValueError(f"{what} made a {type(made).__name__}; it must make an nn.Module")
     return made
+
+
+def as_steps_take_it(model: nn.Module, batch: Any) -> Any:
+    """A loader's batch on the CPU, as the module's own hooks (``on_after_batch_transfer``, ...) hand it to its steps."""
+    if not isinstance(model, LightningModule):
+        return batch
+    batch = model._on_before_batch_transfer(batch)
+    return model._apply_batch_transfer_handler(batch, device=torch.device("cpu"))
 
 
 def function_named(path: str, what: str) -> Callable[[], Any]:
@@ -201,7 +213,8 @@ def model_from_folder(
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     if change is not None:
         change(config)
-    return _make(lambda: make(config, dtype=dtype), str(file), memory)
+    made: nn.Module = made_by_user(lambda: _make(lambda: make(config, dtype=dtype), str(file), memory), str(file))
+    return made
 
 
 def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
@@ -238,7 +251,8 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
         parsed = parser.parse_object({"model": data["model"]})
     except Exception as error:  # jsonargparse's own type, with a page of causes in its message
         raise ValueError(f"{file}: the model can't be made: {' '.join(str(error).split())[:400]}") from None
-    model = _make(lambda: parser.instantiate_classes(parsed).model, f"{file}: model", memory)
+    what = f"{file}: model"
+    model = made_by_user(lambda: _make(lambda: parser.instantiate_classes(parsed).model, what, memory), what)
     trainer = data.get("trainer") or {}
     if not isinstance(trainer, Mapping):
         raise ValueError(f"{file}: trainer={shown(trainer)} is no mapping; write trainer: {{devices: 2, ...}}")
@@ -248,9 +262,9 @@ def _from_yaml(file: Path, memory: bool, foreign: bool) -> TargetModel:
     target.strategy = _strategy_beside_ours(setting, file) if foreign else None
     if target.strategy is None:
         target.fields = _strategy_of(setting, file)
-    if "data" in data:
+    if "data" in data or (isinstance(model, LightningModule) and is_overridden("train_dataloader", model)):
         try:
-            target.batch = _first_batch(data["data"])
+            target.batch = _first_batch(data["data"]) if "data" in data else next(iter(model.train_dataloader()))
         except Exception as error:  # of the user's data code: noted, since the plan can be shown without a batch
             target.notes.append(
                 f"the first training batch can't be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}"

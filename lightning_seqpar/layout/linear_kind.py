@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import types
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
 import torch
@@ -11,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_seqpar.layout.module_names import in_all_layers
 
 LinearKind = Literal["out_in", "in_out"]
 """How a linear keeps its weight: ``[out, in]`` as ``nn.Linear``, or ``[in, out]`` as Conv1D."""
@@ -21,8 +26,8 @@ def linear_kind(module: nn.Module | None) -> LinearKind | None:
 
     torch's own ``nn.Linear`` is known. A module of any other class with a matrix ``weight`` (Conv1D, a subclass of
     ``nn.Linear``) is run on random numbers and compared with ``F.linear``: quantised linears compute something else, and one
-    that casts its weight to its input's type is none either. Nor is a subclass whose forward reads anything beside its weight and
-    bias: what it computes may change while training (a noise that grows, a mode), and a parallel layer would not.
+    that casts its weight to its input's type is none either. Nor is a subclass whose forward reads what may change while training
+    (a noise that grows), as a parallel layer would not; settings that are off, or words, are watched (:func:`settings_of`).
     """
     if module is None:
         return None
@@ -38,7 +43,7 @@ def linear_kind(module: nn.Module | None) -> LinearKind | None:
         return None
     if isinstance(module, nn.Embedding) or type(module).__module__.startswith("lightning_seqpar."):
         return None
-    if isinstance(module, nn.Linear) and _reads_more(module):
+    if settings_of(module) is None:
         return None
     if type(weight) not in (nn.Parameter, Tensor, FakeTensor):
         return None  # a tensor that computes in its own way, such as a quantised one
@@ -62,18 +67,59 @@ def is_parametrized(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     )
 
 
-def _reads_more(module: nn.Linear) -> bool:
-    """Whether the forward of a subclass reads attributes, closures or globals that may change what it computes."""
+@dataclass(frozen=True)
+class LinearSettings:
+    """Settings that the forward of a subclass of ``nn.Linear`` reads, none of which changes what it computes as they are.
+
+    Attributes:
+        of: the class.
+        values: each setting (of the module or of its class), by name.
+    """
+
+    of: type
+    values: Mapping[str, object]
+
+    def check(self, module: nn.Module, name: str) -> None:
+        """Check that they are as they were; the layer that took the module's place computes the product alone.
+
+        Raises:
+            RuntimeError: naming the setting.
+        """
+        for key, value in self.values.items():
+            now = vars(module).get(key, getattr(self.of, key, None))
+            if now is not value and now != value:
+                raise RuntimeError(
+                    f"{name}.{key}: it was {value!r} when the model was sharded and is {now!r} now. The linear's own forward reads "
+                    "it, and a parallel linear computes the product alone: set it before the training starts, or have the part "
+                    f"that holds the linear computed whole, {{pattern: {in_all_layers(name.rpartition('.')[0])}, style: whole}}"
+                )
+
+
+def settings_of(module: nn.Module) -> LinearSettings | None:
+    """The settings that the forward of a subclass of ``nn.Linear`` reads.
+
+    Returns:
+        None if it reads anything else beside its weight and bias that may change what it computes: a number (a noise that
+        grows), a type, whether it trains, a closure, a global name.
+    """
     forward = type(module).forward
-    if forward is nn.Linear.forward:
-        return False
+    if forward is nn.Linear.forward or not isinstance(module, nn.Linear):
+        return LinearSettings(type(module), {})
     code, space = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     if code is None or set(code.co_freevars) - {"__class__"}:
-        return True
+        return None
     own = {name for kind in type(module).__mro__[: type(module).__mro__.index(nn.Linear)] for name in vars(kind)}
     held = {*vars(module), *own, "training", "__dict__"} - {"in_features", "out_features", "forward"}
     fixed = types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type
-    return any(name in held or (name in space and not isinstance(space[name], fixed)) for name in code.co_names)
+    found: dict[str, object] = {}
+    for name in code.co_names:
+        if name in held:
+            found[name] = vars(module).get(name, inspect.getattr_static(type(module), name, ...))
+            if name == "training" or not isinstance(found[name], bool | str | None):
+                return None
+        elif name in space and not isinstance(space[name], fixed):
+            return None
+    return LinearSettings(type(module), found)
 
 
 def _try(module: nn.Module, weight: Tensor, bias: Tensor | None) -> LinearKind | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,6 +88,17 @@ class Shard:
             for start, stop in own:
                 count[start:stop] += 1
         return count
+
+    @property
+    def shared_length(self) -> int:
+        """How many indices several ranks have; no tensor is made, so that it can be asked where tensors have no numbers."""
+        edges = sorted({edge for own in self.ranges for pair in own for edge in pair})
+        spans = [pair for own in self.ranges for pair in own]
+        return sum(
+            after - edge
+            for edge, after in itertools.pairwise(edges)
+            if sum(start <= edge < stop for start, stop in spans) > 1
+        )
 
     @property
     def has_shared(self) -> bool:

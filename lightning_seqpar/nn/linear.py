@@ -29,7 +29,7 @@ from lightning_seqpar.activations.wgrad_overlap import (
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.async_ops import PendingGather, PendingReduceScatter
 from lightning_seqpar.distributed.collectives import passes_none
-from lightning_seqpar.layout.linear_kind import LinearKind, features
+from lightning_seqpar.layout.linear_kind import LinearKind, LinearSettings, features, settings_of
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.layout.stand_in import resolve
 from lightning_seqpar.region.data_path import as_part
@@ -260,12 +260,14 @@ class _ParallelLinear(nn.Linear):
         shard: how its weight is split over the ranks.
         full_name: its name in the model.
         transposed: whether its weight is ``[in, out]``, as Conv1D keeps it.
+        settings: what the forward of the user's class reads, which must stay as it is; None for nothing.
     """
 
     region: SequenceRegion
     shard: Shard
     full_name: str
     transposed: bool = False
+    settings: LinearSettings | None = None
 
     @classmethod
     def adopt(
@@ -281,8 +283,10 @@ class _ParallelLinear(nn.Linear):
             kind: whether its weight is ``[out, in]`` or ``[in, out]``.
         """
         out_features, in_features = features(linear, kind)
+        settings = settings_of(linear)
         linear.__class__ = cls
         layer: Any = linear
+        layer.settings = settings if settings is not None and settings.values else None
         layer.region, layer.shard, layer.full_name = region, shard, name
         if kind == "in_out":
             layer.transposed, layer.out_features, layer.in_features = True, out_features, in_features
@@ -302,6 +306,11 @@ class _ParallelLinear(nn.Linear):
     def _cut(self, rank: int) -> None:
         """Cut the parameters down to the part of ``rank``, and set the local number of features."""
         raise NotImplementedError
+
+    def check_settings(self) -> None:
+        """Raise RuntimeError if a setting that the user's class reads is another one than it was."""
+        if self.settings is not None:
+            self.settings.check(self, self.full_name)
 
     def extra_repr(self) -> str:
         """Local shape, and which part of the whole it is."""
@@ -335,6 +344,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, h]`` (or its shard, if this layer gathers) → ``[b, s, f/tp]``."""
+        self.check_settings()
         region = self.region
         if isinstance(x, SeqPart):
             part, out = x, self._product(x.local)
@@ -398,6 +408,7 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, f/tp]`` → ``[b, s/tp, h]``."""
+        self.check_settings()
         if isinstance(x, SeqPart):
             out = self._reduced(x.local)
             return out if self.region.sp and not self.leaves_partial else SeqPart.wrap(out, x.place)

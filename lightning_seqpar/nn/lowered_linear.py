@@ -31,6 +31,7 @@ class LoweredColumnLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, h]`` (or its shard, if this layer gathers) → ``[b, s, f/tp]``."""
+        self.check_settings()
         if self.gathers_input:
             x = self.lowered.gather(x)
         elif x.shape[-1] != self.in_features and self.lowered.wholes:
@@ -45,5 +46,6 @@ class LoweredRowLinear(RowParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, f/tp]`` → ``[b, s/tp, h]``."""
+        self.check_settings()
         out = self.lowered.reduce(F.linear(x, self.matrix))
         return out if self.bias is None else out + self.bias.to(out.dtype)

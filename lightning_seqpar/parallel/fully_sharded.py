@@ -8,7 +8,6 @@ moments. ``fully_shard`` gathers a block's rows before the block runs, and reduc
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from lightning_seqpar.distributed.host import send_numbers
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
+from lightning_seqpar.parallel.fsdp_units import units_of
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 
@@ -40,39 +40,6 @@ _HOOKS = (
     "_load_state_dict_post_hooks",
 )
 """Where a module keeps the hooks that ``fully_shard`` registers and gives no handle for."""
-
-
-def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
-    """The blocks that are gathered and reduced as a whole, each on its own; the rest of the model is one more unit.
-
-    Args:
-        model: the model.
-        blocks: names of repeated blocks; of one in another the outer one counts.
-
-    Returns:
-        Names, in order; of a block that is a list of modules, those. One that shares a parameter with anything outside of it is
-        left out: the parameter would belong to two.
-    """
-    named = dict(model.named_modules())
-    modules = {id(named[name]): name for name in reversed(list(blocks)) if name in named}
-    outer = [
-        name
-        for name in modules.values()
-        if not any(other != name and inside(name, other) for other in modules.values())
-    ]
-    everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    found = set()
-    while outer:
-        name = outer.pop()
-        if isinstance(
-            named[name], nn.ModuleList | nn.ModuleDict
-        ):  # nobody calls it, so nothing could be gathered before
-            outer += [f"{name}.{key}" for key, _ in named[name].named_children()]
-            continue
-        held = Counter(id(p) for _, p in named[name].named_parameters(remove_duplicate=False))
-        if held and all(everywhere[key] == count for key, count in held.items()):
-            found.add(name)
-    return [name for name in named if name in found]
 
 
 class _PartsAround:

@@ -22,6 +22,7 @@ from lightning_seqpar.distributed.collectives import all_reduce
 from lightning_seqpar.distributed.host import any_rank_has, send_numbers
 from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.layout.replica_rows import is_split, local_rows, rows_held
+from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
 from lightning_seqpar.parallel.grad_checks import Spread, tolerance
 from lightning_seqpar.parallel.loss_consistency import LossWatch
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -395,15 +396,22 @@ class _SharedPart:
         grad.index_copy_(self._dim, self._local, summed.index_select(self._dim, self._place))
 
 
-def step_traffic(layout: ModelLayout, tp: int, dp: int = 1) -> tuple[int, int]:
-    """All-reduces of one optimizer step, and the bytes that a rank gives to them: sums by type, arrival flags, the loss."""
+def step_traffic(layout: ModelLayout, tp: int, dp: int = 1, split: ReplicaSplit | None = None) -> tuple[int, int]:
+    """All-reduces of one optimizer step, and the bytes that a rank gives to them: sums by type, arrival flags, the loss.
+
+    Args:
+        layout: the model's layouts.
+        tp: number of ranks of tp.
+        dp: number of replicas.
+        split: how parameters are shared out over the replicas, if they are.
+    """
     partial = [name for name, item in layout.items() if item.is_partial and layout.parameter(name).requires_grad]
     sums: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
     for name in partial:
         parameter, shard = layout.parameter(name), layout[name].shard
-        count = parameter.numel()
-        if shard is not None:
-            count = count // parameter.shape[shard.dim] * int((shard.holders > 1).sum())
+        count = parameter.numel() if split is None or (shard is not None and shard.dim == 0) else split.numel(parameter)
+        if shard is not None:  # replicas that share out rows send places for all rows
+            count = count // parameter.shape[shard.dim] * shard.shared_length
         key = (tuple(sorted(layout[name].sum_over)), parameter.dtype)
         sums[key] = sums.get(key, 0) + count * max(4, parameter.element_size())  # 16-bit parts are summed in float32
     flags = 2 * len(partial)
@@ -411,7 +419,10 @@ def step_traffic(layout: ModelLayout, tp: int, dp: int = 1) -> tuple[int, int]:
     rides = bool(over_tp) and dp == 1
     calls = len(sums) + (0 if over_tp else 1) + (1 if flags and not rides else 0)
     loss = tp * (over_tp[0] if over_tp else 8)
-    return calls, sum(sums.values()) + loss + flags * (over_tp[0] if rides else 1)
+    used = (
+        0 if split is None else sum(layout.parameter(name).requires_grad for name in layout)
+    )  # which were used at all
+    return calls + bool(used), sum(sums.values()) + loss + flags * (over_tp[0] if rides else 1) + used
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:

@@ -37,6 +37,7 @@ from lightning_seqpar.parallel.apply import parallelize, unshard, whole_model
 from lightning_seqpar.parallel.chunked_heads import chunk_heads
 from lightning_seqpar.parallel.compiled_blocks import BlockGraphs, compile_plain_blocks
 from lightning_seqpar.parallel.context import split_context
+from lightning_seqpar.parallel.fsdp_units import block_lists, fully_shard_options, units_among
 from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.module_changes import ModuleChange
@@ -56,7 +57,7 @@ from lightning_seqpar.strategy.averages import (
     shard_average,
 )
 from lightning_seqpar.strategy.child_watch import exit_status, is_lost_peer
-from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully_shard_options, units_among
+from lightning_seqpar.strategy.data_parallel import RootCall
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.missing_ranks import find_missing
 from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping

@@ -6,31 +6,34 @@ nothing; what a step keeps and sends is counted there, by the same code that tra
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lightning_seqpar.config import ParallelConfig, PlanSpec
-from lightning_seqpar.data.batch import map_tensors
 from lightning_seqpar.distributed.counters import SavedBytes, Traffic
 from lightning_seqpar.distributed.rng import OneStream, kept_streams
+from lightning_seqpar.inference.dataflow import CantInferError, UserDecidesError
 from lightning_seqpar.inference.infer import infer_plan
+from lightning_seqpar.inference.lazy_copy import deep_copy
+from lightning_seqpar.inference.model_copy import change_attribute_tensors, left_out_of_copies
 from lightning_seqpar.inference.pipeline_cut import HowToCut, check_stacks, leaves_blocks, trace_cut
 from lightning_seqpar.layout.linear_kind import LinearKind, features, linear_kind
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.parallel.apply import parallelize, refuse_compiled, refuse_unlowered
 from lightning_seqpar.parallel.chunked_heads import chunk_heads
 from lightning_seqpar.parallel.context import split_context
+from lightning_seqpar.parallel.fsdp_units import ReplicaSplit
 from lightning_seqpar.parallel.grad_sync import step_traffic
 from lightning_seqpar.parallel.recompute import NoAttentionError, recompute_unsharded
 from lightning_seqpar.parallel.resolve import ResolvedPlan
@@ -46,7 +49,7 @@ from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Coverage, Explanations, cover
 from lightning_seqpar.verify.guards.pipeline import describe_bubble
-from lightning_seqpar.verify.traced_step import TracedStep
+from lightning_seqpar.verify.traced_step import TracedStep, why_not_without_numbers
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
 """How many numbers an optimizer keeps as state for each parameter."""
@@ -89,6 +92,7 @@ class StageRow:
         optimizer_bytes: bytes of the optimizer's state for them.
         activation_bytes: bytes kept for the backward, by its share of the blocks, of all micro-batches that are alive; None where
             no step could be traced.
+        gathered_bytes: bytes of whole parameters that ``fsdp`` gathers at once in a step.
     """
 
     ends: tuple[tuple[str, str], ...]
@@ -99,11 +103,13 @@ class StageRow:
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int | None
+    gathered_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All of it, as far as it is known."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + (self.activation_bytes or 0)
+        kept = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return kept + self.gathered_bytes + (self.activation_bytes or 0)
 
 
 @dataclass
@@ -122,6 +128,7 @@ class Description:
         parameter_bytes: bytes of the parameters on a rank.
         gradient_bytes: bytes of their gradients.
         optimizer_bytes: bytes of the optimizer's state for them.
+        gathered_bytes: bytes of whole parameters that ``fsdp`` gathers at once in a step.
         activation_bytes: bytes kept for the backward of one micro-batch, counted on a traced step; None if no step could be
             traced (``notes`` says why).
         activation_bytes_by_formula: a lower bound from shapes alone, ``Σ b·s·width``: what column linears write, norms
@@ -147,6 +154,7 @@ class Description:
     optimizer_bytes: int
     activation_bytes: int | None = None
     activation_bytes_by_formula: int | None = None
+    gathered_bytes: int = 0
     sent_bytes: dict[str, int] = field(default_factory=dict)
     sent_calls: dict[str, int] = field(default_factory=dict)
     input: list[int] = field(default_factory=list)
@@ -158,7 +166,8 @@ class Description:
     def total_bytes(self) -> int:
         """Bytes of parameters, gradients, optimizer state and activations on a rank, as far as they are known."""
         activations = self.activation_bytes if self.activation_bytes is not None else self.activation_bytes_by_formula
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + (activations or 0)
+        kept = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return kept + self.gathered_bytes + (activations or 0)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
@@ -178,7 +187,7 @@ class Description:
 
 def describe(
     model: nn.Module,
-    config: ParallelConfig | None = None,
+    config: ParallelConfig | Mapping[str, Any] | None = None,
     *,
     world_size: int | None = None,
     example: Any = None,
@@ -186,13 +195,14 @@ def describe(
     batch_size: int = 1,
     length: int | None = None,
     optimizer: str = "adamw",
+    **fields: Any,
 ) -> Description:
     """Describe what ``config`` makes of ``model``, without GPUs, processes or process groups; the model is not touched.
 
     Args:
         model: any module, real or on the meta device; a ``LightningModule`` that makes its model in ``configure_model``
             makes it here, without memory.
-        config: the configuration; the default is ``ParallelConfig()``.
+        config: the configuration, or its fields as a mapping such as ``{"tp": 2}``; the default is ``ParallelConfig()``.
         world_size: number of ranks; the default is the smallest world that the configuration fits.
         example: what ``forward`` takes (a tensor, a tuple of arguments, or a dict of named ones), for the traced step. The
             default is tokens ``[batch_size, length]`` for a Hugging Face model (with labels, if it takes them), else the
@@ -201,11 +211,16 @@ def describe(
         batch_size: samples of a micro-batch, on one rank.
         length: positions of a sample; the default is the model's own limit, 2,048 at most.
         optimizer: which one, for the bytes of its state: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``.
+        fields: fields of the configuration in the place of ``config``: ``describe(model, tp=2)``.
 
     Raises:
-        ValueError: for a plan or a topology that the strategy would refuse too, with the same message.
+        ValueError: for a plan or a topology that the strategy would refuse too, with the same message; for a model whose own code
+            raises something where it is copied, sharded or run without numbers.
     """
-    config = config or ParallelConfig()
+    if fields and config is not None:
+        raise ValueError(f"config= and {', '.join(fields)}=: give one or the other")
+    if not isinstance(config, ParallelConfig):
+        config = ParallelConfig.from_omegaconf(fields if config is None else config)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r} is none of {', '.join(OPTIMIZERS)}")
     for name, value in (("batch_size", batch_size), ("length", 1 if length is None else length)):
@@ -214,12 +229,32 @@ def describe(
     if record_of(model) is not None:
         raise ValueError("the model is parallelised already; call unshard(model) first, or describe another one")
     topology = ProcessTopology.from_config(config, world_size or config.tp * config.pp * config.cp)
+    try:
+        return _describe(
+            model, config, topology, optimizer, lambda made: TracedStep.find(made, example, batch, batch_size, length)
+        )
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:  # of the model's code, or of torch's where tensors have no numbers
+        raise ValueError(
+            f"{type(model).__name__}: it can't be described without a launch: {why_not_without_numbers(error)}; seqpar verify "
+            "runs it with numbers"
+        ) from error
+
+
+def _describe(
+    model: nn.Module,
+    config: ParallelConfig,
+    topology: ProcessTopology,
+    optimizer: str,
+    find_step: Callable[[nn.Module], TracedStep],
+) -> Description:
+    """:func:`describe` for arguments that are right."""
     with kept_streams(torch.device("cpu")):
         model = _configured(model)
+        step = find_step(model)
     with kept_streams(torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
         planned = without_numbers(model)
-        with unset_fake_temporarily():
-            step = TracedStep.find(planned, example, batch, batch_size, length)
         record, plans, whole, known = None, [], [], Explanations()
         if config.tp > 1:
             plans = resolve_plans(
@@ -252,7 +287,11 @@ def describe(
             )
             for region in record.regions:
                 region.rng.streams = OneStream(0)
-        out = _totals(planned, record, plans, topology, config, optimizer)
+        split = ReplicaSplit()
+        if config.data_parallel == "fsdp" and (replicas := topology.get_dim("dp") * config.cp) > 1:
+            blocks = [name for region in record.regions for name in region.blocks] if record is not None else []
+            split = ReplicaSplit.of(planned, config.fsdp, blocks, replicas)
+        out = _totals(planned, record, plans, topology, config, optimizer, split)
         if record is not None:
             out.coverage = cover(record, plans, known, sp=config.sp)
             out.sp = out.coverage.sp
@@ -263,11 +302,11 @@ def describe(
             out.notes.append(_recompute(planned, record, config))
         if config.tp == 1 and (config.cp > 1 or config.tile_mlp is not None or config.loss_chunk is not None):
             out.notes += _change_unsharded(planned, config, ParallelGroups.silent(topology))
-        _trace(out, planned, record, step, topology)
+        _trace(out, planned, record, step, topology, split)
         if record is not None and step.sizes:
             out.activation_bytes_by_formula = _formula(record, planned, *step.sizes)
         if config.pp > 1:
-            _cut(out, model, planned, plans, step, config, known)
+            _cut(out, model, planned, plans, step, config, known, split)
     return out
 
 
@@ -279,6 +318,7 @@ def _cut(
     step: TracedStep,
     config: ParallelConfig,
     known: Explanations,
+    split: ReplicaSplit,
 ) -> None:
     """Describe the stages of a pipeline; the numbers of ``out`` become those of the stage that keeps most.
 
@@ -290,6 +330,7 @@ def _cut(
         step: what is traced.
         config: the configuration.
         known: gets the reasons of inference.
+        split: how replicas share out parameters.
 
     Raises:
         ValueError: for a model that can't be cut, with the strategy's message.
@@ -308,11 +349,18 @@ def _cut(
     check_stacks(stacks, how)
     blocks = sum(len(stack.blocks) for stack in stacks)
     numel = {name: parameter.numel() for name, parameter in copied.named_parameters()}
-    cut = trace_cut(copied, lambda: step.run(copied), stacks, how, numel)
+    try:
+        cut = trace_cut(copied, lambda: step.run(copied), stacks, how, numel)
+    except ValueError:
+        raise
+    except Exception as error:  # of the user's code
+        out.notes.append(f"stages: {why_not_without_numbers(error)}")
+        return
     local = dict(planned.named_parameters())
     for at in range(config.pp):
-        held = [local[name] for name in cut.held[at]]
-        gradients = sum(p.nbytes for p in held if p.requires_grad)
+        named = {name: local[name] for name in cut.held[at]}
+        held = named.values()
+        gradients = sum(split.nbytes(p) for p in held if p.requires_grad)
         chunks = [cut.blocks[chunk] for chunk in cut.chunks(at)]
         count = sum(len(names) for names in chunks)
         # With many micro-batches; of a chunk at a time where a stage has several.
@@ -320,13 +368,14 @@ def _cut(
         if how.rounds > 1:
             alive = (warm_up(at, config.pp, how.rounds, config.pp * (how.rounds + 2)) + 1) / how.rounds
         kept = None if out.activation_bytes is None else int(alive * count / blocks * out.activation_bytes)
-        numbers = (sum(p.numel() for p in held), sum(p.nbytes for p in held), gradients)
+        numbers = (sum(map(split.numel, held)), sum(map(split.nbytes, held)), gradients)
         state = OPTIMIZERS[out.optimizer] * gradients
         ends = tuple((names[0], names[-1]) for names in chunks)
-        out.stages.append(StageRow(ends, count, alive, *numbers, state, kept))
+        out.stages.append(StageRow(ends, count, alive, *numbers, state, kept, split.gathered(named)))
     largest = max(out.stages, key=lambda stage: stage.total_bytes)
     out.parameters, out.parameter_bytes = largest.parameters, largest.parameter_bytes
     out.gradient_bytes, out.optimizer_bytes = largest.gradient_bytes, largest.optimizer_bytes
+    out.gathered_bytes = largest.gathered_bytes
     out.activation_bytes, out.activation_bytes_by_formula = largest.activation_bytes, None
     out.notes += [
         "per rank: of the stage that keeps most; what is sent is that of all stages, without the activations between them",
@@ -335,16 +384,22 @@ def _cut(
 
 
 def without_numbers(model: nn.Module) -> nn.Module:
-    """A copy whose tensors have shapes but no memory (fake tensors on the CPU); modules and ties are those of ``model``."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for attribute in ("_trainer", "_fabric"):
-            if (trainer := module.__dict__.get(attribute)) is not None:
-                memo[id(trainer)] = None  # the copy knows no trainer
+    """A copy whose tensors have shapes but no memory (fake tensors on the CPU); modules and ties are those of ``model``.
+
+    It is called inside of torch's mode for such tensors.
+    """
+    memo = left_out_of_copies(model)
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         empty: Tensor = torch.empty_like(tensor, device="cpu")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
+    with unset_fake_temporarily():
+        copied = deep_copy(model, memo)
+    change_attribute_tensors(
+        copied,
+        lambda x: not isinstance(x, FakeTensor),
+        lambda x: torch.empty_like(x, device="cpu", requires_grad=x.requires_grad),
+    )
+    return copied
 
 
 def _recompute(model: nn.Module, record: ShardedModel | None, config: ParallelConfig) -> str:
@@ -388,7 +443,8 @@ def _configured(model: nn.Module) -> nn.Module:
     """A copy of a module that makes its model in ``configure_model``, with the model made on meta; any other module itself."""
     if not isinstance(model, LightningModule) or any(True for _ in model.parameters()):
         return model
-    copied = copy.deepcopy(model)
+    copied = deep_copy(model, left_out_of_copies(model))
+    assert isinstance(copied, LightningModule)
     with torch.device("meta"):
         copied.configure_model()
     return copied
@@ -431,26 +487,27 @@ def _infer(
 def _infer_with_numbers(
     model: nn.Module, step: TracedStep, config: ParallelConfig, known: Explanations, beside: Sequence[ShardingPlan]
 ) -> ShardingPlan:
-    if step.missing or step.method != "forward":
+    if step.missing:
         raise ValueError(
             f"plan={config.plan if isinstance(config.plan, str) else config.plan.base!r}: no shipped plan fits "
-            f"{type(model).__name__}, and to infer one an example is needed: pass example= (what forward takes), or set "
-            "example_input_array on the module"
+            f"{type(model).__name__}, and to infer one an example is needed: pass example= (what forward takes) or batch= (what "
+            "training_step takes; seqpar plan: --batch package.module:function), or set example_input_array on the module"
         )
-    small = map_tensors(
-        lambda x: x[:2, :8] if x.ndim == 2 and not x.is_floating_point() else x, (step.args, step.kwargs)
-    )
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(x: Tensor) -> Tensor:
-        return torch.randint(0, 8, x.shape, generator=generator) if not x.is_floating_point() and not x.any() else x
-
-    args, kwargs = map_tensors(drawn, small)
     part = model.get_submodule(step.path)
     own = ShardingPlan.from_rules(config.plan.rules) if isinstance(config.plan, PlanSpec) else None
     above = f"{step.path}." if step.path else ""
     others = [dataclasses.replace(plan, prefix=plan.prefix.removeprefix(above)) for plan in beside]
-    inferred = infer_plan(part, kwargs or args, config.tp, own, beside=others)
+    *smaller, last = step.examples(part, config.tp * config.cp)
+    for example in smaller:
+        try:
+            inferred = infer_plan(part, example, config.tp, own, beside=others)
+            break
+        except UserDecidesError:
+            raise
+        except CantInferError:
+            continue  # the code may need all of its input
+    else:
+        inferred = infer_plan(part, last, config.tp, own, beside=others)
     known.whole = {f"{above}{pattern}": why for pattern, why in inferred.whole.items()}
     known.no_sp = {f"{above}{pattern}": why for pattern, why in inferred.no_sp.items()}
     return dataclasses.replace(inferred.plan, prefix=step.path)
@@ -466,11 +523,12 @@ def _totals(
     topology: ProcessTopology,
     config: ParallelConfig,
     optimizer: str,
+    split: ReplicaSplit,
 ) -> Description:
     """The description without activations and traffic: shapes, bytes, the table and the plan."""
     parameters = list(model.parameters())
-    trained = [p for p in parameters if p.requires_grad]
-    gradients = sum(p.nbytes for p in trained)
+    gradients = sum(split.nbytes(p) for p in parameters if p.requires_grad)
+    whole = sum(p.numel() for p in parameters) if record is None else record.layout.global_numel()
     return Description(
         world_size=topology.world_size,
         axes=dict(topology.larger_axes),
@@ -478,12 +536,22 @@ def _totals(
         optimizer=optimizer,
         rows=_rows(model, record),
         plan="rules:\n" + "".join(plan.to_yaml().partition("\n")[2] for plan in plans) if plans else "rules: []\n",
-        parameters=sum(p.numel() for p in parameters),
-        global_parameters=record.layout.global_numel() if record is not None else sum(p.numel() for p in parameters),
-        parameter_bytes=sum(p.nbytes for p in parameters),
+        parameters=sum(map(split.numel, parameters)),
+        global_parameters=whole,
+        parameter_bytes=sum(map(split.nbytes, parameters)),
         gradient_bytes=gradients,
         optimizer_bytes=OPTIMIZERS[optimizer] * gradients,
+        gathered_bytes=split.gathered(dict(model.named_parameters())),
+        notes=_of_replicas(split),
     )
+
+
+def _of_replicas(split: ReplicaSplit) -> list[str]:
+    """Notes on what replicas share out."""
+    if split.replicas == 1:
+        return []
+    shared = f"fsdp: of each tensor above a rank holds the rows of one of {split.replicas:,} replicas between steps"
+    return [shared + ", on the CPU" * isinstance(split.options.get("offload_policy"), CPUOffloadPolicy)]
 
 
 def _rows(model: nn.Module, record: ShardedModel | None) -> list[ModuleRow]:
@@ -538,7 +606,12 @@ def _braced(names: Sequence[str]) -> str:
 
 
 def _trace(
-    out: Description, model: nn.Module, record: ShardedModel | None, step: TracedStep, topology: ProcessTopology
+    out: Description,
+    model: nn.Module,
+    record: ShardedModel | None,
+    step: TracedStep,
+    topology: ProcessTopology,
+    split: ReplicaSplit,
 ) -> None:
     """Run a step on tensors without memory, and write into ``out`` what it keeps for the backward and what it sends."""
     if step.missing:
@@ -554,20 +627,21 @@ def _trace(
             saved.keep_caches()
             loss.backward()
     except Exception as error:  # the user's code may raise anything; the notes say what
-        first = str(error).splitlines()[0] if str(error) else ""
-        out.notes.append(
-            f"activations and traffic: a step does not run without numbers: {type(error).__name__}: {first}"
-        )
+        out.notes.append(f"activations and traffic: {why_not_without_numbers(error)}")
         return
     out.activation_bytes = saved.total
     calls, sent = dict(traffic.calls), dict(traffic.bytes)
     if record is not None:
-        for counted, more in zip(
-            (calls, sent), step_traffic(record.layout, record.groups.size("tp"), record.groups.size("dp")), strict=True
-        ):
+        shared = split if split.replicas > 1 else None
+        sums = step_traffic(record.layout, record.groups.size("tp"), record.groups.size("dp"), shared)
+        for counted, more in zip((calls, sent), sums, strict=True):
             counted["all_reduce"] = counted.get("all_reduce", 0) + more
-    if means := [axis for axis in ("dp", "cp") if topology.get_dim(axis) > 1]:
-        sent[f"all_reduce ({' × '.join(means)})"] = out.gradient_bytes
+    means = " × ".join(axis for axis in ("dp", "cp") if topology.get_dim(axis) > 1)
+    if split.replicas > 1:
+        for counted, over in zip((calls, sent), split.traffic(dict(model.named_parameters())), strict=True):
+            counted |= {f"{name} ({means})": count for name, count in over.items()}
+    elif means:
+        sent[f"all_reduce ({means})"] = out.gradient_bytes
     out.sent_bytes, out.sent_calls = {k: v for k, v in sent.items() if v}, {k: v for k, v in calls.items() if v}
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lightning_seqpar.data.batch import map_tensors, tensors_in
+from lightning_seqpar.inference.examples import Example, small
+from lightning_seqpar.inference.reduction import Reduction, is_large
 from lightning_seqpar.inference.trainer_view import answer_harmlessly
+from lightning_seqpar.user_input import name_error
 
 
 @dataclass
@@ -41,29 +47,34 @@ class TracedStep:
         """The step for what the user passed; else for tokens, if the model is one of Hugging Face's; else for its example.
 
         Args:
-            model: the copy.
+            model: the model.
             example: what ``forward`` takes, or None.
-            batch: what ``training_step`` takes, or None.
+            batch: what ``training_step`` takes, or None; for a module without one, what ``forward`` takes.
             batch_size: samples, if tokens are made.
             length: positions, if tokens are made; None for the model's own limit.
         """
-        if batch is not None:
+        if batch is not None and isinstance(model, LightningModule):
+            batch = _on_cpu(batch)
             return cls("training_step", (batch, 0), sizes=_sizes(batch))
+        if example is None and batch is not None:
+            example = batch
         if example is None:
             if (step := _tokens_for(model, batch_size, length)) is not None:
                 return step
             example = getattr(model, "example_input_array", None)
         if example is None:
             return cls(
-                missing="no input to trace a step with: pass example= or batch=, or set example_input_array on the module"
+                missing="no input to trace a step with: pass example= or batch= (seqpar plan: --batch package.module:function), or "
+                "set example_input_array on the module"
             )
+        example = _on_cpu(example)
         kwargs = dict(example) if isinstance(example, Mapping) else {}
         args = () if kwargs else example if isinstance(example, tuple) else (example,)
         return cls("forward", args, kwargs, sizes=_sizes(example))
 
     def run(self, model: nn.Module) -> Tensor:
         """Run it: the loss, or the sum of all outputs that have a gradient."""
-        args, kwargs = map_tensors(torch.empty_like, (self.args, self.kwargs))
+        args, kwargs = map_tensors(lambda x: torch.empty_like(x, device="cpu"), (self.args, self.kwargs))
         losses: list[Tensor] = []
         if isinstance(model, LightningModule):
             answer_harmlessly(model, [], losses)
@@ -77,6 +88,52 @@ class TracedStep:
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.sum()
         return torch.stack([x.sum() for x in tensors_in(out) if x.requires_grad]).sum()
+
+    def examples(self, model: nn.Module, ranks: int) -> list[Example]:
+        """Inputs with numbers for copies of a model from which a plan is inferred, to be tried in turn.
+
+        Args:
+            model: the model, or its submodule that :attr:`path` names.
+            ranks: how many share a sample.
+        """
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(x: Tensor) -> Tensor:
+            if x.dtype == torch.bool or x.any():
+                return x
+            if x.is_floating_point() or x.is_complex():
+                return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+            return torch.randint(0, 8, x.shape, generator=generator, dtype=x.dtype)
+
+        def short(x: Tensor) -> Tensor:
+            return x[:2, :8] if x.ndim == 2 and not x.is_floating_point() else x
+
+        if self.method == "forward":
+            args, kwargs = map_tensors(drawn, map_tensors(short, (self.args, self.kwargs)))
+            return [Example("the example", "forward", args, kwargs, reduction=Reduction(skips_repeats=is_large(model)))]
+        batch, number = map_tensors(drawn, small(self.args))
+        step = getattr(model, self.method)
+        iterates = is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+        takes = (batch, number, 0) if iterates else _as_lightning_gives(step, batch, number)
+        whole = Example("the batch", self.method, takes, {}, iterates=iterates)
+        return [whole.reduced(one) for one in Reduction.variants(model, ranks, whole.length, whole.longest)]
+
+
+def why_not_without_numbers(error: Exception) -> str:
+    """A sentence on what a run without numbers raised, with the line of the model's code."""
+    own, torchs = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+    frames = [
+        one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((own, torchs, "<"))
+    ]
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return f"the model's code reads numbers of a tensor{place}, and here tensors have none"
+    return f"a step does not run without numbers: {name_error(error)}{place}"
+
+
+def _on_cpu(given: Any) -> Any:
+    """An input on the CPU; zeros for tensors on meta, as a model has them that was made there."""
+    return map_tensors(lambda x: torch.zeros_like(x, device="cpu") if x.is_meta else x.detach().cpu(), given)
 
 
 def _as_lightning_gives(step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, ...]:

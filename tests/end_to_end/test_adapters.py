@@ -81,13 +81,32 @@ def test_an_adapter_with_parameters_of_its_own_is_no_plain_one(options, plain):
 
 
 def test_variants_are_not_taken_for_it():
-    """DoRA scales by a norm over the whole weight: right where it is left whole, or refused."""
-    case = {"dora": {"family": "llama", "targets": ["q_proj", "o_proj"], "use_dora": True}}
-    for got in run_distributed(fit_adapted, 2, {"tp": 2}, case):
-        if isinstance(got["dora"], Trace):
-            compare(fit("Adapted", case["dora"], steps=2, length=9), got["dora"]).raise_if_failed()
+    """DoRA scales by norms over in-features: right on columns, or where it is left whole; on rows it may be refused."""
+    cases = {
+        "columns": {"family": "llama", "targets": ["q_proj", "v_proj", "up_proj"], "use_dora": True},
+        "rows": {"family": "llama", "targets": ["q_proj", "o_proj"], "use_dora": True},
+    }
+    (found, *_) = run_distributed(fit_adapted, 2, {"tp": 2}, cases)
+    for name, got in found.items():
+        if isinstance(got, Trace):
+            compare(fit("Adapted", cases[name], steps=2, length=9), got).raise_if_failed()
         else:
-            assert "plan=" in got["dora"]
+            assert name == "rows"
+            assert "plan=" in got
+
+
+def test_what_dora_holds_beside_a_column_is_cut_with_it():
+    targets = ["q_proj", "v_proj", "up_proj"]
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=4, target_modules=targets, use_dora=True))
+    said = describe(model, ParallelConfig(tp=2))
+    assert said.coverage is not None
+    (whole,) = said.coverage.reasons
+    assert "self_attn.v_proj.lora_A,mlp.up_proj.lora_A} (6 tensors" in whole
+    scales = [row for row in said.rows if "lora_magnitude_vector" in row.module]
+    assert len(scales) == len(targets)
+    for row in scales:
+        ((_, whole, local),) = row.tensors
+        assert local[0] * 2 == whole[0]
 
 
 class Dropping(Adapted):

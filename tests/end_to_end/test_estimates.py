@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
+from lightning_seqpar.layout.replica_rows import local_rows
 from lightning_seqpar.testing import run_distributed
 from tests.helpers.families import HuggingFace
 from tests.helpers.fit import metered
@@ -29,11 +30,11 @@ def measure(kinds: list[str], strategy: dict[str, Any]) -> list[dict[str, Any]]:
         batches = loader(BATCH, length=LENGTH, count=BATCH * 40)
         meter, trainer = metered(module, SeqParallelStrategy(**strategy), batches)
         (optimizer,) = trainer.optimizers
-        state = sum(x.nbytes for kept in optimizer.state.values() for x in kept.values() if isinstance(x, torch.Tensor))
+        kept = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
         found.append(
             {
-                "parameters": sum(p.nbytes for p in module.parameters()),
-                "optimizer": state,
+                "parameters": sum(local_rows(p).nbytes for p in module.parameters()),
+                "optimizer": sum(local_rows(x).nbytes for x in kept),
                 "activations": meter.saved_bytes,
                 "sent": meter.bytes,
                 "calls": meter.calls,
@@ -53,8 +54,9 @@ OPTIMIZER = {"gpt": "adamw"}
         pytest.param(2, {"tp": 2, "regather": False}, marks=pytest.mark.matrix),
         pytest.param(4, {"tp": 2}, marks=pytest.mark.matrix),
         pytest.param(4, {"tp": 4}, marks=pytest.mark.matrix),
+        (4, {"tp": 2, "data_parallel": "fsdp"}),
     ],
-    ids=["tp2", "tp2-no-sp", "tp2-no-regather", "dp2-tp2", "tp4"],
+    ids=["tp2", "tp2-no-sp", "tp2-no-regather", "dp2-tp2", "tp4", "fsdp2-tp2"],
 )
 def test_estimates_are_what_a_run_measures(world, strategy):
     kinds = ["gpt", "llama", "bert", "gpt2"] if world == 2 else ["gpt", "llama"]
@@ -64,15 +66,19 @@ def test_estimates_are_what_a_run_measures(world, strategy):
         said = describe(
             module, ParallelConfig(**strategy), world_size=world, batch=batch, optimizer=OPTIMIZER.get(kind, "sgd")
         )
-        assert said.notes == [], kind
+        split = strategy.get("data_parallel") == "fsdp"
+        assert len(said.notes) == split, kind
         assert said.parameter_bytes == measured["parameters"], kind
         assert said.optimizer_bytes == pytest.approx(measured["optimizer"], rel=0.03), kind
         assert said.activation_bytes == pytest.approx(measured["activations"], rel=0.03), kind
         assert 0 < said.activation_bytes_by_formula <= said.activation_bytes, kind
         sent = dict(said.sent_bytes)
         ddp = sent.pop("all_reduce (dp)", 0)
-        assert bool(ddp) == (strategy["tp"] < world)
+        assert bool(ddp) == (strategy["tp"] < world and not split)
         measured["sent"]["all_reduce"] -= ddp
+        for name in ("all_gather", "reduce_scatter"):
+            measured["sent"][name] -= sent.pop(f"{name} (dp)", 0)
+            measured["calls"][name] -= said.sent_calls.get(f"{name} (dp)", 0)
         assert sent.keys() == {"all_gather", "reduce_scatter", "all_reduce"} & measured["sent"].keys(), kind
         for name, count in sent.items():
             assert count == pytest.approx(measured["sent"][name], rel=0.03), (kind, name)

@@ -186,9 +186,32 @@ class OwnLinear(nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
+class SettingLinear(nn.Linear):
+    """OpenFold's, which Boltz carries: a setting says in which type it computes, if that is another than its input's."""
+
+    def __init__(self, *sizes: int, bias: bool = True, precision: torch.dtype | None = None) -> None:
+        super().__init__(*sizes, bias=bias)
+        self.precision = precision
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.dtype
+        if self.precision is not None:
+            with torch.autocast("cuda", enabled=False):
+                bias = None if self.bias is None else self.bias.to(dtype=self.precision)
+                out = F.linear(x.to(dtype=self.precision), self.weight.to(dtype=self.precision), bias)
+                return out.to(dtype=kind)
+        if kind is torch.bfloat16:
+            with torch.autocast("cuda", enabled=False):
+                bias = None if self.bias is None else self.bias.to(dtype=kind)
+                return F.linear(x, self.weight.to(dtype=kind), bias)
+        return F.linear(x, self.weight, self.bias)
+
+
 class OwnLinears(Projections):
     def __init__(self) -> None:
         super().__init__(linear=OwnLinear)
+        self.v = SettingLinear(self.v.in_features, self.v.out_features, bias=self.v.bias is not None)
+        self.o = SettingLinear(self.o.in_features, self.o.out_features, bias=self.o.bias is not None)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.o(attend(*(heads_of(linear(x), self.heads) for linear in (self.q, self.k, self.v))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import lightning as L
@@ -98,6 +99,127 @@ def test_an_unknown_model_is_inferred_from_its_example():
     assert {row.decided for row in whole.rows if row.style == "row"} == {"inferred"}
 
 
+class Odd(GPT):
+    """Holds what ``deepcopy`` refuses, and gives an example."""
+
+    def __init__(self, example: Any) -> None:
+        super().__init__()
+        self.example_input_array = example
+        self.lock, self.event, self.generator = threading.RLock(), threading.Event(), torch.Generator()
+        self.numbers, self.file = iter([1, 2]), open(__file__, encoding="utf-8")  # noqa: SIM115
+        self.tables = [torch.ones(3), {"of the head": self.model.head.weight * 2}]
+        self.model.blocks[0].table = torch.ones(self.model.head.weight.shape[-1], requires_grad=True)
+        self.model.blocks[1].lock = threading.Lock()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with self.lock:
+            self.event.set()
+            out: torch.Tensor = self.model(tokens) * self.tables[0].sum()
+        return out
+
+
+IDS = torch.zeros(2, 12, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    "example", [IDS, (IDS,), {"tokens": IDS}, IDS.to("meta")], ids=["tensor", "tuple", "dict", "meta"]
+)
+def test_a_module_may_hold_what_can_not_be_copied(example):
+    module = Odd(example)
+    known = describe(module, {"tp": 2})
+    assert known.sent_calls
+    assert known.sent_calls == describe(module, tp=2, plan="infer").sent_calls
+    assert not module.event.is_set()
+    module.file.close()
+
+
+class ReadsFile(Odd):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.file.readline()
+        return super().forward(tokens)
+
+
+class AsksForNumbers(GPT):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.model(tokens)
+        return out if tokens.sum() > -1 else out * 2
+
+
+class NoCopy(GPT):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise OSError("no copies of this")
+
+
+def test_what_does_not_run_without_numbers_is_told_with_its_line():
+    module = ReadsFile(IDS)
+    (note,) = describe(module, tp=2).notes
+    assert "file is a TextIOWrapper, which can't be copied" in note
+    module.file.close()
+    (note,) = describe(AsksForNumbers(), tp=2, example=IDS).notes
+    assert "reads numbers of a tensor (test_describe.py, line" in note
+    assert "if tokens.sum() > -1" in note
+    with pytest.raises(ValueError, match=r"NoCopy: it can't be described without a launch: .*no copies of this"):
+        describe(NoCopy(), tp=2, example=IDS)
+
+
+def test_a_batch_is_enough_to_infer_a_plan_from():
+    batch = next(iter(loader(2, length=LENGTH, count=2)))
+    said = describe(GPT(), tp=2, plan="infer", batch=batch)
+    assert {row.decided for row in said.rows if row.style == "row"} == {"inferred"}
+    assert said.sent_calls == describe(GPT(), {"tp": 2}, batch=batch).sent_calls
+    with pytest.raises(ValueError, match="config= and tp=: give one or the other"):
+        describe(GPT(), {"tp": 2}, tp=2)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "bert"])
+def test_tp_above_the_heads_and_the_kv_heads(family):
+    """Ranks share kv heads, and the sums of their gradients are counted; the sizes that are right are told."""
+    if family == "bert":  # 4 heads, none of which is shared
+        with pytest.raises(
+            ValueError, match=r"attention.output.dense: 4 units .* do not divide by tp=8; use tp of 1, 2, 4"
+        ):
+            describe(build(family), tp=8)
+        return
+    config = build(family).config
+    tp = 2 * config.num_key_value_heads
+    said = describe(build(family), tp=tp)
+    width = config.hidden_size // config.num_attention_heads * config.hidden_size
+    shared = config.num_hidden_layers * 2 * config.num_key_value_heads * width
+    alone = describe(build(family), tp=config.num_key_value_heads)
+    assert said.sent_bytes["all_reduce"] - alone.sent_bytes["all_reduce"] >= shared * 4 > 0
+    assert any("some of them by several ranks" in row.sync for row in said.rows)
+    with pytest.raises(ValueError, match="do not divide by tp=3; use tp of 1, 2, 4"):
+        describe(build(family), tp=3)
+
+
+def test_what_replicas_share_out_is_counted():
+    sizes = [{"tp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}]
+    for size in sizes:
+        world = 2 * size.get("tp", 1) * size.get("cp", 1) * size.get("pp", 1)
+        whole, said = (
+            describe(build("llama"), {**size, "data_parallel": kind}, world_size=world) for kind in ("ddp", "fsdp")
+        )
+        parts = 2 * size.get("cp", 1)
+        for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+            assert getattr(said, name) * parts == pytest.approx(getattr(whole, name), rel=0.01), (size, name)
+        assert 0 < said.gathered_bytes <= whole.parameter_bytes * 2
+        assert not whole.gathered_bytes
+        assert said.activation_bytes == whole.activation_bytes
+        axes = "dp × cp" if "cp" in size else "dp"
+        assert said.sent_calls[f"all_gather ({axes})"] == 5  # what is in no block once, and two blocks twice
+        assert said.sent_calls[f"reduce_scatter ({axes})"] == 3
+        assert f"all_reduce ({axes})" not in said.sent_bytes
+        assert f"a rank holds the rows of one of {parts} replicas" in render(said, 400)
+    fsdp = {"data_parallel": "fsdp", "world_size": 2}
+    stay = describe(build("llama"), fsdp={"reshard_after_forward": False}, **fsdp)
+    assert stay.sent_calls["all_gather (dp)"] == 3
+    assert stay.gathered_bytes == stay.global_parameters * 4
+    half = describe(build("llama"), fsdp={"mp_policy": {"param_dtype": "bfloat16"}}, **fsdp)
+    assert 2 * half.sent_bytes["all_gather (dp)"] == describe(build("llama"), **fsdp).sent_bytes["all_gather (dp)"]
+    with pytest.raises(ValueError, match="no module has that name"):
+        describe(build("llama"), fsdp={"units": ["model.layer.*"]}, **fsdp)
+
+
 class LateModel(GPT):
     """Makes its model in ``configure_model``."""
 
@@ -118,7 +240,15 @@ def test_configure_model_is_run_without_memory():
 # ---- the command -----------------------------------------------------------------------------------------------
 
 
-LLAMA = "tests.helpers.families:make_llama"
+LLAMA, OWN = "tests.helpers.families:make_llama", "tests.helpers.models:GPT"
+
+
+def some_batch() -> Any:
+    return next(iter(loader(4, length=LENGTH, count=4)))
+
+
+def no_batch() -> Any:
+    raise KeyError("no batch")
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -175,6 +305,9 @@ def test_a_yaml_file_of_the_command_line(capsys, monkeypatch, tmp_path):
     assert text.startswith("4 ranks: dp 2 × tp 2")
     assert "note: activations and traffic: no input to trace a step with" in text
     assert run(capsys, str(file), "tp=4").startswith("4 ranks: tp 4")
+    text = run(capsys, str(file), "plan=infer", "--batch", "tests.unit.test_describe:some_batch")
+    assert f"one step of 4 × {LENGTH}" in text
+    assert "inferred" in text
     (tmp_path / "parallel.yaml").write_text("tp: 4\n")
     file.write_text(file.read_text().replace("{tp: 2}", "{config: parallel.yaml}"))
     assert run(capsys, str(file)).startswith("4 ranks: tp 4")
@@ -194,6 +327,9 @@ def test_a_yaml_file_of_the_command_line(capsys, monkeypatch, tmp_path):
         ([LLAMA, "tp=2", "--length", "0"], "length=0 must be 1 or more"),
         ([LLAMA, "tp=4", "--world-size", "6"], "6"),
         ([LLAMA, "--config", "nowhere.yaml"], "does not exist"),
+        ([OWN, "tp=2", "plan=infer"], "seqpar plan: --batch package.module:function"),
+        ([OWN, "tp=2", "--batch", "tests.unit.test_describe:nothing"], "has no 'nothing'"),
+        ([OWN, "tp=2", "--batch", "tests.unit.test_describe:no_batch"], "it raised KeyError: 'no batch' ("),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(args, told, capsys):

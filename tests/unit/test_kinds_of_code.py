@@ -13,7 +13,7 @@ from lightning_seqpar import ShardingPlan
 from lightning_seqpar.inference.dataflow import CantInferError
 from lightning_seqpar.inference.infer import infer_plan
 from lightning_seqpar.layout.attribute_override import read_attribute, write_attribute
-from lightning_seqpar.layout.linear_kind import linear_kind
+from lightning_seqpar.layout.linear_kind import linear_kind, settings_of
 from lightning_seqpar.plan.choice import linears_beside, resolve_plans
 from lightning_seqpar.trial.determinism import KeepFloat64
 from tests.helpers import third_party, zoo
@@ -221,7 +221,19 @@ def test_what_computes_something_else_is_no_linear(kind, training):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, third_party.OwnLinear, zoo.Conv1D])
+def test_settings_that_are_off_are_watched():
+    module = third_party.SettingLinear(8, 6)
+    assert linear_kind(third_party.SettingLinear(8, 6, precision=torch.float32)) is None
+    settings = settings_of(module)
+    assert settings is not None
+    assert settings.values == {"precision": None}
+    settings.check(module, "blocks.0.attn.q")
+    module.precision = torch.bfloat16
+    with pytest.raises(RuntimeError, match=r"blocks.0.attn.q.precision: it was None .* is torch.bfloat16 now"):
+        settings.check(module, "blocks.0.attn.q")
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, third_party.OwnLinear, third_party.SettingLinear, zoo.Conv1D])
 def test_what_computes_a_product_is_a_linear(kind):
     module = kind(8, 6)
     calls: list[Any] = []
