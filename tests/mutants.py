@@ -2961,6 +2961,27 @@ MUTANTS = [
         "tests/test_fsdp.py::test_parity_with_one_process -m matrix -k 4-1",
     ),
     Mutant(
+        "fsdp: a step that calls the model puts torch's hook on sharded logits",
+        "FullySharded._end_call",
+        " and not isinstance(tensor, ShardedLogits)",
+        "",
+        "tests/test_fsdp.py::test_parity_with_one_process",
+    ),
+    Mutant(
+        "fsdp: a call within a step begins as one of its own",
+        "FullySharded._begin_call",
+        "self._gather_outside(module, args)",
+        "pass",
+        "tests/test_fsdp.py::test_parity_with_one_process",
+    ),
+    Mutant(
+        "fsdp: sharded logits of a unit seen by torch's hooks",
+        "FullySharded.__init__",
+        "has_context or any(isinstance(part, VocabParallelHead) for part in module.modules())",
+        "has_context",
+        "tests/test_fsdp.py::test_parity_with_one_process",
+    ),
+    Mutant(
         "fsdp: a parameter without dims not averaged",
         "FullySharded.average",
         "if not due:",

@@ -27,6 +27,8 @@ from lightning_seqpar.distributed.host import send_numbers
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
+from lightning_seqpar.nn.sharded_logits import ShardedLogits
+from lightning_seqpar.nn.vocab import VocabParallelHead
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 
@@ -76,7 +78,7 @@ def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
 
 
 class _PartsAround:
-    """Keeps parts of sequences from the hooks of ``fully_shard``, which put autograd functions around a unit's tensors.
+    """Keeps parts of sequences, and sharded logits, from the hooks of ``fully_shard``, which want plain tensors of a unit.
 
     Outside of those hooks a part is the plain tensor that this rank holds, and inside of them a part again; and so is what the
     unit returns. It is made before ``fully_shard`` is called on the unit, and closed after.
@@ -87,8 +89,8 @@ class _PartsAround:
 
     def __init__(self, unit: nn.Module) -> None:
         self._unit = unit
-        self._places: list[list[Place | None]] = []  # of the calls under way, the innermost last
-        self._made: list[Place | None] = []
+        self._places: list[list[_Place]] = []  # of the calls under way, the innermost last
+        self._made: list[_Place] = []
         unit.register_forward_pre_hook(self._put_back, prepend=True, with_kwargs=True)
         unit.register_forward_hook(self._take_out)
 
@@ -99,28 +101,45 @@ class _PartsAround:
 
     def _take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._places.append([_place(leaf) for leaf in tree_leaves((args, kwargs))])
-        return tree_map(local_of, (args, kwargs))
+        return tree_map(_plain, (args, kwargs))
 
     def _put_back(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return _with_places((args, kwargs), self._places.pop())
 
     def _take_out(self, module: nn.Module, args: Any, out: Any) -> Any:
         self._made = [_place(leaf) for leaf in tree_leaves(out)]
-        return tree_map(local_of, out)
+        return tree_map(_plain, out)
 
     def _return(self, module: nn.Module, args: Any, out: Any) -> Any:
         return _with_places(out, self._made)
 
 
-def _place(leaf: Any) -> Place | None:
-    return leaf.place if isinstance(leaf, SeqPart) else None
+_Place = tuple[Place | None, ShardedLogits | None]
+"""What a plain tensor was before: the place of a part of a sequence, and logits such as these, or neither."""
 
 
-def _with_places(tree: Any, places: Sequence[Place | None]) -> Any:
-    """The tensors of a tree as the parts of sequences that they were."""
+def _plain(leaf: Any) -> Any:
+    leaf = local_of(leaf)
+    if isinstance(leaf, ShardedLogits):
+        return leaf.whole() if leaf.is_changed else leaf.local
+    return leaf
+
+
+def _place(leaf: Any) -> _Place:
+    local = local_of(leaf)
+    is_sharded = isinstance(local, ShardedLogits) and not local.is_changed
+    return leaf.place if isinstance(leaf, SeqPart) else None, local if is_sharded else None
+
+
+def _with_places(tree: Any, places: Sequence[_Place]) -> Any:
+    """The tensors of a tree as the parts of sequences, or of logits, that they were."""
     leaves, spec = tree_flatten(tree)
-    back = [leaf if place is None else SeqPart.wrap(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
-    return tree_unflatten(back, spec)
+    for at, (place, logits) in enumerate(places):
+        if logits is not None:
+            leaves[at] = logits.with_local(leaves[at])
+        if place is not None:
+            leaves[at] = SeqPart.wrap(leaves[at], place)
+    return tree_unflatten(leaves, spec)
 
 
 class FullySharded:
@@ -164,7 +183,11 @@ class FullySharded:
         snapshots = [ModuleSnapshot(module) for module in modules]
         hooks = [(module, {key: dict(getattr(module, key)) for key in _HOOKS}) for module in modules]
         left = dict(self._own)
-        crossings = [_PartsAround(self._model.get_submodule(unit)) for unit in self.units if has_context]
+        crossings = [
+            _PartsAround(module)
+            for module in map(self._model.get_submodule, self.units)
+            if has_context or any(isinstance(part, VocabParallelHead) for part in module.modules())
+        ]
         for unit in [*self.units, ""]:
             within = [left.pop(name) for name in list(left) if not unit or inside(name, unit)]
             for parameter in within:
@@ -172,6 +195,7 @@ class FullySharded:
             fully_shard(self._model.get_submodule(unit), mesh=mesh, ignored_params=left_alone, **options)
             for parameter in within:  # its rows were copied: no more than one unit lies in memory twice
                 set_data(parameter, torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+        self._own_calls()
         self.root.set_reduce_scatter_unused_params(True)  # replicas that use different experts reduce the same tensors
         self._versions = {name: p._version for name, p in self._own.items()}
         self._reduces, self._waiting = True, False  # whether gradients of an earlier micro-batch wait
@@ -202,6 +226,52 @@ class FullySharded:
         """The model, which holds every parameter that is in no block."""
         assert isinstance(self._model, FSDPModule)
         return self._model
+
+    def _own_calls(self) -> None:
+        """Put hooks of ours in the place of those that ``fully_shard`` gave the model for its calls.
+
+        A step of the user's is such a call, and calls the model once more where it reads ``self(x)``: what is in no block is
+        gathered by then. And torch's hook can't be given to logits that are sharded by vocabulary.
+        """
+        self._in_step = False
+        state = self._state
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        self._model.register_forward_pre_hook(self._begin_call, prepend=True, with_kwargs=True)
+        self._model.register_forward_hook(self._end_call)
+
+    def _begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._in_step:
+            return self._state._pre_forward(module, args, kwargs)
+        self._gather_outside(module, args)  # a backward in the middle of the step frees what is in no block
+        return self._state._cast_forward_inputs(args, kwargs)
+
+    def _end_call(self, module: nn.Module, args: Any, out: Any) -> Any:
+        if not self._in_step:
+            self._state._post_forward(module, args, None)
+        for tensor in map(local_of, tree_leaves(out)) if torch.is_grad_enabled() else ():
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not isinstance(tensor, ShardedLogits):
+                tensor.register_hook(self._state._pre_backward)  # for a backward that the strategy does not see
+        return self._state._cast_output_dtype(out)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model for a step: what is in no block is gathered before, and stays so for all calls within.
+
+        Args:
+            args: of the step.
+            kwargs: of the step.
+
+        Returns:
+            What the step returns.
+        """
+        args, kwargs = self._state._pre_forward(self._model, args, kwargs)
+        self._in_step = True
+        try:
+            out = self._model(*args, **kwargs)
+        finally:
+            self._in_step = False
+        self._state._post_forward(self._model, args, None)
+        return out
 
     def _check(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise ValueError for what ``fully_shard`` does not do right."""

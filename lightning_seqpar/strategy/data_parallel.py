@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from lightning_seqpar.layout.module_names import match_pattern
+from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.user_input import nearest
 
 _TYPES = {
@@ -135,12 +136,13 @@ class RootCall(nn.Module):
 
     Args:
         module: the model.
+        split: its rows over the replicas.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, split: FullySharded) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._split = module, split
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's step returns."""
-        return self.module(*args, **kwargs)
+        return self._split.step(*args, **kwargs)
