@@ -752,8 +752,8 @@ MUTANTS = [
     Mutant(
         "a proof holds for another model",
         "Prover._key",
-        "return fingerprint(self._module, ",
-        "return fingerprint(LightningModule(), ",
+        "return fingerprint(self._module, self._trainer, ",
+        "return fingerprint(LightningModule(), self._trainer, ",
         "tests/test_selfcheck.py -k remembered_once",
     ),
     Mutant(
@@ -2754,14 +2754,14 @@ MUTANTS = [
             ),
             (
                 "a batch before its transfer",
-                "_of_loaders",
+                "_of_loop",
                 "batch = module._on_before_batch_transfer(batch, dataloader_idx=0)",
                 "pass",
                 "trainer_manners.py -k 2-2",
             ),
             (
                 "an iterator taken for a batch",
-                "_of_loaders",
+                "_of_loop",
                 "iterates=one in iterating",
                 "iterates=False",
                 "trainer_manners.py -k 2-2",

@@ -239,6 +239,17 @@ def move_weights(model: nn.Module) -> None:
             parameter.add_(noise.to(device=parameter.device, dtype=parameter.dtype))
 
 
+def nudge_weights(model: nn.Module) -> None:
+    """Move every floating-point parameter by about as much as rounding does, in place."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                signs = (
+                    torch.arange(parameter.numel(), device=parameter.device).remainder(3).sub(1).view(parameter.shape)
+                )
+                parameter.mul_(1 + 64 * torch.finfo(parameter.dtype).eps * signs)
+
+
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
     """While open, new tensors have ``dtype`` by default; None changes nothing."""

@@ -207,5 +207,65 @@ def observe_run(
     return ObservedRun(float(loss.detach()), grads, outputs, observer.narrow, buffers, changed, ran, drawn)
 
 
+@dataclass
+class ObservedEvaluation:
+    """What one forward of a copy in evaluation did, on this rank.
+
+    Attributes:
+        values: what the step logged and returned, whole, each with what it is.
+        outputs: name and (first) output of the planned modules, as in :class:`ObservedRun`.
+        narrow: whether something was computed in less than float64.
+    """
+
+    values: list[tuple[str, Tensor]]
+    outputs: list[tuple[str, Tensor]]
+    narrow: bool
+
+
+def observe_evaluation(
+    model: nn.Module, record: ShardedModel | None, example: Example, names: Sequence[str]
+) -> ObservedEvaluation:
+    """Run the example in evaluation: the copy stays in that mode. Collective over tp if the model is sharded.
+
+    Args:
+        model: a copy of the model.
+        record: of the sharded copy; None for the whole one.
+        example: the input.
+        names: modules whose outputs are kept.
+
+    Raises:
+        Exception: whatever the model raises.
+    """
+    outputs: list[tuple[str, Tensor]] = []
+    observer = _Observer(draws=example.draws, regions=record.regions if record is not None else [])
+    seed_streams()
+    model.eval()
+    if record is not None:
+        record.reset_calls()
+    with (
+        torch.no_grad(),
+        _noting_outputs(model, names, outputs),
+        _without_fast_path(),
+        example.repeats(model),
+        observer,
+    ):
+        values = example.evaluate(model)
+        if record is not None:
+            record.check_closed([value for _, value in values])
+        whole = [(what, v.whole() if isinstance(v, ShardedLogits | SeqPart) else v) for what, v in values]
+    return ObservedEvaluation([(what, value.detach()) for what, value in whole], outputs, observer.narrow)
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """While open, torch's encoders run the modules in them: their other way gives positions that are masked other numbers."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
