@@ -717,7 +717,7 @@ MUTANTS = [
     Mutant(
         "weak references and closures of a copy lead to the model itself",
         "detached_copy",
-        "    point_to_copy(model, copied, memo)\n",
+        "    point_to_copy(copied, memo)\n",
         "",
         "tests/test_trainer_view.py -k roundabout",
     ),

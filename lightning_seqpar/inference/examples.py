@@ -136,7 +136,7 @@ class Example:
         return torch.stack([project(leaf) for leaf in found]).sum()
 
     def evaluate(self, model: nn.Module) -> list[tuple[str, Tensor]]:
-        """Run it on a copy for its numbers alone: the floating-point values that the method logs and returns, each with what it is."""
+        """Run it on a copy: the floating-point values that the method logs and returns, each with what it is."""
         logged: list[tuple[str, Any]] = []
         losses: list[Tensor] = []
         if isinstance(model, LightningModule):

@@ -99,7 +99,7 @@ class ExampleSearch:
         return FoundExample(None, None, failures)
 
     def evaluation(self) -> Example | None:
-        """What the run evaluates first; None if that is nothing, or its loader can't be read, of which the loop itself will tell."""
+        """What the run evaluates first; None if that is nothing, or can't be read, of which the loop itself will tell."""
         if self._evaluation is None:
             try:
                 self._evaluation = [find_evaluation(self._module, self._trainer)]

@@ -239,6 +239,8 @@ def observe_evaluation(
     outputs: list[tuple[str, Tensor]] = []
     observer = _Observer(draws=example.draws, regions=record.regions if record is not None else [])
     seed_streams()
+    for parameter in model.parameters():
+        parameter.grad = None  # which a step may change in place; those of the run before are somebody's
     model.eval()
     if record is not None:
         record.reset_calls()

@@ -331,7 +331,7 @@ def _is_close(a: Tensor, b: Tensor, limit: float) -> bool:
 
 
 def _is_of_heads(a: Tensor, b: Tensor) -> bool:
-    """Whether ``b`` is as a tensor ``a`` with a dim of heads (an attention's weights, a cache) is on a rank that holds some of them."""
+    """Whether ``b`` may be a rank's heads of ``a`` (an attention's weights, a cache)."""
     apart = [size > part for size, part in zip(a.shape, b.shape, strict=False) if size != part]
     return a.ndim == b.ndim >= 4 and apart == [True]
 
