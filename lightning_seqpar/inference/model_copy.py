@@ -183,8 +183,7 @@ class _Leads:
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if type(value) is functools.partial:
-            parts = self._held(value.func), self._held(value.args), self._held(value.keywords)
-            return functools.partial(parts[0], *parts[1], **parts[2])
+            return functools.partial(self.of(value.func), *self.of(value.args), **self.of(value.keywords))
         if type(value) is tuple:
             items = tuple(self.of(item) for item in value)
             return value if all(new is old for new, old in zip(items, value, strict=True)) else items
@@ -232,7 +231,7 @@ class _Leads:
         if type(content) is tuple:
             items = tuple(self._held(item) for item in content)
             return content if all(new is old for new, old in zip(items, content, strict=True)) else items
-        if type(content) in (dict, list, set, collections.deque):
+        if type(content) in (dict, list, set, collections.deque, functools.partial):
             with contextlib.suppress(Exception):  # what can't be copied is shared
                 return self.of(copy.deepcopy(content, self._memo))
             return content
