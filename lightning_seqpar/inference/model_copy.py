@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_seqpar.data.batch import tensors_in
 from lightning_seqpar.inference.block_kinds import share_equal_blocks
 from lightning_seqpar.inference.reduction import (
     WHOLE,
@@ -133,10 +132,28 @@ def left_out_of_copies(model: nn.Module) -> dict[int, Any]:
                 memo[id(trainer)] = None
         # Metrics hold the process group that they sync over, which can't be copied, and so can't what a forward made.
         memo |= {id(value): value for value in module.__dict__.values() if isinstance(value, ProcessGroup)}
-        for tensor in tensors_in([value for key, value in vars(module).items() if key not in _REGISTERED]):
-            if tensor.grad_fn is not None:
-                memo[id(tensor)] = tensor.detach().clone()
+    for key, tensor in kept_tensors(model).items():
+        if tensor.grad_fn is not None:
+            memo[key] = tensor.detach().clone()
     return memo
+
+
+def kept_tensors(model: nn.Module) -> dict[int, Tensor]:
+    """Tensors among the attributes of modules that are neither parameters nor buffers, or in containers there, by id."""
+    level = [value for m in model.modules() for key, value in vars(m).items() if key not in _REGISTERED]
+    found: dict[int, Tensor] = {}
+    for _ in range(_LEVELS):
+        found |= {id(value): value for value in level if isinstance(value, Tensor)}
+        holders = [v for v in level if isinstance(v, dict | list | tuple | collections.deque) and len(v) <= _MANY]
+        level = [item for v in holders for item in (v.values() if isinstance(v, dict) else v)]
+    return found
+
+
+_LEVELS = 4
+"""How deep in containers kept tensors are sought."""
+
+_MANY = 1024
+"""The most items of a container that are looked at: one of more is data."""
 
 
 def point_to_copy(copied: nn.Module, memo: dict[int, Any]) -> None:

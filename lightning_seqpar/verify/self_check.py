@@ -95,6 +95,24 @@ class Sharding(NamedTuple):
             return parallelize(copied, plans, groups, **options)
 
 
+class _Again(NamedTuple):
+    """A run of copies behind that of a training step, without gradients.
+
+    Attributes:
+        example: the input.
+        training: whether it runs as in training, where modules keep something of an earlier step; else in evaluation.
+    """
+
+    example: Example
+    training: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        when = "in a later step, which reads what modules keep of an earlier one" if self.training else "in evaluation"
+        return f"{when} ({self.example.method} with {self.example.source})"
+
+
 def self_check(
     model: nn.Module,
     plans: Sequence[ShardingPlan],
@@ -114,8 +132,9 @@ def self_check(
 ) -> Verdict:
     """Run a copy of ``model`` whole and another one sharded, and compare them; collective over the replica.
 
-    Both run forward and backward as in training, and forward as in evaluation, where a model may do something else. What can't be
-    evaluated whole is not compared. ``model`` itself is not touched. Every rank must hold the same ``model`` and examples.
+    Both run forward and backward as in training, forward once more if a module keeps a tensor of that, and forward as in
+    evaluation, where a model may do something else. What does not run whole is not compared. ``model`` itself is not touched.
+    Every rank must hold the same ``model`` and examples.
 
     Args:
         model: the whole model.
@@ -141,7 +160,8 @@ def self_check(
         FailedAloneError: on a rank whose sharded copy raises while others wait for it.
     """
     example = example.to(device, dtype)
-    evaluations = [example, *([] if evaluation is None else [evaluation.to(device, dtype)])]
+    again = [_Again(example, training=True), _Again(example)]
+    again += [] if evaluation is None else [_Again(evaluation.to(device, dtype))]
     rules = rules_by_name(model, plans)
 
     how = Sharding(sp, regather, loss_chunk, recompute, context)
@@ -154,11 +174,14 @@ def self_check(
         names = _planned_modules(whole, plans)
         dense = observe_run(whole, None, example, names, groups)
         evaluated: list[ObservedEvaluation | str] = []
-        for one in evaluations:
+        for one in again:
+            if one.training and not dense.keeps:
+                evaluated.append("nothing is kept")
+                continue
             try:
-                evaluated.append(observe_evaluation(whole, None, one, names))
+                evaluated.append(observe_evaluation(whole, None, one.example, names, training=one.training))
             except Exception as error:  # a model that can't be evaluated so: its trainer would not do it either
-                evaluated.append(f"{one.method} with {one.source}: {describe_failure(error)}")
+                evaluated.append(f"{one.example.method} with {one.example.source}: {describe_failure(error)}")
         release(whole)  # the run's record has the gradients
         return dense, evaluated, names
 
@@ -193,21 +216,20 @@ def self_check(
         flags = torch.tensor([bool(verdict.wrong), *map(bool, failures)], dtype=torch.int32, device=device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=groups[groups.replica_axes])
         training_wrong, *failed = flags.tolist()
-        for at, one in enumerate(evaluations):
+        for at, one in enumerate(again):
             whole = evaluated[at]
             if training_wrong or failed[at] or isinstance(whole, str):
                 continue
-            how_run = f"in evaluation ({one.method} with {one.source})"
             try:
-                parts = observe_evaluation(copied, record, one, names)
+                parts = observe_evaluation(copied, record, one.example, names, training=one.training)
             except Exception as error:
-                raise EvaluationError(f"{how_run}: {describe_failure(error)}") from error
+                raise EvaluationError(f"{one.name}: {describe_failure(error)}") from error
             wrong = compare_evaluations(whole, parts, record, groups)
             if wrong.texts and isinstance(moved := run_whole(nudged=True)[1][at], ObservedEvaluation):
                 wrong = without_unstable(wrong, whole, moved)
             if wrong.texts:
                 said = [*list(wrong.texts.values())[:2], *([wrong.first] if wrong.first else [])]
-                verdict.wrong.append(f"{how_run} {'; '.join(said)}. In training it is right")
+                verdict.wrong.append(f"{one.name} {'; '.join(said)}. The first step of a training is right")
         release(copied)
         return verdict
 

@@ -183,18 +183,20 @@ def test_a_wrong_gradient_behind_a_right_forward_is_seen(kind):
 
 
 class Evaluated(zoo.Zoo):
-    """Its first block does something else in evaluation, or where the validation step asks for it."""
+    """Its first block does something else in evaluation, where the validation step asks for it, or in a second step."""
 
     def __init__(self, how: str) -> None:
         super().__init__("gqa")
         base = type(self.net.h[0])
 
         class Block(base):
-            asked = False
+            asked, last = False, None
 
             def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
                 out = super().forward(*args, **kwargs)
-                if self.training or (how == "asked" and not self.asked):
+                if how == "remembers" and self.training:
+                    out, self.last = out if self.last is None else out + self.last.mean(1, keepdim=True), out.detach()
+                if how == "remembers" or self.training or (how == "asked" and not self.asked):
                     return out
                 if how == "raises":
                     raise RuntimeError("it knows no evaluation")
@@ -211,7 +213,7 @@ class Evaluated(zoo.Zoo):
 def evaluated() -> dict[str, tuple[list[str], str]]:
     groups = ParallelGroups(ProcessTopology.from_config(ParallelConfig(tp=2), 2), torch.distributed.get_rank())
     out = {}
-    for how in ("mixes", "asked", "raises", "same"):
+    for how in ("mixes", "asked", "raises", "same", "remembers"):
         model, given = Evaluated(how), example()
         plan = ShardingPlan.from_rules(rules_of("gqa", 2))
         step = replace(given, method="validation_step", source="the other batch")
@@ -236,6 +238,9 @@ def test_what_blocks_do_in_evaluation_alone_is_seen():
     assert not wrong
     assert "RuntimeError: it knows no evaluation" in why
     assert found["same"] == ([], "")
+    ((said,), why) = found["remembers"]
+    assert re.search(r"in a later step, .* \(training_step with the test's batch\).* is that of net\.h\.0 ", said)
+    assert not why
 
 
 def test_the_model_and_the_random_streams_stay_as_they_were():
