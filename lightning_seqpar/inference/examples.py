@@ -118,23 +118,40 @@ class Example:
         Raises:
             NoExampleError: if no output has a gradient, or the step reads more of the trainer than a copy has.
         """
-        logged: list[Tensor] = []
+        logged: list[tuple[str, Any]] = []
         losses: list[Tensor] = []
         if isinstance(model, LightningModule):
             answer_harmlessly(model, logged, losses, backward if self.reads_gradients else None)
-        target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
-        args, kwargs = own_tensors((self.args, dict(self.kwargs)))
-        out = target(_batches(args), **kwargs) if self.iterates else target(*args, **kwargs)
+        out = self._call(model)
         if self.method != "forward":
             loss = out.get("loss") if isinstance(out, Mapping) else out
             if losses:
                 return torch.stack([one.double().sum() for one in losses]).sum()
             if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
                 return loss.sum()
-        found = [tensor for tensor in (*tensors_in(out), *logged) if tensor.requires_grad]
+        given = (*tensors_in(out), *(value for _, value in logged if isinstance(value, Tensor)))
+        found = [tensor for tensor in given if tensor.requires_grad]
         if not found:
             raise NoExampleError(f"{self.method} with {self.source} gives nothing that has a gradient")
         return torch.stack([project(leaf) for leaf in found]).sum()
+
+    def evaluate(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+        """Run it on a copy: the floating-point values that the method logs and returns, each with what it is."""
+        logged: list[tuple[str, Any]] = []
+        losses: list[Tensor] = []
+        if isinstance(model, LightningModule):
+            answer_harmlessly(model, logged, losses)
+        out = self._call(model)
+        values = [(f"the logged {name!r}", value) for name, value in logged]
+        values += [("the loss of a backward", value) for value in losses]
+        values += [("a tensor that it returns", value) for value in tensors_in(out)]
+        values = [(what, torch.tensor(value) if isinstance(value, float) else value) for what, value in values]
+        return [(what, value) for what, value in values if isinstance(value, Tensor) and value.is_floating_point()]
+
+    def _call(self, model: nn.Module) -> Any:
+        target = model.get_submodule(self.path) if self.method == "forward" else getattr(model, self.method)
+        args, kwargs = own_tensors((self.args, dict(self.kwargs)))
+        return target(_batches(args), **kwargs) if self.iterates else target(*args, **kwargs)
 
 
 def _batches(given: tuple[Any, ...]) -> Iterator[tuple[Any, int, int]]:
@@ -186,14 +203,36 @@ def find_examples(module: LightningModule, trainer: Trainer) -> Iterator[Example
 
 
 def _of_loaders(module: LightningModule, trainer: Trainer) -> Iterator[Example]:
-    """The first batch of the running loop, for each step that takes it. The user's hooks are called once, on this rank alone."""
+    """The first batch of the running loop, for each step that takes it."""
     loop, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
-    steps = {one: getattr(module, one) for one in ("training_step", step) if is_overridden(one, module)}
+    return _of_loop(module, trainer, getattr(trainer, loop), ("training_step", step), name)
+
+
+def find_evaluation(module: LightningModule, trainer: Trainer) -> Example | None:
+    """The first batch that the run evaluates, for the step that takes it; None if it evaluates nothing.
+
+    Raises:
+        NoExampleError: if its loader can be read only once.
+    """
+    running, step, name = _LOOPS[trainer.state.fn or TrainerFn.FITTING]
+    if step != "training_step":
+        return next(_of_loop(module, trainer, getattr(trainer, running), (step,), name), None)
+    if not trainer.enable_validation:
+        return None
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    return next(_of_loop(module, trainer, loop, ("validation_step",), "validation"), None)
+
+
+def _of_loop(
+    module: LightningModule, trainer: Trainer, loop: Any, names: Sequence[str], name: str
+) -> Iterator[Example]:
+    """The first batch of a loop, for each step of ``names`` that the module has. The user's hooks are called once, on this rank."""
+    steps = {one: getattr(module, one) for one in dict.fromkeys(names) if is_overridden(one, module)}
     iterating = {one for one in steps if is_param_in_hook_signature(steps[one], "dataloader_iter", explicit=True)}
     cpu = torch.device("cpu")
     # The user's hooks may draw (augment), and count.
     with kept_streams(cpu), _contents_kept([module, getattr(trainer, "datamodule", None)]):
-        batch, several = _peek(getattr(trainer, loop)._data_source.dataloader(), name, in_turn=loop != "fit_loop")
+        batch, several = _peek(loop._data_source.dataloader(), name, in_turn=loop is not trainer.fit_loop)
         read = small(batch)
         if iterating != set(steps):
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import copy
+import functools
 import math
 import types
 import weakref
@@ -100,7 +104,7 @@ def detached_copy(
 
     copied = deep_copy(model, memo, shorten)
     _refuse_shared(model, copied)
-    point_to_copy(model, copied, memo)
+    point_to_copy(copied, memo)
     if reduction.vocabularies:
         tell_vocabularies(copied, model, reduction)
     if reduction.skips_repeats:
@@ -136,61 +140,140 @@ def change_attribute_tensors(
                 module.__dict__[key] = map_tensors(lambda x: change(x) if which(x) else x, value)
 
 
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+"""Where a module keeps its tensors and modules."""
+
+
 def left_out_of_copies(model: nn.Module) -> dict[int, Any]:
-    """A memo for ``copy.deepcopy`` by which copies of modules have no trainer, and the process groups of their metrics."""
+    """A memo for ``copy.deepcopy`` by which copies of modules have no trainer, and no graph of a forward that ran before."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for attribute in ("_trainer", "_fabric"):
             if (trainer := module.__dict__.get(attribute)) is not None:
                 memo[id(trainer)] = None
-        # Metrics hold the process group that they sync over, which can't be copied.
+        # Metrics hold the process group that they sync over, which can't be copied, and so can't what a forward made.
         memo |= {id(value): value for value in module.__dict__.values() if isinstance(value, ProcessGroup)}
+    for key, tensor in kept_tensors(model).items():
+        if tensor.grad_fn is not None:
+            memo[key] = tensor.detach().clone()
     return memo
 
 
-def point_to_copy(model: nn.Module, copied: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Let weak references and closures among a copy's attributes lead to the copy, in place: ``deepcopy`` leaves them as they are.
+def kept_tensors(model: nn.Module) -> dict[int, Tensor]:
+    """Tensors among the attributes of modules that are neither parameters nor buffers, or in containers there, by id."""
+    level = [value for m in model.modules() for key, value in vars(m).items() if key not in _REGISTERED]
+    found: dict[int, Tensor] = {}
+    for _ in range(_LEVELS):
+        found |= {id(value): value for value in level if isinstance(value, Tensor)}
+        holders = [v for v in level if isinstance(v, dict | list | tuple | collections.deque) and len(v) <= _MANY]
+        level = [item for v in holders for item in (v.values() if isinstance(v, dict) else v)]
+    return found
 
-    They would run the model itself, and a proof on copies would prove nothing.
+
+_LEVELS = 4
+"""How deep in containers kept tensors are sought."""
+
+_MANY = 1024
+"""The most items of a container that are looked at: one of more is data."""
+
+
+def point_to_copy(copied: nn.Module, memo: dict[int, Any]) -> None:
+    """Let what a copy's attributes and hooks hold lead to the copy, in place: ``deepcopy`` leaves functions and weak references.
+
+    They would run the model itself, or write to it, and a proof on copies would prove nothing.
 
     Args:
-        model: the model.
-        copied: its copy.
+        copied: the copy of a model.
         memo: of the ``deepcopy``.
     """
-    parts = (*model.modules(), *model.parameters(), *model.buffers())
-    made = {id(part): memo[id(part)] for part in parts if id(part) in memo}
+    leads = _Leads(memo)
     for module in copied.modules():
         for key, value in list(vars(module).items()):
-            if isinstance(value, weakref.ReferenceType) and id(value()) in made:
-                module.__dict__[key] = weakref.ref(made[id(value())])
-            elif isinstance(value, weakref.ProxyTypes) and id(value.__repr__.__self__) in made:
-                module.__dict__[key] = weakref.proxy(made[id(value.__repr__.__self__)])
-            elif isinstance(value, types.FunctionType) and value.__closure__:
-                module.__dict__[key] = _closed_over(value, made)
+            if key not in _REGISTERED:
+                module.__dict__[key] = leads.of(value)
 
 
-def _closed_over(function: types.FunctionType, made: Mapping[int, Any]) -> types.FunctionType:
-    """A function that holds copies where ``function`` holds parts of the model; itself if it holds none.
+class _Leads:
+    """Functions, and what holds them, that lead to copies in place of what was copied.
 
     Args:
-        function: with a closure.
-        made: the copies, by the id of what they stand for.
+        memo: of the ``deepcopy``: copies by the id of what they stand for.
     """
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # a name that has no value yet
-            content = None
-        cells.append(types.CellType(made[id(content)]) if id(content) in made else cell)
-    if all(new is old for new, old in zip(cells, function.__closure__ or (), strict=True)):
-        return function
-    code, space = function.__code__, function.__globals__
-    again = types.FunctionType(code, space, function.__name__, function.__defaults__, tuple(cells))
-    again.__kwdefaults__ = function.__kwdefaults__
-    again.__dict__.update(function.__dict__)
-    return again
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo = memo
+        self._made: dict[int, Any] = {}
+        self._kept: list[Any] = []  # so that no id is used twice
+
+    def of(self, value: Any) -> Any:
+        """What stands for ``value``, which is in a copy already; containers are changed in place."""
+        if type(value) not in weakref.ProxyTypes and isinstance(value, Tensor | nn.Module | str | int | float | None):
+            return value
+        if id(value) not in self._made:
+            self._kept.append(value)
+            self._made[id(value)] = value  # it may hold itself
+            self._made[id(value)] = self._lead(value)
+        return self._made[id(value)]
+
+    def _lead(self, value: Any) -> Any:
+        if isinstance(value, weakref.ReferenceType) or type(value) in weakref.ProxyTypes:
+            return self._weak(value)
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if type(value) is functools.partial:
+            return functools.partial(self.of(value.func), *self.of(value.args), **self.of(value.keywords))
+        if type(value) is tuple:
+            items = tuple(self.of(item) for item in value)
+            return value if all(new is old for new, old in zip(items, value, strict=True)) else items
+        if id(value) not in self._memo:  # a container of the model itself stays as it is
+            if isinstance(value, dict):
+                value.update({key: self.of(item) for key, item in value.items()})
+            elif isinstance(value, list):
+                value[:] = [self.of(item) for item in value]
+        return value
+
+    def _weak(self, value: Any) -> Any:
+        target = value() if isinstance(value, weakref.ReferenceType) else value.__repr__.__self__
+        if id(target) not in self._memo:
+            return value
+        copied = self._memo[id(target)]
+        return weakref.ref(copied) if isinstance(value, weakref.ReferenceType) else weakref.proxy(copied)
+
+    def _function(self, value: types.FunctionType) -> types.FunctionType:
+        """A function that holds copies where ``value`` holds parts of the model; itself if it holds none."""
+        code, space = value.__code__, value.__globals__
+        cells = tuple(types.CellType() for _ in value.__closure__ or ())
+        made = types.FunctionType(code, space, value.__name__, value.__defaults__, cells if cells else None)
+        self._made[id(value)] = made  # before its cells, which may hold it
+        same = True
+        for cell, old in zip(cells, value.__closure__ or (), strict=True):
+            try:
+                content = old.cell_contents
+            except ValueError:  # a name that has no value yet
+                return value
+            cell.cell_contents = self._held(content)
+            same = same and cell.cell_contents is content
+        made.__defaults__ = self._held(value.__defaults__)
+        made.__kwdefaults__ = self._held(value.__kwdefaults__)
+        if same and made.__defaults__ is value.__defaults__ and made.__kwdefaults__ is value.__kwdefaults__:
+            return value
+        made.__dict__.update(value.__dict__)
+        return made
+
+    def _held(self, content: Any) -> Any:
+        """What stands for something that a function holds, which ``deepcopy`` has not seen."""
+        if id(content) in self._memo:
+            return self._memo[id(content)]
+        if isinstance(content, types.MethodType) and id(content.__self__) in self._memo:
+            return types.MethodType(content.__func__, self._memo[id(content.__self__)])
+        if type(content) is tuple:
+            items = tuple(self._held(item) for item in content)
+            return content if all(new is old for new, old in zip(items, content, strict=True)) else items
+        if type(content) in (dict, list, set, collections.deque, functools.partial):
+            with contextlib.suppress(Exception):  # what can't be copied is shared
+                return self.of(copy.deepcopy(content, self._memo))
+            return content
+        return self.of(content)
 
 
 def _refuse_shared(model: nn.Module, copied: nn.Module) -> None:
@@ -258,6 +341,17 @@ def move_weights(model: nn.Module) -> None:
             if parameter.ndim == 1 and float(parameter.detach().abs().max()) < 0.05:
                 noise += 0.5  # a layer scale near zero would hide its branch
             parameter.add_(noise.to(device=parameter.device, dtype=parameter.dtype))
+
+
+def nudge_weights(model: nn.Module) -> None:
+    """Move every floating-point parameter by about as much as rounding does, in place."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                signs = (
+                    torch.arange(parameter.numel(), device=parameter.device).remainder(3).sub(1).view(parameter.shape)
+                )
+                parameter.mul_(1 + 64 * torch.finfo(parameter.dtype).eps * signs)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def attach_view(model: nn.Module, trainer: Trainer | None) -> None:
 
 def answer_harmlessly(
     model: LightningModule,
-    logged: list[Tensor],
+    logged: list[tuple[str, Any]],
     losses: list[Tensor],
     at_once: Callable[[Tensor], None] | None = None,
 ) -> None:
@@ -67,14 +67,13 @@ def answer_harmlessly(
 
     Args:
         model: the copy.
-        logged: gets the tensors with a gradient that the step logs.
+        logged: gets the names and values that the step logs.
         losses: gets the losses that it passes to ``manual_backward``.
         at_once: computes the gradients of such a loss, for a step that reads them; None for not at all.
     """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(value, Tensor) and value.requires_grad:
-            logged.append(value)
+        logged.append((name, value))
 
     def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         for name, value in values.items():

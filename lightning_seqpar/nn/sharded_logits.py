@@ -112,6 +112,11 @@ class ShardedLogits(Tensor):
             return made
         return part.read()
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether they, or those of which they are a view, were changed in place: they are whole then."""
+        return self._written() is not None
+
     def whole(self) -> Tensor:
         """The whole logits ``[..., v]`` as a plain tensor; collective over tp, unless they were changed in place."""
         if (written := self._written()) is not None:

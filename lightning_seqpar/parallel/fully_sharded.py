@@ -26,6 +26,7 @@ from lightning_seqpar.distributed.host import send_numbers
 from lightning_seqpar.layout.module_names import inside
 from lightning_seqpar.layout.replica_rows import gather_rows, is_split
 from lightning_seqpar.nn.linear import set_data
+from lightning_seqpar.nn.sharded_logits import ShardedLogits
 from lightning_seqpar.parallel.fsdp_units import units_of
 from lightning_seqpar.parallel.module_changes import ModuleSnapshot, changes_since
 from lightning_seqpar.parallel.sharded_model import ShardedModel
@@ -43,7 +44,7 @@ _HOOKS = (
 
 
 class _PartsAround:
-    """Keeps parts of sequences from the hooks of ``fully_shard``, which put autograd functions around a unit's tensors.
+    """Keeps parts of sequences, and sharded logits, from the hooks of ``fully_shard``, which want plain tensors of a unit.
 
     Outside of those hooks a part is the plain tensor that this rank holds, and inside of them a part again; and so is what the
     unit returns. It is made before ``fully_shard`` is called on the unit, and closed after.
@@ -54,8 +55,8 @@ class _PartsAround:
 
     def __init__(self, unit: nn.Module) -> None:
         self._unit = unit
-        self._places: list[list[tuple[Place, ...]]] = []  # of the calls under way, the innermost last
-        self._made: list[tuple[Place, ...]] = []
+        self._places: list[list[_Place]] = []  # of the calls under way, the innermost last
+        self._made: list[_Place] = []
         unit.register_forward_pre_hook(self._put_back, prepend=True, with_kwargs=True)
         unit.register_forward_hook(self._take_out)
 
@@ -65,25 +66,46 @@ class _PartsAround:
         self._unit.register_forward_hook(self._return)
 
     def _take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._places.append([places_of(leaf) for leaf in tree_leaves((args, kwargs))])
-        return tree_map(plain_of, (args, kwargs))
+        self._places.append([_place(leaf) for leaf in tree_leaves((args, kwargs))])
+        return tree_map(_plain, (args, kwargs))
 
     def _put_back(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return _with_places((args, kwargs), self._places.pop())
 
     def _take_out(self, module: nn.Module, args: Any, out: Any) -> Any:
-        self._made = [places_of(leaf) for leaf in tree_leaves(out)]
-        return tree_map(plain_of, out)
+        self._made = [_place(leaf) for leaf in tree_leaves(out)]
+        return tree_map(_plain, out)
 
     def _return(self, module: nn.Module, args: Any, out: Any) -> Any:
         return _with_places(out, self._made)
 
 
-def _with_places(tree: Any, places: Sequence[tuple[Place, ...]]) -> Any:
-    """The tensors of a tree as the parts of sequences that they were."""
+_Place = tuple[tuple[Place, ...], ShardedLogits | None]
+"""What a plain tensor was before: where a part of a sequence lies in it, and logits such as these, or neither."""
+
+
+def _plain(leaf: Any) -> Any:
+    leaf = plain_of(leaf)
+    if isinstance(leaf, ShardedLogits):
+        return leaf.whole() if leaf.is_changed else leaf.local
+    return leaf
+
+
+def _place(leaf: Any) -> _Place:
+    local = plain_of(leaf)
+    is_sharded = isinstance(local, ShardedLogits) and not local.is_changed
+    return places_of(leaf), local if is_sharded else None
+
+
+def _with_places(tree: Any, places: Sequence[_Place]) -> Any:
+    """The tensors of a tree as the parts of sequences, or of logits, that they were."""
     leaves, spec = tree_flatten(tree)
-    back = [put_in(leaf, where) if where else leaf for leaf, where in zip(leaves, places, strict=True)]
-    return tree_unflatten(back, spec)
+    for at, (where, logits) in enumerate(places):
+        if logits is not None:
+            leaves[at] = logits.with_local(leaves[at])
+        if where:
+            leaves[at] = put_in(leaves[at], where)
+    return tree_unflatten(leaves, spec)
 
 
 class FullySharded:
@@ -134,6 +156,7 @@ class FullySharded:
             fully_shard(self._model.get_submodule(unit), mesh=mesh, ignored_params=left_alone, **options)
             for parameter in within:  # its rows were copied: no more than one unit lies in memory twice
                 set_data(parameter, torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+        self._own_calls()
         self.root.set_reduce_scatter_unused_params(True)  # replicas that use different experts reduce the same tensors
         self._versions = {name: p._version for name, p in self._own.items()}
         self._reduces, self._waiting = True, False  # whether gradients of an earlier micro-batch wait
@@ -164,6 +187,52 @@ class FullySharded:
         """The model, which holds every parameter that is in no block."""
         assert isinstance(self._model, FSDPModule)
         return self._model
+
+    def _own_calls(self) -> None:
+        """Put hooks of ours in the place of those that ``fully_shard`` gave the model for its calls.
+
+        A step of the user's is such a call, and calls the model once more where it reads ``self(x)``: what is in no block is
+        gathered by then. And torch's hook can't be given to logits that are sharded by vocabulary.
+        """
+        self._in_step = False
+        state = self._state
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        self._model.register_forward_pre_hook(self._begin_call, prepend=True, with_kwargs=True)
+        self._model.register_forward_hook(self._end_call)
+
+    def _begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._in_step:
+            return self._state._pre_forward(module, args, kwargs)
+        self._gather_outside(module, args)  # a backward in the middle of the step frees what is in no block
+        return self._state._cast_forward_inputs(args, kwargs)
+
+    def _end_call(self, module: nn.Module, args: Any, out: Any) -> Any:
+        if not self._in_step:
+            self._state._post_forward(module, args, None)
+        for tensor in map(plain_of, tree_leaves(out)) if torch.is_grad_enabled() else ():
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not isinstance(tensor, ShardedLogits):
+                tensor.register_hook(self._state._pre_backward)  # for a backward that the strategy does not see
+        return self._state._cast_output_dtype(out)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model for a step: what is in no block is gathered before, and stays so for all calls within.
+
+        Args:
+            args: of the step.
+            kwargs: of the step.
+
+        Returns:
+            What the step returns.
+        """
+        args, kwargs = self._state._pre_forward(self._model, args, kwargs)
+        self._in_step = True
+        try:
+            out = self._model(*args, **kwargs)
+        finally:
+            self._in_step = False
+        self._state._post_forward(self._model, args, None)
+        return out
 
     def _check(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise ValueError for what ``fully_shard`` does not do right."""

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_seqpar.parallel.fully_sharded import FullySharded
+
 
 class RootCall(nn.Module):
     """Calls the model, so that ``fully_shard`` gathers what is in no block before a step of the user's and sees what it returns.
@@ -14,12 +16,13 @@ class RootCall(nn.Module):
 
     Args:
         module: the model.
+        split: its rows over the replicas.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, split: FullySharded) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._split = module, split
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's step returns."""
-        return self.module(*args, **kwargs)
+        return self._split.step(*args, **kwargs)

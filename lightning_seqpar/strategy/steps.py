@@ -36,6 +36,7 @@ from lightning_seqpar.parallel.grad_norm import global_grad_norm
 from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.loss_consistency import check_loss
 from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.parallel.step_grads import step_gradients
 from lightning_seqpar.strategy.metrics import share_metrics
 from lightning_seqpar.strategy.precision import with_global_clipping
 from lightning_seqpar.strategy.stages import StagedStrategy
@@ -198,7 +199,20 @@ class SteppingStrategy(StagedStrategy):
         if self._shadow is not None and self._module.automatic_optimization and batch_idx % accumulate == 0:
             self._shadow.begin_step()
         with self._in_stages("training_step"):
-            return self._step("training", super().training_step, args, kwargs)
+            if batch_idx % accumulate == 0 or record is None or not self._shows_gradients:
+                return self._step("training", super().training_step, args, kwargs)
+            with step_gradients(record, functools.partial(self._sum_gradients, None)) as window:
+                out = self._step("training", super().training_step, args, kwargs)
+            if window.changed and self._shadow is not None:
+                self._shadow.stop()  # a block's gradients are no longer the sum of what its calls had
+            return out
+
+    @property
+    def _shows_gradients(self) -> bool:
+        """Whether a step may read gradients of earlier micro-batches, which are parts, as those of whole parameters."""
+        if not self._module.automatic_optimization or self._stage is not None or self._split is not None:
+            return False
+        return any(axis in self.groups.topology.axes and self.groups.size(axis) > 1 for axis in ("tp", "cp"))
 
     def _thawed(self) -> bool:
         """Whether a parameter of an optimizer trains whose gradient DDP does not reduce, as it was frozen when DDP was made."""

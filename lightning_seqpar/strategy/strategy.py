@@ -576,7 +576,7 @@ class SeqParallelStrategy(TuningStrategy):
         assert isinstance(split, FullySharded)
         for region in record.regions:
             region.path.row_window = "block" if set(region.blocks) <= {*split.units} else "none"
-        self.model = RootCall(module)
+        self.model = RootCall(module, split)
         return split
 
     def _recompute_unsharded(self, module: LightningModule) -> list[ModuleChange]:

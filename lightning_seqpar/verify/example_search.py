@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_seqpar.distributed.rng import kept_streams, seed_streams
-from lightning_seqpar.inference.examples import Example, find_examples
+from lightning_seqpar.inference.examples import Example, find_evaluation, find_examples
 from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, release
 from lightning_seqpar.inference.reduction import Reduction
 from lightning_seqpar.inference.trainer_view import NoExampleError, attach_view, describe_failure
@@ -24,11 +24,13 @@ class FoundExample(NamedTuple):
         example: the first input that works, on the CPU; None if none does.
         dtype: in which the model's copy runs it; None keeps the model's own types.
         failures: for each input that was tried before, why it does not work.
+        evaluation: what the run evaluates first, as small as the example; None if it evaluates nothing.
     """
 
     example: Example | None
     dtype: torch.dtype | None
     failures: list[str]
+    evaluation: Example | None = None
 
 
 class _Failure(NamedTuple):
@@ -58,6 +60,7 @@ class ExampleSearch:
         self._offered = find_examples(module, trainer)
         self._found: list[Example] = []
         self._failed: Exception | None = None  # what ended the offers
+        self._evaluation: list[Example | None] | None = None  # once it was looked for
 
     def candidates(self) -> Iterator[Example]:
         """The inputs that the module and the trainer offer; each is made once, however often they are asked for."""
@@ -83,7 +86,8 @@ class ExampleSearch:
                         dtype = None if narrow else reduction.dtype(self._module)
                         example = tried.reduced(reduction)
                         if (wrong := self._try(example, dtype)) is None:
-                            return FoundExample(example.to(torch.device("cpu"), None), dtype, failures)
+                            cpu = torch.device("cpu")
+                            return FoundExample(example.to(cpu, None), dtype, failures, self._evaluated_as(example))
                         if wrong.at_any_size:
                             break
                     assert wrong is not None
@@ -93,6 +97,22 @@ class ExampleSearch:
         except Exception as error:  # of the user's loader: training would meet it too, and raise it as it is
             failures.append(f"the loader raised {type(error).__name__}: {error}")
         return FoundExample(None, None, failures)
+
+    def evaluation(self) -> Example | None:
+        """What the run evaluates first; None if that is nothing, or can't be read, of which the loop itself will tell."""
+        if self._evaluation is None:
+            try:
+                self._evaluation = [find_evaluation(self._module, self._trainer)]
+            except Exception:
+                self._evaluation = [None]
+        return self._evaluation[0]
+
+    def _evaluated_as(self, example: Example) -> Example | None:
+        """:meth:`evaluation`, made as small as an example that was found."""
+        if (evaluation := self.evaluation()) is None:
+            return None
+        alike = replace(evaluation, draws=example.draws, frozen=example.frozen)
+        return alike.reduced(example.reduction).to(torch.device("cpu"), None)
 
     def _ways(self, candidate: Example) -> Iterator[tuple[bool, Example]]:
         """How an input is tried, and whether in the model's own types alone. What proves most goes first."""

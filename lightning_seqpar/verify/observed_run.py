@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_seqpar.context.seq_part import SeqPart
 from lightning_seqpar.distributed.rng import Drawn, SavedStreams, drawn_by, draws_apart, seed_streams
 from lightning_seqpar.inference.examples import Example, backward_at_once
-from lightning_seqpar.inference.model_copy import Quiet
+from lightning_seqpar.inference.model_copy import Quiet, kept_tensors
 from lightning_seqpar.layout.attributes import ModelAttributes
 from lightning_seqpar.nn.sharded_logits import ShardedLogits
 from lightning_seqpar.parallel.context import average_gradients
@@ -89,6 +89,7 @@ class ObservedRun:
         changed: names of buffers that the run changed.
         ran: names of the modules that were called.
         drawn: the random draws of the forward, in order.
+        keeps: whether a module keeps a tensor of this run, which the next one may read.
     """
 
     loss: float
@@ -99,6 +100,7 @@ class ObservedRun:
     changed: set[str]
     ran: set[str]
     drawn: list[RandomDraw]
+    keeps: bool
 
 
 @contextmanager
@@ -153,6 +155,7 @@ def observe_run(
     outputs: list[tuple[str, Tensor]] = []
     ran: set[str] = set()
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    held = kept_tensors(model)
     observer = _Observer(draws=example.draws, regions=record.regions if record is not None else [])
     seed_streams()
     sync = GradSync(record.layout, groups, record.doubtful) if record is not None else None
@@ -204,7 +207,72 @@ def observe_run(
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
     changed = {name for name, buffer in buffers.items() if name in before and not _equal(buffer, before[name])}
     grads = {name: parameter.grad for name, parameter in model.named_parameters()} if record is None else {}
-    return ObservedRun(float(loss.detach()), grads, outputs, observer.narrow, buffers, changed, ran, drawn)
+    keeps = not kept_tensors(model).keys() <= held.keys()
+    return ObservedRun(float(loss.detach()), grads, outputs, observer.narrow, buffers, changed, ran, drawn, keeps)
+
+
+@dataclass
+class ObservedEvaluation:
+    """What one more forward of a copy did, in evaluation or as in training, on this rank.
+
+    Attributes:
+        values: what the step logged and returned, whole, each with what it is.
+        outputs: name and (first) output of the planned modules, as in :class:`ObservedRun`.
+        narrow: whether something was computed in less than float64.
+    """
+
+    values: list[tuple[str, Tensor]]
+    outputs: list[tuple[str, Tensor]]
+    narrow: bool
+
+
+def observe_evaluation(
+    model: nn.Module, record: ShardedModel | None, example: Example, names: Sequence[str], *, training: bool = False
+) -> ObservedEvaluation:
+    """Run the example without gradients, in evaluation: the copy stays in that mode. Collective over tp if the model is sharded.
+
+    Args:
+        model: a copy of the model.
+        record: of the sharded copy; None for the whole one.
+        example: the input.
+        names: modules whose outputs are kept.
+        training: leave the copy in the mode that it is in.
+
+    Raises:
+        Exception: whatever the model raises.
+    """
+    outputs: list[tuple[str, Tensor]] = []
+    observer = _Observer(draws=example.draws, regions=record.regions if record is not None else [])
+    seed_streams()
+    for parameter in model.parameters():
+        parameter.grad = None  # which a step may change in place; those of the run before are somebody's
+    if not training:
+        model.eval()
+    if record is not None:
+        record.reset_calls()
+    with (
+        torch.no_grad(),
+        _noting_outputs(model, names, outputs),
+        _without_fast_path(),
+        example.repeats(model),
+        observer,
+    ):
+        values = example.evaluate(model)
+        if record is not None:
+            record.check_closed([value for _, value in values])
+        whole = [(what, v.whole() if isinstance(v, ShardedLogits | SeqPart) else v) for what, v in values]
+    return ObservedEvaluation([(what, value.detach()) for what, value in whole], outputs, observer.narrow)
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """While open, torch's encoders run the modules in them: their other way gives positions that are masked other numbers."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

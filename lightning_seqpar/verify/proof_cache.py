@@ -66,7 +66,12 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(
-    module: LightningModule, trainer: Trainer, config: ParallelConfig, sizes: Mapping[str, int], example: Example | None
+    module: LightningModule,
+    trainer: Trainer,
+    config: ParallelConfig,
+    sizes: Mapping[str, int],
+    example: Example | None,
+    evaluation: Example | None = None,
 ) -> Fingerprint:
     """Digest of all that a proof depends on: the model, the code that it runs, the plan, versions. No model is run.
 
@@ -76,6 +81,7 @@ def fingerprint(
         config: what the user asked for; the fields that change the plan or what is proved go in.
         sizes: size of each axis of the topology.
         example: the first input that the self-check would try; None if there is none.
+        evaluation: what the run evaluates first; None for nothing.
     """
     modules = dict(module.named_modules())
     places = {id(part): f"module {name}" for name, part in modules.items()}
@@ -91,7 +97,7 @@ def fingerprint(
         "sizes": dict(sizes),
         "dtype": torch.get_default_dtype(),
         "device": trainer.strategy.root_device.type,
-        "example": _structure(example),
+        "example": [_structure(example), _structure(evaluation)],
     }
     try:
         for name, fact in facts.items():

@@ -109,6 +109,7 @@ class Prover:
         self._parts: list[dict[str, Any]] = []  # rules by which a part of the blocks is computed whole
         self._draws_differ = False  # whether random numbers were among what a self-check found wrong
         self._frozen = ""  # why the proof holds only while frozen parameters stay so
+        self._not_evaluated = ""  # why the last self-check did not compare evaluation
         self._why_wide = ""  # what the self-check found wrong with the plan that shards more
 
     def prove(self) -> Proved:
@@ -141,7 +142,7 @@ class Prover:
             return [own]
 
         def infer() -> ShardingPlan:
-            example, dtype, failures = self._example()
+            example, dtype, failures, _ = self._example()
             if example is None:
                 raise CantInferError(f"to find them an example input is needed: {'; '.join(dict.fromkeys(failures))}")
 
@@ -184,7 +185,7 @@ class Prover:
         Raises:
             ValueError: if it can't be cut; the message says why.
         """
-        example, dtype, failures = self._example()
+        example, dtype, failures, _ = self._example()
         if example is None:
             raise ValueError(
                 f"pp={self._config.pp}: to cut the model an example input is needed: {'; '.join(failures)}"
@@ -213,7 +214,7 @@ class Prover:
         config, started = self._config, time.monotonic()
         if not config.self_check:
             return []
-        example, dtype, _ = self._example()
+        example, dtype, *_ = self._example()
         assert example is not None  # without one there is no cut
         device, groups = self._place(example, dtype)
         regather = True if config.regather == "auto" else config.regather
@@ -324,7 +325,10 @@ class Prover:
                 write_proof(key, proof)
             example = self._example().example
             assert example is not None
-            out.lines.append(f"self-check: passed, with {example.source}, in {time.monotonic() - started:.1f} s")
+            but = f", but not in evaluation, which does not run whole: {self._not_evaluated}" * bool(
+                self._not_evaluated
+            )
+            out.lines.append(f"self-check: passed, with {example.source}, in {time.monotonic() - started:.1f} s{but}")
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
@@ -358,7 +362,8 @@ class Prover:
         except Exception:  # a loader that can't be read: the search says so, if no other example works
             first = None
         try:
-            return fingerprint(self._module, self._trainer, self._config, sizes, first)
+            examples = first, self._search.evaluation()
+            return fingerprint(self._module, self._trainer, self._config, sizes, *examples)
         except Exception as error:  # of a property or a method of the user's; it is no reason not to train
             return Fingerprint(None, f"reading the model raised {describe_failure(error)}")
 
@@ -394,7 +399,7 @@ class Prover:
             ValueError: if there is no example, or inference stops; the message says what to write.
         """
         name = type(self._module).__name__
-        example, dtype, failures = self._example()
+        example, dtype, failures, _ = self._example()
         if example is None:
             raise ValueError(
                 f"plan='auto': no shipped plan fits {name}, and to infer one an example input is needed: "
@@ -443,7 +448,7 @@ class Prover:
         Raises:
             SelfCheckError: as :meth:`_check_or_widen`, if the plans are wrong on frozen copies too.
         """
-        example, _, failures = self._example()
+        example, _, failures, _ = self._example()
         if example is not None and example.frozen:
             self._frozen = failures[0] if failures else "its step runs on no other copy"
         try:
@@ -645,7 +650,7 @@ class Prover:
             ValueError: if there is no example, or a plan can't be carried out.
             SelfCheckError: if the sharded copy does not compute what the whole one does.
         """
-        example, dtype, failures = self._example()
+        example, dtype, failures, _ = self._example()
         sources = ", ".join(dict.fromkeys(plan.source for plan in out.plans))
         if example is None:
             problem = f"the plan ({sources}) can't be proved: no example input: {'; '.join(dict.fromkeys(failures))}"
@@ -662,6 +667,7 @@ class Prover:
             out.plans,
             groups,
             example,
+            self._example().evaluation,
             sp=self._config.sp,
             # With a small example "auto" would keep what a real batch gathers again.
             regather=True if self._config.regather == "auto" else self._config.regather,
@@ -678,6 +684,7 @@ class Prover:
         flags = torch.tensor([len(verdict.wrong), int(verdict.draws)], device=self._device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._world)
         self._draws_differ |= bool(flags[1])
+        self._not_evaluated = verdict.not_evaluated
         if int(flags[0]):
             what = "; ".join(verdict.wrong) or "another replica found it wrong"
             rules = "".join(f"\n  {line}" for plan in out.plans for line in plan.to_yaml().splitlines()[1:])

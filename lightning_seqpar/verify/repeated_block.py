@@ -69,11 +69,13 @@ class RepeatedCalls:
         outputs: for each call, what it returned, by place.
         inputs: for each call, the gradient of its activation.
         grads: the gradient of each parameter, of all calls together.
+        narrow: whether something was computed in less than float64.
     """
 
     outputs: list[dict[int, Tensor]] = field(default_factory=list)
     inputs: list[Tensor | None] = field(default_factory=list)
     grads: dict[str, Tensor] = field(default_factory=dict)
+    narrow: bool = False
 
 
 def repeat(
@@ -116,7 +118,8 @@ def repeat(
         casts = run.call.autocast is not None and wide is None
         numbers = _numbers(module, {**leaves, **held})
         assert run.call.host is not None
-        with torch.enable_grad(), kept_streams(device), run.call.host.again(), numbers, _Again(run.drawn, rank, device):
+        again = _Again(run.drawn, rank, device)
+        with torch.enable_grad(), kept_streams(device), run.call.host.again(), numbers, again:
             with torch.autocast(device.type, run.call.autocast if casts else None, enabled=casts):
                 out = module(*args, **kwargs)
             made = tree_flatten(out)[0]
@@ -128,6 +131,7 @@ def repeat(
                 ends = _from_outside(made, ends)
             if ends:
                 grads = torch.autograd.grad([made[at] for at in ends], wanted, [*ends.values()], allow_unused=True)
+        done.narrow |= again.narrow
         done.outputs.append({at: made[at].detach() for at in run.outputs})
         by_leaf = iter(grads)
         done.inputs.append(next(by_leaf) if x.requires_grad else None)
@@ -192,18 +196,25 @@ class _Again(TorchDispatchMode):
         drawn: for each draw its operation, and what each tensor-parallel rank drew.
         rank: this rank.
         device: on which the block runs.
+
+    Attributes:
+        narrow: whether an operation made an activation in a type narrower than float64.
     """
 
     def __init__(self, drawn: Sequence[tuple[str, list[Tensor]]], rank: int, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._drawn, self._rank, self._device = iter(drawn), rank, device
         self._by_state: dict[bytes, Tensor] = {}
+        self.narrow = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not is_draw(func):
-            return func(*args, **(kwargs or {}))
+            made = func(*args, **(kwargs or {}))
+            is_narrow = isinstance(made, Tensor) and made.is_floating_point() and made.dtype != torch.float64
+            self.narrow |= is_narrow and made.ndim > 1
+            return made
         state = b"".join(one.numpy().tobytes() for one in get_streams(self._device)[2:] if one is not None)
         out = func(*args, **(kwargs or {}))
         drawn = drawn_by(func, out, args, kwargs)

@@ -14,7 +14,7 @@ from lightning_seqpar.distributed.collectives import split
 from lightning_seqpar.layout.module_names import in_all_layers, inside
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.observed_run import ObservedRun, RandomDraw
+from lightning_seqpar.verify.observed_run import ObservedEvaluation, ObservedRun, RandomDraw
 from lightning_seqpar.verify.parity import each_gradient, norm_of
 
 LIMIT = 1e-8
@@ -37,12 +37,14 @@ class Verdict:
     Attributes:
         wrong: what differs, in words; empty if nothing does.
         idle: planned modules that the example did not run: nothing is proved of them.
+        not_evaluated: why evaluation was not compared, in words; empty if it was.
         draws: whether random numbers are among what differs: how they are drawn is for the user to change.
     """
 
     wrong: list[str] = field(default_factory=list)
     draws: bool = False
     idle: list[str] = field(default_factory=list)
+    not_evaluated: str = ""
 
 
 def compare_runs(
@@ -76,7 +78,7 @@ def compare_runs(
     verdict.wrong += drawn_wrong
     verdict.draws = bool(drawn_wrong)
     verdict.wrong += _wrong_buffers(dense, sharded, record, limit, groups)
-    first = _first_difference(dense, sharded, record, groups, limit)
+    first, _ = _first_difference(dense.outputs, sharded.outputs, record, groups, limit)
     if not error <= limit:
         verdict.wrong.append(f"the loss differs: {sharded.loss:.9g} instead of {dense.loss:.9g}")
     # It says where an error begins. By itself it is no error, since outputs may be changed later.
@@ -262,16 +264,99 @@ def _wrong_buffers(
     return [f"the buffer {name} is not what the whole model's forward makes of it" for name in wrong[:3]]
 
 
+class WrongValues(NamedTuple):
+    """What an evaluation of the sharded copy logged or returned otherwise than the whole one.
+
+    Attributes:
+        texts: a sentence for each such value, by its place; -1 if there are no values, and the last output differs.
+        first: a sentence on the first module that differs.
+    """
+
+    texts: dict[int, str]
+    first: str | None
+
+
+def compare_evaluations(
+    dense: ObservedEvaluation, sharded: ObservedEvaluation, record: ShardedModel, groups: ParallelGroups
+) -> WrongValues:
+    """Compare the evaluation of the whole copy with that of the sharded one; collective over tp.
+
+    Args:
+        dense: the evaluation of the whole copy.
+        sharded: the evaluation of the sharded copy.
+        record: of the sharded copy.
+        groups: the process groups.
+    """
+    limit = NARROW_LIMIT if dense.narrow else LIMIT
+    first, last_differs = _first_difference(dense.outputs, sharded.outputs, record, groups, limit)
+    if [what for what, _ in dense.values] != [what for what, _ in sharded.values]:
+        return WrongValues({-1: f"it gives {len(sharded.values)} values, and whole {len(dense.values)}"}, first)
+    texts = {}
+    for at, ((what, a), (_, b)) in enumerate(zip(dense.values, sharded.values, strict=True)):
+        if not _is_close(a, b, limit) and not _is_of_heads(a, b):
+            how = f"{float(b):.9g} instead of {float(a):.9g}" if a.numel() == b.numel() == 1 else "is another"
+            texts[at] = f"{what} differs: {how}" if a.numel() == 1 else f"{what} ({list(a.shape)}) {how}"
+    if not dense.values and last_differs:
+        texts[-1] = "modules return other numbers"
+    return WrongValues(texts, first)
+
+
+def without_unstable(wrong: WrongValues, dense: ObservedEvaluation, moved: ObservedEvaluation) -> WrongValues:
+    """The wrong values without those that are others whole too, once weights moved by rounding: times, or differences that cancel.
+
+    Args:
+        wrong: the values.
+        dense: the evaluation of the whole copy.
+        moved: the same of a copy whose weights are a little off.
+    """
+    limit = NARROW_LIMIT if dense.narrow else LIMIT
+    values = dict(enumerate(zip(dense.values, moved.values, strict=False)))
+    return wrong._replace(
+        texts={
+            at: text
+            for at, text in wrong.texts.items()
+            if at not in values or _is_close(values[at][0][1], values[at][1][1], limit)
+        }
+    )
+
+
+def _is_close(a: Tensor, b: Tensor, limit: float) -> bool:
+    """Whether all numbers of ``b`` are those of ``a``, up to ``limit`` of its largest."""
+    if a.shape != b.shape:
+        return False
+    one, other = a.double(), b.double()
+    gap = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs())
+    size = torch.where(one.isfinite(), one.abs(), 0.0)
+    return not gap.numel() or bool(gap.max() <= limit * size.max().clamp_min(1e-12))
+
+
+def _is_of_heads(a: Tensor, b: Tensor) -> bool:
+    """Whether ``b`` may be a rank's heads of ``a`` (an attention's weights, a cache)."""
+    apart = [size > part for size, part in zip(a.shape, b.shape, strict=False) if size != part]
+    return a.ndim == b.ndim >= 4 and apart == [True]
+
+
 def _first_difference(
-    dense: ObservedRun, sharded: ObservedRun, record: ShardedModel, groups: ParallelGroups, limit: float
-) -> str | None:
+    whole: Sequence[tuple[str, Tensor]],
+    local: Sequence[tuple[str, Tensor]],
+    record: ShardedModel,
+    groups: ParallelGroups,
+    limit: float,
+) -> tuple[str | None, bool]:
     """A sentence on the first module, over all ranks, whose output is not the whole one's or this rank's part of it.
 
     Collective over tp. An output is compared whole and, for every region, as a shard along the sequence; either may match.
+
+    Returns:
+        The sentence, or None; and whether the last output that can be compared differs on some rank.
     """
     group = groups["tp"]
-    at, size = len(dense.outputs), 0.0  # of this rank's first wrong output: its place in the order, and its error
-    for index, ((name, a), (other, b)) in enumerate(zip(dense.outputs, sharded.outputs, strict=False)):
+    at, size, differs = (
+        len(whole),
+        0.0,
+        False,
+    )  # of this rank's first wrong output: its place in the order, and its error
+    for index, ((name, a), (other, b)) in enumerate(zip(whole, local, strict=False)):
         if name != other:
             break
         gaps = [_gap(a, b, padded=False)] if a.shape == b.shape else []
@@ -280,15 +365,14 @@ def _first_difference(
         if not gaps:
             continue
         gaps = [gap / max(float(a.abs().max()) if a.numel() else 0.0, 1e-12) for gap in gaps]
-        if not min(gaps) <= 100 * limit:
+        differs = not min(gaps) <= 100 * limit
+        if differs and not size:
             at, size = index, min(gaps)
-            break
     answers: list[Any] = [None] * groups.size("tp")
-    dist.all_gather_object(answers, (at, size), group=group)
-    first, gap = min(answers)
-    return (
-        f"the first wrong output is that of {dense.outputs[first][0]} (off by {gap:.1e} of its size)" if gap else None
-    )
+    dist.all_gather_object(answers, (at, size, differs), group=group)
+    first, gap, _ = min(answers)
+    text = f"the first wrong output is that of {whole[first][0]} (off by {gap:.1e} of its size)" if gap else None
+    return text, any(differs for *_, differs in answers)
 
 
 def _gap(part: Tensor, got: Tensor, *, padded: bool) -> float:

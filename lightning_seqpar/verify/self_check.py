@@ -13,7 +13,7 @@ from torch import nn
 from lightning_seqpar.context.axis import Method
 from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.examples import Example
-from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, release
+from lightning_seqpar.inference.model_copy import default_dtype, detached_copy, nudge_weights, release
 from lightning_seqpar.inference.trainer_view import describe_failure
 from lightning_seqpar.parallel.apply import has_context, parallelize, whole_model
 from lightning_seqpar.parallel.chunked_heads import chunk_heads
@@ -24,8 +24,8 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.topology.process_groups import ParallelGroups
-from lightning_seqpar.verify.observed_run import ObservedRun, observe_run
-from lightning_seqpar.verify.run_comparison import Verdict, compare_runs
+from lightning_seqpar.verify.observed_run import ObservedEvaluation, ObservedRun, observe_evaluation, observe_run
+from lightning_seqpar.verify.run_comparison import Verdict, compare_evaluations, compare_runs, without_unstable
 
 GRACE = timedelta(minutes=1)
 """How long a rank that failed waits for the others to fail or finish too, before it assumes that they wait for it."""
@@ -33,6 +33,10 @@ GRACE = timedelta(minutes=1)
 
 class PlanError(Exception):
     """The plan can't be carried out on the model."""
+
+
+class EvaluationError(Exception):
+    """The sharded copy raised in evaluation."""
 
 
 class SelfCheckError(ValueError):
@@ -91,11 +95,30 @@ class Sharding(NamedTuple):
             return parallelize(copied, plans, groups, **options)
 
 
+class _Again(NamedTuple):
+    """A run of copies behind that of a training step, without gradients.
+
+    Attributes:
+        example: the input.
+        training: whether it runs as in training, where modules keep something of an earlier step; else in evaluation.
+    """
+
+    example: Example
+    training: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        when = "in a later step, which reads what modules keep of an earlier one" if self.training else "in evaluation"
+        return f"{when} ({self.example.method} with {self.example.source})"
+
+
 def self_check(
     model: nn.Module,
     plans: Sequence[ShardingPlan],
     groups: ParallelGroups,
     example: Example,
+    evaluation: Example | None = None,
     *,
     sp: bool,
     regather: bool | Literal["auto"],
@@ -109,13 +132,16 @@ def self_check(
 ) -> Verdict:
     """Run a copy of ``model`` whole and another one sharded, and compare them; collective over the replica.
 
-    ``model`` itself is not touched. Every rank must hold the same ``model`` and ``example``.
+    Both run forward and backward as in training, forward once more if a module keeps a tensor of that, and forward as in
+    evaluation, where a model may do something else. What does not run whole is not compared. ``model`` itself is not touched.
+    Every rank must hold the same ``model`` and examples.
 
     Args:
         model: the whole model.
         plans: what is proved.
         groups: the process groups that training will use.
-        example: the input of both copies.
+        example: the input of both copies, in training and in evaluation.
+        evaluation: another one, of evaluation alone, such as a validation step's.
         sp: whether activations between the blocks are sharded along the sequence.
         regather: the field of the configuration.
         loss_chunk: the field of the configuration.
@@ -134,26 +160,45 @@ def self_check(
         FailedAloneError: on a rank whose sharded copy raises while others wait for it.
     """
     example = example.to(device, dtype)
+    again = [_Again(example, training=True), _Again(example)]
+    again += [] if evaluation is None else [_Again(evaluation.to(device, dtype))]
     rules = rules_by_name(model, plans)
 
     how = Sharding(sp, regather, loss_chunk, recompute, context)
 
-    def compare_copies() -> Verdict:  # a function of its own, so that the copies are freed when it returns
+    def run_whole(*, nudged: bool = False) -> tuple[ObservedRun, list[ObservedEvaluation | str], list[str]]:
         whole = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
         prepare(whole)
+        if nudged:
+            nudge_weights(whole)
         names = _planned_modules(whole, plans)
         dense = observe_run(whole, None, example, names, groups)
+        evaluated: list[ObservedEvaluation | str] = []
+        for one in again:
+            if one.training and not dense.keeps:
+                evaluated.append("nothing is kept")
+                continue
+            try:
+                evaluated.append(observe_evaluation(whole, None, one.example, names, training=one.training))
+            except Exception as error:  # a model that can't be evaluated so: its trainer would not do it either
+                evaluated.append(f"{one.example.method} with {one.example.source}: {describe_failure(error)}")
         release(whole)  # the run's record has the gradients
+        return dense, evaluated, names
+
+    def compare_copies() -> Verdict:  # a function of its own, so that the copies are freed when it returns
+        dense, evaluated, names = run_whole()
         if tile_mlp is None:
-            return compare_with(dense, names, None)
+            return compare_with(dense, evaluated, names, None)
         tiles = MLPTiles(tile_mlp, least=3)
         if not dense.drawn:
-            return compare_with(dense, names, tiles)
+            return compare_with(dense, evaluated, names, tiles)
         # In tiles numbers are drawn more often, and fewer at a time: another copy shows that their streams are right.
-        verdict = compare_with(dense, names, None)
-        return verdict if verdict.wrong else compare_with(dense, names, tiles)
+        verdict = compare_with(dense, evaluated, names, None)
+        return verdict if verdict.wrong else compare_with(dense, evaluated, names, tiles)
 
-    def compare_with(dense: ObservedRun, names: list[str], tiles: MLPTiles | None) -> Verdict:
+    def compare_with(
+        dense: ObservedRun, evaluated: list[ObservedEvaluation | str], names: list[str], tiles: MLPTiles | None
+    ) -> Verdict:
         copied = detached_copy(model, device, dtype, example.reduction, rules, frozen=example.frozen)
         prepare(copied)
         try:
@@ -166,6 +211,25 @@ def self_check(
             check_replicated(copied.parameters(), record.layout, groups)()
         except RuntimeError as error:
             verdict.wrong.append(str(error))
+        failures = [one if isinstance(one, str) else "" for one in evaluated]
+        verdict.not_evaluated = failures[-1]
+        flags = torch.tensor([bool(verdict.wrong), *map(bool, failures)], dtype=torch.int32, device=device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=groups[groups.replica_axes])
+        training_wrong, *failed = flags.tolist()
+        for at, one in enumerate(again):
+            whole = evaluated[at]
+            if training_wrong or failed[at] or isinstance(whole, str):
+                continue
+            try:
+                parts = observe_evaluation(copied, record, one.example, names, training=one.training)
+            except Exception as error:
+                raise EvaluationError(f"{one.name}: {describe_failure(error)}") from error
+            wrong = compare_evaluations(whole, parts, record, groups)
+            if wrong.texts and isinstance(moved := run_whole(nudged=True)[1][at], ObservedEvaluation):
+                wrong = without_unstable(wrong, whole, moved)
+            if wrong.texts:
+                said = [*list(wrong.texts.values())[:2], *([wrong.first] if wrong.first else [])]
+                verdict.wrong.append(f"{one.name} {'; '.join(said)}. The first step of a training is right")
         release(copied)
         return verdict
 
@@ -176,6 +240,8 @@ def self_check(
             verdict = compare_copies()
         except PlanError as error:
             raise ValueError(str(error.__cause__)) from None  # raised on every rank alike, before anything was run
+        except EvaluationError as error:
+            failure = str(error)
         except Exception as error:  # every rank hears of it below
             failure = describe_failure(error)
     return share_verdict(verdict, failure, groups)

@@ -314,6 +314,8 @@ class ShadowCheck:
             return Finding(why_not=why_not)
         assert same is not None
         assert exact is not None
+        if rounded == torch.float64 and same.narrow:
+            rounded = torch.float32  # a norm that rounds to it: two right computations lie that far apart
         found = Finding()
         if leaks:
             found.partly = "the loss reads what is inside of it"

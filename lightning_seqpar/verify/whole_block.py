@@ -33,7 +33,7 @@ class WholeBlock:
             memo[id(parameter)] = nn.Parameter(_on_meta(parameter), parameter.requires_grad)
         memo |= {id(buffer): _on_meta(buffer) for buffer in model.buffers()}
         self.module: nn.Module = copy.deepcopy(model.get_submodule(name), memo)
-        point_to_copy(model, self.module, memo)
+        point_to_copy(self.module, memo)
 
 
 class FollowedBlock:

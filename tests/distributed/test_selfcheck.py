@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -178,6 +180,67 @@ def test_a_wrong_gradient_behind_a_right_forward_is_seen(kind):
     assert len(said) == 1
     assert "the gradient of net." in said[0]
     assert "times as large as it should be" in said[0]
+
+
+class Evaluated(zoo.Zoo):
+    """Its first block does something else in evaluation, where the validation step asks for it, or in a second step."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__("gqa")
+        base = type(self.net.h[0])
+
+        class Block(base):
+            asked, last = False, None
+
+            def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+                out = super().forward(*args, **kwargs)
+                if how == "remembers" and self.training:
+                    out, self.last = out if self.last is None else out + self.last.mean(1, keepdim=True), out.detach()
+                if how == "remembers" or self.training or (how == "asked" and not self.asked):
+                    return out
+                if how == "raises":
+                    raise RuntimeError("it knows no evaluation")
+                return out if how == "same" else out + out.mean(1, keepdim=True)
+
+        self.net.h[0].__class__ = Block
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.net.h[0].asked = True
+        self.log("seconds", time.perf_counter())
+        return self.training_step(batch, batch_idx)
+
+
+def evaluated() -> dict[str, tuple[list[str], str]]:
+    groups = ParallelGroups(ProcessTopology.from_config(ParallelConfig(tp=2), 2), torch.distributed.get_rank())
+    out = {}
+    for how in ("mixes", "asked", "raises", "same", "remembers"):
+        model, given = Evaluated(how), example()
+        plan = ShardingPlan.from_rules(rules_of("gqa", 2))
+        step = replace(given, method="validation_step", source="the other batch")
+        found = self_check(model, [plan], groups, given, step, sp=True, regather=True, device=CPU)
+        out[how] = found.wrong, found.not_evaluated
+    return out
+
+
+def test_what_blocks_do_in_evaluation_alone_is_seen():
+    found, other = run_distributed(evaluated, 2)
+    assert found == other
+    (said, *_), why = found["mixes"]
+    assert re.search(
+        r"in evaluation \(training_step with the test's batch\).* wrong output is that of net\.h\.0 ", said
+    )
+    assert not why
+    ((said,), _) = found["asked"]
+    assert re.search(
+        r"in evaluation \(validation_step with the other batch\).*'loss' differs.* is that of net\.h\.0 ", said
+    )
+    wrong, why = found["raises"]
+    assert not wrong
+    assert "RuntimeError: it knows no evaluation" in why
+    assert found["same"] == ([], "")
+    ((said,), why) = found["remembers"]
+    assert re.search(r"in a later step, .* \(training_step with the test's batch\).* is that of net\.h\.0 ", said)
+    assert not why
 
 
 def test_the_model_and_the_random_streams_stay_as_they_were():

@@ -34,9 +34,7 @@ TOPOLOGIES = {
 }
 
 
-@pytest.mark.parametrize(
-    "topology", ["tp2", "tp4", rest("dp2xtp2"), "tp2xcp2", rest("fsdp2xtp2")]
-)
+@pytest.mark.parametrize("topology", ["tp2", "tp4", rest("dp2xtp2"), "tp2xcp2", rest("fsdp2xtp2")])
 def test_code_that_begins_in_the_second_step(topology):
     world, strategy = TOPOLOGIES[topology]
     kinds = [kind for kind in KINDS if not (kind in OVER_CP and "cp" in strategy)]

@@ -49,6 +49,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "other experts on each replica": ("Routed", {}, {"accumulate": 2, "steps": 8}, {}),
     "an optimizer made in __init__": ("EarlyOptimizer", {}, {}, {}),
     "a block that is a list": ("ThirdParty", {"kind": "value_residual"}, {}, {}),
+    "a step that calls itself": ("CallsItself", {}, {"accumulate": 2}, {}),
+    "the model is one unit": ("CallsItself", {}, {}, {"fsdp": {"units": ["model"]}, "loss_chunk": 5}),
+    "the model is one unit, with cp": ("CallsItself", {}, {}, {"cp": 2, "fsdp": {"units": ["model"]}}),
+    "no units": ("CallsItself", {"by_hand": True}, {}, {"fsdp": {"units": []}}),
+    "a step by hand that calls itself": ("CallsItself", {"by_hand": True}, {}, {}),
 }
 LATER = ("rates by shape and class", "recomputed attention", "a shared block", "nn.TransformerEncoder", "experts")
 """Those that `make matrix` runs: other cases show what they do of the split over the replicas."""
@@ -70,6 +75,29 @@ class Tempered(models.GPT):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
+
+
+class CallsItself(Tempered):
+    """Its forward returns logits, and reads parameters of the LightningModule's own; the step calls it, by hand twice."""
+
+    def __init__(self, by_hand: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"bias": self.bias * 1.0, "logits": self.model(tokens)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (tokens,) = batch
+        for _ in range(1 if self.automatic_optimization else 2):
+            out = self(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(out["logits"].flatten(0, 1), tokens[:, 1:].flatten())
+            loss = loss * self.temperature + out["bias"].pow(2).sum()
+            if not self.automatic_optimization:
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+        return {"loss": loss, "logits": out["logits"]} if self.automatic_optimization else loss.detach()
 
 
 class Switches(models.GPT):
@@ -130,6 +158,7 @@ class EarlyOptimizer(models.GPT):
 
 
 models.Tempered, models.Switches, models.Routed, models.EarlyOptimizer = Tempered, Switches, Routed, EarlyOptimizer
+models.CallsItself = CallsItself
 
 
 def fit_cases(names: list[str], world: int, tp: int) -> list[Trace]:

@@ -57,6 +57,23 @@ def scaled_by_chance(x: Tensor) -> Tensor:
     return x * random.random()
 
 
+class Rounds(Dropping):
+    """A block's norm rounds to float32, as those of many language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.layers[0].norm1 = Rounded(16)
+
+
+class Rounded(nn.LayerNorm):
+    """Computes in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(
+            x.float(), self.normalized_shape, self.weight.float(), self.bias.float()
+        ).to(x)
+
+
 class Counting(Dropping):
     """A block's norm counts its calls in a buffer."""
 
@@ -247,6 +264,12 @@ def test_what_a_step_puts_into_its_blocks_is_told(model, where):
     told = {finding.excused for finding in blocks.values()}
     assert all(finding.wrong for finding in blocks.values())  # a warning says what
     assert told == {f"{where} is not what it was when the model was sharded"}
+
+
+def test_a_block_that_rounds_to_float32_is_judged_as_one_in_float32():
+    for found, *_ in run_distributed(trained, 2, "Rounds"):
+        ((_, blocks),) = found
+        assert all(not finding.wrong and finding.compared for finding in blocks.values())
 
 
 def test_a_block_that_changes_its_buffers_is_left_out():

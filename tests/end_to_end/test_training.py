@@ -79,6 +79,16 @@ def test_a_thaw_between_accumulated_batches(tp):
     check("Frozen", {"thaw": True, "at": (4, 9), "tied": False}, 4, tp, steps=5, accumulate=3)
 
 
+@pytest.mark.parametrize("by", ["norm", "maximum"])
+def test_gradients_that_a_step_clips_while_they_accumulate(by):
+    check("ClipsInStep", {"by": by}, steps=2, accumulate=3)
+
+
+def test_a_step_that_clips_with_other_positions_elsewhere_is_refused():
+    with pytest.raises(RankFailedError, match=r"reads a norm of gradients that are accumulated, and with cp=2"):
+        run_distributed(fit, 2, "ClipsInStep", {"by": "norm"}, world=2, strategy={"cp": 2}, steps=1, accumulate=2)
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("sp", [True, rest(False)])
 def test_gradients_that_the_user_puts_in_place_of_ours(sp, world):

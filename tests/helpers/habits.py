@@ -89,6 +89,40 @@ def accumulation_scheduled(place: Place) -> Yield:
     return place.train(Learner(), GradientAccumulationScheduler({0: 1, 1: 2}), max_epochs=2, count=32)
 
 
+class CallsItself(Learner):
+    """As Lightning's docs write it: forward returns logits, and the steps call ``self``. Embedding and head are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head.weight = self.model.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)
+
+    def loss(self, batch: Any) -> Tensor:
+        (tokens,) = batch
+        logits = self(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+@habit(
+    "steps that call `self(x)`",
+    "`forward` returns logits; `loss = F.cross_entropy(self(x), y)` in `training_step`, `self(x)` in the other steps",
+    suite=tuple(TOPOLOGIES),
+    check=True,
+)
+def calls_itself(place: Place) -> Yield:
+    module = CallsItself()
+    out = place.train(module, val=8)
+    trainer = out["trainer"]
+    out["val"] = trainer.callback_metrics["val"]
+    out["test"] = trainer.test(module, place.loader(8, seed=7), verbose=False)
+    return out
+
+
 class ByHand(Learner):
     """Two optimizers and two schedulers; gradients are clipped by hand."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import weakref
 from pathlib import Path
@@ -464,3 +465,73 @@ def test_a_copy_that_reaches_its_parts_in_roundabout_ways_is_the_one_that_runs()
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(parameter.grad is not None for parameter in copied.parameters())
     assert model.reference() is model
+
+
+def keep(kept: dict[str, Tensor], module: nn.Module, args: Any, out: Tensor) -> None:
+    kept["last"] = out
+
+
+class Keeper:
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = owner
+
+    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        self.owner.kept["last"] = out
+
+
+class Keeps(nn.Module):
+    """Reads what a hook has kept of a part's output."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.body, self.head, self.kept = nn.Linear(3, 3), nn.Linear(3, 2), {}
+        kept, me, apart = self.kept, weakref.ref(self), []
+        self.read = lambda: apart.pop() if apart else self.kept["last"]
+        hooks = {
+            "lambda": lambda module, args, out: self.kept.update(last=out),
+            "container": lambda module, args, out: kept.update(last=out),
+            "default": lambda module, args, out, kept=kept: kept.update(last=out),
+            "partial": functools.partial(keep, kept),
+            "partial of a lambda": functools.partial(lambda key, module, args, out: kept.update({key: out}), "last"),
+            "bound method": self.keep,
+            "object": Keeper(self),
+            "weak": lambda module, args, out: me().kept.update(last=out),
+            "nested": lambda module, args, out: (lambda: self.keep(module, args, out))(),
+            "list": lambda module, args, out: apart.append(out),
+        }
+        self.body.register_forward_hook(hooks[how])
+
+    def keep(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        self.kept["last"] = out
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.body(x)
+        return self.head(self.read())
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "lambda",
+        "container",
+        "default",
+        "partial",
+        "partial of a lambda",
+        "bound method",
+        "object",
+        "weak",
+        "nested",
+        "list",
+    ],
+)
+def test_hooks_of_a_copy_keep_what_the_copy_makes(how, ran):
+    model = Keeps(how)
+    if ran:
+        model(torch.ones(1, 3))
+    before = dict(model.kept)
+    copied = detached_copy(model, torch.device("cpu"))
+    copied(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    assert all(parameter.grad is not None for parameter in copied.parameters())
+    assert model.kept == before
+    assert model(torch.ones(1, 3)).dtype == torch.float32  # the copy's activations have not come to the model
