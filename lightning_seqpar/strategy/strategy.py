@@ -698,10 +698,12 @@ class SeqParallelStrategy(TuningStrategy):
         may_be_shared = isinstance(exception, Exception) and (not self._schedule.has_begun or is_refusal(exception))
         # Nor is this one, but ranks may all leave at the same place, which is no failure.
         may_be_shared |= isinstance(exception, SystemExit) and exit_status(exception) < 128
-        shorten_traceback(exception)
+        lost = is_lost_peer(exception)
+        if not lost or not dist.is_initialized():
+            shorten_traceback(exception)
         if isinstance(self.launcher, SeqParallelLauncher) and not self._ending.together:
             world = dist.group.WORLD if dist.is_initialized() else None
-            refusals = Refusals.of_world(world) if world is not None and not is_lost_peer(exception) else None
+            refusals = Refusals.of_world(world) if world is not None and not lost else None
             if refusals is not None and not may_be_shared:
                 refusals.note(exception)  # a rank that refuses to go on because of it does not wait for this one
                 refusals = None
