@@ -1,6 +1,5 @@
 """Tensor + sequence parallel training for PyTorch Lightning, on a model you did not change."""
 
-import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,9 @@ __all__ = [
 
 def _is_command() -> bool:
     """Whether this process runs the command ``seqpar``: some of its subcommands need nothing of what takes seconds to load."""
-    return Path(sys.argv[0]).stem == "seqpar" or (sys.argv[0] == "-m" and "lightning_seqpar" in sys.orig_argv)
+    return Path(sys.argv[0]).name in ("seqpar", "seqpar.exe") or (
+        sys.argv[0] == "-m" and "lightning_seqpar" in sys.orig_argv
+    )
 
 
 if TYPE_CHECKING or not _is_command():
@@ -93,4 +94,6 @@ else:
         """What this package shows, loaded when it is asked for."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module("lightning_seqpar.public"), name)
+        from lightning_seqpar import public
+
+        return getattr(public, name)

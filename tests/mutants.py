@@ -2078,7 +2078,7 @@ MUTANTS = [
     ),
     Mutant(
         "a command line without its extra goes on",
-        "main:_run",
+        "main:_train",
         "    if not has_cli():\n",
         "    if False:\n",
         "tests/test_cli.py -k extra",
@@ -2514,7 +2514,7 @@ MUTANTS = [
     Mutant(
         "a refusal is shown with all frames inside the package",
         "shorten_traceback",
-        "    _linked([first, *filter(_is_users, inner)])\n",
+        "    _linked([first, *_users(inner)])\n",
         "",
         "tests/test_short_refusals.py",
     ),
@@ -2528,8 +2528,8 @@ MUTANTS = [
     Mutant(
         "a refusal that nothing catches is printed with Lightning's frames",
         "_WithUsersFrames.__call__",
-        "_linked(filter(_is_users, frames)) if value is self._error else trace",
-        "trace",
+        "trace = _linked(_users(frames_of(trace)))",
+        "pass",
         "tests/test_short_refusals.py",
     ),
     Mutant(
@@ -4494,6 +4494,34 @@ MUTANTS = [
         "missing = [rank for rank in range(self._size) if rank not in self._heard]",
         "missing = []",
         "tests/test_launch.py -k hangs_ends",
+    ),
+    Mutant(
+        "a call that some ranks did not make is not told",
+        "tell_waits",
+        "    if len(alike) > 1 or missing:\n",
+        "    if False:\n",
+        "tests/test_short_refusals.py -k waits",
+    ),
+    Mutant(
+        "a module that a hook calls is taken for the hook's own line",
+        "users_call",
+        "    last = ends[0] if ends else len(frames)\n",
+        "    last = len(frames)\n",
+        "tests/test_short_refusals.py -k call_of",
+    ),
+    Mutant(
+        "the frames of python -m stay in a refusal",
+        "_WithUsersFrames.__call__",
+        "            value.__traceback__ = trace  # Python's own hook prints this one\n",
+        "",
+        "tests/test_short_refusals.py -k usual_hook",
+    ),
+    Mutant(
+        "a plan's rules are in no file",
+        "SeqParallelStrategy._log_summary",
+        'write_plan(plans, summarize(*about)) if plans else ""',
+        '""',
+        "tests/test_selfcheck.py -k remembered_proof",
     ),
     Mutant(
         "an epoch that goes on has another order",

@@ -60,8 +60,8 @@ from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.missing_ranks import find_missing
 from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
-from lightning_seqpar.strategy.refusals import Refusals, is_refusal, shorten_traceback, shortens_refusals
-from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize
+from lightning_seqpar.strategy.refusals import Refusals, is_refusal, is_verbose, shorten_traceback, shortens_refusals
+from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize, summarize_briefly
 from lightning_seqpar.strategy.tuning import TuningStrategy
 from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.coverage import Coverage, cover
@@ -73,6 +73,7 @@ from lightning_seqpar.verify.guards.config import (
     syncs_batch_norms,
 )
 from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
+from lightning_seqpar.verify.proof_cache import write_plan
 from lightning_seqpar.verify.prover import Proved, Prover
 from lightning_seqpar.verify.shadow_check import ShadowCheck
 from lightning_seqpar.verify.whole_block import whole_blocks
@@ -478,7 +479,7 @@ class SeqParallelStrategy(TuningStrategy):
             *proved.lines,
             *compiled,
         ]
-        self._log_summary(lines, coverage)
+        self._log_summary(lines, coverage, plans)
         for warning in coverage.warnings:
             rank_zero_warn(warning)
         vocabulary = {match.name for match in record.matches if match.rule.style == "vocab"}  # their outputs look whole
@@ -526,7 +527,7 @@ class SeqParallelStrategy(TuningStrategy):
             lines.append(
                 f"each rank of cp holds a part of the sequence in {len(blocks)} blocks ({blocks[0]} to {blocks[-1]})"
             )
-        self._log_summary([*lines, *proved.lines])
+        self._log_summary([*lines, *proved.lines], plans=plans)
         return record
 
     @property
@@ -649,12 +650,24 @@ class SeqParallelStrategy(TuningStrategy):
         late.fill_buffers()
         return late
 
-    def _log_summary(self, plan: list[str], coverage: Coverage | None = None) -> None:
-        """Log the text at the start of a run, once, with these lines on the plan and what it shards."""
-        if self._summarized:
+    def _log_summary(
+        self, plan: list[str], coverage: Coverage | None = None, plans: Sequence[ShardingPlan] = ()
+    ) -> None:
+        """Log the text at the start of a run, once.
+
+        Args:
+            plan: lines on the plan.
+            coverage: what it shards.
+            plans: the plans, whose rules are written into a file.
+        """
+        if self._summarized or self.global_rank:
             return
         self._summarized = True
-        rank_zero_info(summarize(self.groups.topology, self.config, self.num_processes, VERSION, plan, coverage))
+        about = (self.groups.topology, self.config, self.num_processes, VERSION, plan, coverage)
+        if is_verbose():
+            rank_zero_info(summarize(*about))
+        else:
+            rank_zero_info(summarize_briefly(*about, write_plan(plans, summarize(*about)) if plans else ""))
 
     def _make_replicas_equal(self, module: nn.Module) -> None:
         """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""

@@ -80,7 +80,9 @@ def users_call(trace: TracebackType) -> UsersCall:
     Args:
         trace: the error's traceback.
     """
-    calls = [*reversed([*traceback.walk_stack(trace.tb_frame.f_back)]), *traceback.walk_tb(trace)]
+    outer = trace.tb_frame.f_back
+    callers = [] if outer is None else [*traceback.walk_stack(outer)]
+    calls = [*reversed(callers), *traceback.walk_tb(trace)]
     frames = [frame for frame, _ in calls]
     users = [place for place, frame in enumerate(frames) if is_users(frame)]
     own = [place for place in users if not frames[place].f_code.co_filename.startswith(_INSTALLED)]
