@@ -4517,6 +4517,27 @@ MUTANTS = [
         "tests/test_short_refusals.py -k usual_hook",
     ),
     Mutant(
+        "heads that do not divide are found when the ranks have met",
+        "SeqParallelLauncher.launch",
+        "            trainer.strategy.check_before_start(trainer.lightning_module)\n",
+        "            pass\n",
+        "tests/test_guards.py -k head_count",
+    ),
+    Mutant(
+        "a tower of which tp divides no heads is refused beside one of which it does",
+        "refuse_uneven_heads",
+        "not all(heads % config.tp for *_, heads in found)",
+        "not any(heads % config.tp for *_, heads in found)",
+        "tests/test_resolve.py -k uneven_heads",
+    ),
+    Mutant(
+        "callbacks are given no loss on stages that compute none",
+        "StagedStrategy._tell_loss_of_window",
+        '        loop.__dict__["run"] = with_loss\n',
+        "",
+        "tests/test_pipeline_fit.py -k loss_of_the_window",
+    ),
+    Mutant(
         "a plan's rules are in no file",
         "SeqParallelStrategy._log_summary",
         'write_plan(plans, summarize(*about)) if plans else ""',

@@ -73,10 +73,12 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
     Attributes:
         watch: watches the children; None in a process that started none.
         restarts: the list of the training's checkpoints; None where torchrun will not start it again.
+        has_begun: whether the ranks are started, or meet; what is refused before is told without them.
     """
 
     watch: ChildWatch | None = None
     restarts: RestartList | None = None
+    has_begun = False
     _is_child = False
     _ending: Ending | None = None
 
@@ -96,6 +98,9 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         Returns:
             What ``function`` returns.
         """
+        if trainer is not None and trainer.lightning_module is not None:
+            trainer.strategy.check_before_start(trainer.lightning_module)
+        self.has_begun = True
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
@@ -256,7 +261,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             self.watch.fail(f"rank {rank} raised {name_error(error)}", symptom=is_lost_peer(error))
             if isinstance(error, SystemExit):
                 self.watch.leave_with(exit_status(error))
-        else:
+        elif self.cluster_environment.creates_processes_externally:
             tell_external_launcher(rank, error)
 
     def _tell_missing(self, missing: Missing) -> None:

@@ -55,7 +55,7 @@ from lightning_seqpar.strategy.averages import (
     save_whole,
     shard_average,
 )
-from lightning_seqpar.strategy.child_watch import exit_status, is_lost_peer
+from lightning_seqpar.strategy.child_watch import exit_status, is_lost_peer, record_for_torchrun
 from lightning_seqpar.strategy.data_parallel import RootCall, block_lists, fully_shard_options, units_among
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.missing_ranks import find_missing
@@ -72,6 +72,7 @@ from lightning_seqpar.verify.guards.config import (
     refuse_unsupported,
     syncs_batch_norms,
 )
+from lightning_seqpar.verify.guards.heads import refuse_uneven_heads
 from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
 from lightning_seqpar.verify.proof_cache import write_plan
 from lightning_seqpar.verify.prover import Proved, Prover
@@ -650,6 +651,15 @@ class SeqParallelStrategy(TuningStrategy):
         late.fill_buffers()
         return late
 
+    @shortens_refusals
+    def check_before_start(self, module: LightningModule) -> None:
+        """Refuse what the model's attributes tell, before the ranks are started or meet; the launcher calls it.
+
+        Raises:
+            ValueError: for heads that do not divide by tp.
+        """
+        refuse_uneven_heads(module, self.config)
+
     def _log_summary(
         self, plan: list[str], coverage: Coverage | None = None, plans: Sequence[ShardingPlan] = ()
     ) -> None:
@@ -714,7 +724,9 @@ class SeqParallelStrategy(TuningStrategy):
         lost = is_lost_peer(exception)
         if not lost or not dist.is_initialized():
             shorten_traceback(exception)
-        if isinstance(self.launcher, SeqParallelLauncher) and not self._ending.together:
+        if isinstance(self.launcher, SeqParallelLauncher) and not self.launcher.has_begun:
+            record_for_torchrun(exception)  # a sentence of every rank, of which rank 0 alone prints it
+        elif isinstance(self.launcher, SeqParallelLauncher) and not self._ending.together:
             world = dist.group.WORLD if dist.is_initialized() else None
             refusals = Refusals.of_world(world) if world is not None and not lost else None
             if refusals is not None and not may_be_shared:
@@ -736,7 +748,8 @@ class SeqParallelStrategy(TuningStrategy):
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
         self._is_set_up = False
         self._interruption = None  # it holds the frames of the run that it ended
-        self._leave_loops()
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:  # else nothing has begun
+            self._leave_loops()
         self._ending.leave()
         if self._split is not None:
             self._split.settle()
