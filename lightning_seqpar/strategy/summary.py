@@ -252,8 +252,7 @@ def summarize_briefly(
         ("on", [(", ".join(on) or "nothing") + f"; off: {', '.join(off)}" * bool(off)]),
     ]
     room = LINES - 2 - len(_in_rows(around))  # the headline, and the line on the file
-    if len(body) > room:
-        body = [*body[: room - 1], f"and {len(body) - room + 1} more lines"]
+    body = body[:room]
     where = f"{place} (-v, or SEQPAR_VERBOSE=1, prints it)" if place else "-v, or SEQPAR_VERBOSE=1, prints them"
     rows = [around[0], ("plan", body), *around[1:], ("rules", [where] if len(body) < len(plan) else [])]
     return "\n".join([_headline(topology, ranks_per_node, version), *_in_rows(rows)])
