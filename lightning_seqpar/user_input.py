@@ -137,6 +137,15 @@ def why_unreadable(value: object) -> str | None:
     return None
 
 
+def sizes_that_divide(axis: str, count: int) -> str:
+    """What to write for an axis so that it divides ``count`` units: ``use tp=2, 4 or 8``."""
+    works = [str(size) for size in range(2, count + 1) if count % size == 0]
+    if not works:
+        return f"use {axis}=1"
+    shown = [*works[:7], "..."] if len(works) > 8 else works[:-1]
+    return f"use {axis}={' or '.join(part for part in (', '.join(shown), works[-1]) if part)}"
+
+
 def nearest(word: str, known: Sequence[str], count: int = 3) -> str:
     """Up to ``count`` of the ``known`` names that look most like ``word``, or the first of all, as text for a message."""
     if SYNONYMS.get(word) in known:

@@ -1,4 +1,4 @@
-"""Listing what is in a checkpoint, and converting one from one form to another, tensor by tensor."""
+"""Converting a checkpoint from one form to another, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,97 +18,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, missing, sync_folder
+from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync_folder
+from lightning_seqpar.checkpoint.contents import (
+    Contents,
+    FileSource,
+    Form,
+    Source,
+    contents_of,
+    find_folder,
+    identity,
+    walk,
+)
 from lightning_seqpar.checkpoint.folder import (
     Opened,
     Part,
     SavingPlanner,
     begin_folder,
-    find_folder,
     finish_folder,
     pack,
     split_parts,
-    walk,
 )
-from lightning_seqpar.distributed.autograd import storage_id
-
-Form = Literal["single", "sharded", "safetensors"]
-
-
-@dataclass
-class Contents:
-    """What a checkpoint holds.
-
-    Attributes:
-        path: where it is.
-        form: ``single`` (one file), ``sharded`` (a folder) or ``safetensors`` (Hugging Face's folder).
-        origin: what is known of the run that wrote it, of: version, topology, epoch, global_step.
-        tensors: shape and dtype of each tensor of the model, by name.
-        moments: shape and dtype of each tensor of the optimizers, by its path in the checkpoint.
-        tied: of each name whose tensor has another name too, that first name.
-        other: the checkpoint's other keys.
-        model_bytes: bytes of the model's tensors, of which tied ones count once.
-        optimizer_bytes: bytes of the optimizers' tensors.
-    """
-
-    path: Path
-    form: Form
-    origin: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, tuple[list[int], str]] = field(default_factory=dict)
-    moments: dict[str, tuple[list[int], str]] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    other: list[str] = field(default_factory=list)
-    model_bytes: int = 0
-    optimizer_bytes: int = 0
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers the model's tensors hold; tied ones count once."""
-        return sum(torch.Size(shape).numel() for name, (shape, _) in self.tensors.items() if name not in self.tied)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as plain data, for JSON."""
-        return {
-            "path": str(self.path), "form": self.form, "complete": True, **self.origin, "parameters": self.parameters,
-            "model_bytes": self.model_bytes, "optimizer_bytes": self.optimizer_bytes, "tensors": self.tensors,
-            "moments": self.moments, "tied": self.tied, "other": self.other,
-        }  # fmt: skip
-
-
-class Source:
-    """A checkpoint whose tensors are read one at a time.
-
-    Attributes:
-        path: where it is.
-        form: its form.
-        tree: the checkpoint; its tensors may be meta tensors, which :meth:`read` reads.
-        origin: what is known of the run that wrote it.
-    """
-
-    path: Path
-    form: Form
-    tree: dict[str, Any]
-    origin: dict[str, Any]
-
-    def read(self, value: Tensor) -> Tensor:
-        """Read a tensor of :attr:`tree`; returns it with its numbers."""
-        return value
-
-    def fill(self, value: Tensor, target: Tensor) -> None:
-        """Read a tensor of :attr:`tree` into another tensor of its shape."""
-        target.copy_(self.read(value))
-
-
-class _File(Source):
-    """A checkpoint that is one file. It is mapped into memory, so that only what is used gets read."""
-
-    form: Form = "single"
-
-    def __init__(self, path: Path, *, trust: bool) -> None:
-        if not path.exists():
-            raise missing(path)
-        self.path, self.tree = path, _load_file(path, trust=trust)
-        self.origin = {key: self.tree[key] for key in ("epoch", "global_step") if key in self.tree}
 
 
 class _Folder(Source):
@@ -147,30 +75,7 @@ def open_source(path: str | Path, *, trust: bool = False) -> Source:
         ValueError: if it is missing, damaged or unfinished.
     """
     place = find_folder(Path(path))
-    return _Folder(place, trust=trust) if place.is_dir() else _File(place, trust=trust)
-
-
-def _load_file(path: Path, *, trust: bool) -> dict[str, Any]:
-    """Map a file into memory and check that it is a checkpoint; raises ValueError if not."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        hint = "" if trust else "; if it holds objects of yours and you trust who wrote it, add --trust"
-        raise ValueError(f"{path}: it can't be read ({reason}){hint}") from None
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
-        raise ValueError(f"{path}: it is no checkpoint of Lightning's (no state_dict in it)")
-    return checkpoint
-
-
-def identity(tensor: Tensor) -> Any:
-    """A value that two tensors have in common if they are tied.
-
-    Tied meta tensors are one object; others are tied if they are the same view of the same memory.
-    """
-    if tensor.is_meta:
-        return id(tensor)
-    return storage_id(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return _Folder(place, trust=trust) if place.is_dir() else FileSource(place, trust=trust)
 
 
 def inspect_checkpoint(path: str | Path, *, trust: bool = False) -> Contents:
@@ -184,34 +89,6 @@ def inspect_checkpoint(path: str | Path, *, trust: bool = False) -> Contents:
         ValueError: if it is missing, damaged or unfinished.
     """
     return contents_of(open_source(path, trust=trust))
-
-
-def contents_of(source: Source) -> Contents:
-    """List what an open checkpoint holds, without reading its tensors."""
-    contents = Contents(source.path, source.form, source.origin)
-    first_names: dict[Any, str] = {}  # by identity of the tensor
-
-    def note(key: str, leaf: Any) -> Any:
-        top, _, name = key.partition("/")
-        if isinstance(leaf, Tensor) and top in ("state_dict", "optimizer_states"):
-            shape_and_dtype = list(leaf.shape), str(leaf.dtype).removeprefix("torch.")
-            size = leaf.numel() * leaf.element_size()
-            if top == "optimizer_states":
-                contents.moments[name] = shape_and_dtype
-                contents.optimizer_bytes += size
-                return leaf
-            contents.tensors[name] = shape_and_dtype
-            tensor_id = identity(leaf)
-            if tensor_id in first_names:
-                contents.tied[name] = first_names[tensor_id]
-            else:
-                contents.model_bytes += size
-            first_names.setdefault(tensor_id, name)
-        return leaf
-
-    walk(source.tree, note)
-    contents.other = [key for key in source.tree if key not in ("state_dict", "optimizer_states")]
-    return contents
 
 
 def write_checkpoint(

@@ -11,13 +11,11 @@ import io
 import json
 import pickle
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
@@ -49,6 +47,7 @@ from lightning_seqpar.checkpoint.atomic_files import (
     sync_folder,
     write_synced,
 )
+from lightning_seqpar.checkpoint.contents import find_folder, walk
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.layout.replica_rows import empty_like_rows, local_rows, rows_held
 
@@ -176,21 +175,6 @@ class _LoadingPlanner(DefaultLoadPlanner):
 
 
 # ---- the tree of a checkpoint ------------------------------------------------------------------------------------
-
-
-def walk(tree: Any, visit: Callable[[str, Any], Any], key: str = "") -> Any:
-    """Copy nested plain dicts, lists and tuples, with other leaves.
-
-    Args:
-        tree: what is copied; containers of any other type are leaves.
-        visit: from the path of a leaf (keys and indices, joined by ``/``) and the leaf to what takes its place.
-        key: the path of ``tree`` itself, with ``/`` at its end.
-    """
-    if type(tree) in (dict, OrderedDict):
-        return type(tree)((name, walk(value, visit, f"{key}{name}/")) for name, value in tree.items())
-    if type(tree) in (list, tuple):
-        return type(tree)(walk(value, visit, f"{key}{at}/") for at, value in enumerate(tree))
-    return visit(key[:-1], tree)
 
 
 def own_memory(tree: Any) -> Any:
@@ -390,23 +374,6 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index."""
         return self._index
-
-
-def find_folder(path: Path) -> Path:
-    """The folder of a checkpoint, wherever it is.
-
-    A run that was killed while one checkpoint replaced another may have left no folder of that name. Then it is the folder of
-    the new one, if that is complete, or that of the one before.
-    """
-    if not path.exists():
-        for end, what in ((UNFINISHED, "the new one"), (REPLACED, "the one before")):
-            if (beside(path, end) / MARKER).is_file():
-                rank_zero_warn(
-                    f"lightning_seqpar: {path} was being replaced when its run ended; {what} is whole, and is read: "
-                    f"{beside(path, end)}"
-                )
-                return beside(path, end)
-    return path
 
 
 class Folder:

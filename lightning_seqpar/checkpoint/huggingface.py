@@ -8,29 +8,23 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 from torch import Tensor
 
-from lightning_seqpar.checkpoint.atomic_files import MARKER, UNFINISHED, beside, sync_folder, write_synced
-from lightning_seqpar.checkpoint.convert import Contents, Form, Source, check_free, identity
+from lightning_seqpar.checkpoint.atomic_files import UNFINISHED, beside, sync_folder, write_synced
+from lightning_seqpar.checkpoint.contents import WEIGHTS, Contents, Form, Source, identity
+from lightning_seqpar.checkpoint.convert import check_free
 from lightning_seqpar.checkpoint.folder import begin_folder
 from lightning_seqpar.init.meta_weights import WeightFiles
 from lightning_seqpar.init.model_source import model_from_folder
 from lightning_seqpar.user_input import nearest
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-"""Files of which such a folder has one: all weights, or the index of several files."""
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json", ".ckpt")
 """Endings of files that hold weights, and are not copied from the folder that a model was made from."""
-
-
-def is_huggingface(path: Path) -> bool:
-    """Whether a folder holds a model as ``save_pretrained`` writes it."""
-    return path.is_dir() and not (path / MARKER).exists() and any((path / name).is_file() for name in WEIGHTS)
 
 
 def _with_dot(prefix: str | None) -> str:
@@ -74,7 +68,7 @@ class HuggingFaceSource(Source):
         self.tree = {
             "epoch": 0,
             "global_step": 0,
-            "pytorch-lightning_version": lightning.__version__,
+            "pytorch-lightning_version": version("lightning"),
             "state_dict": state,
         }
 

@@ -1,13 +1,16 @@
-"""What ``seqpar plan`` and ``seqpar verify`` have in common: the arguments that name a model and its configuration."""
+"""What subcommands have in common: the arguments that name a model and its configuration, errors, and how to install the rest."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_seqpar.config import ParallelConfig, with_overrides
-from lightning_seqpar.init.model_source import TargetModel, function_named
+
+INSTALL = "pip install 'lightning-seqpar[cli]'"
+"""What installs what Lightning's command line needs."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +37,16 @@ def config_of(given: argparse.Namespace, fields: Mapping[str, Any]) -> ParallelC
     return ParallelConfig.from_omegaconf(with_overrides(fields, given.overrides))
 
 
-def batch_of(given: argparse.Namespace, target: TargetModel) -> Any:
-    """The batch that ``--batch`` names, or what makes it; else that of the target, or None.
-
-    Raises:
-        ValueError: if nothing has that name.
-    """
-    return target.batch if given.batch is None else function_named(given.batch, "--batch")
+def cause_of(message: str) -> str:
+    """The causes in a message of jsonargparse's, without the types that it tried and the value that it shows."""
+    found = re.match(r"\d+ validation errors? for \w+\n", message)
+    if found is not None:  # of pydantic alone: for each error the name of a field, and a sentence that names it too
+        told = re.sub(r"^[\w.]+\n(?=  )", "", message[found.end() :], flags=re.MULTILINE)
+        message = re.sub(r"\n\s*", "\n       ", told.strip())
+    message = re.sub(r"\d+ validation errors? for \w+\n(?:\s*\w+\n)?", "", message)
+    message = re.sub(r" \[type=\w+\]", "", message)
+    if "Errors:" not in message:
+        return message
+    alternatives = message.split("Errors:")[-1].split("Given value type")[0]
+    causes = [" ".join(part.split()) for part in re.split(r"\n\s*- ", alternatives)]
+    return "; ".join(cause for cause in causes if cause and not cause.startswith("Expected a <class")) or message

@@ -6,10 +6,11 @@ import io
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_seqpar.checkpoint.convert import Contents
-from lightning_seqpar.verify.describe import Description, ModuleRow
+if TYPE_CHECKING:
+    from lightning_seqpar.checkpoint.contents import Contents
+    from lightning_seqpar.verify.describe import Description, ModuleRow
 
 _WIDTH = 100
 """Columns of the text if nothing else is asked for."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import json
 import os
-from collections.abc import Callable, Mapping
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,9 @@ import torch
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import nn
 
-from lightning_seqpar.cli.arguments import add_model_arguments, batch_of, config_of
+from lightning_seqpar.cli.arguments import add_model_arguments, cause_of, config_of
 from lightning_seqpar.config import ParallelConfig
-from lightning_seqpar.init.model_source import TargetModel, function_named, load_target
+from lightning_seqpar.init.model_source import TargetModel, batch_named, function_named, load_target
 from lightning_seqpar.init.shrink import shrink, shrink_depth
 from lightning_seqpar.trial.batches import make_batch
 from lightning_seqpar.trial.verify import Verification, verify_parity
@@ -88,7 +92,7 @@ def verify_target(given: argparse.Namespace) -> Verification:
         world_size = target.world_size
     found = verify_parity(
         functools.partial(_make_target, given.target, change),
-        batch_of(given, target),
+        batch_named(given.batch, target),
         config,
         world_size=world_size,
         samples=given.batch_size,
@@ -180,3 +184,38 @@ def _check_room(model: nn.Module, given: argparse.Namespace) -> None:
             f"target={given.target!r}: a trial of it would need about {needed / 2**30:.0f} GiB in one process, and "
             f"{free / 2**30:.0f} GiB are free; {fix}"
         )
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """While open, what this process and those that it starts print goes to standard error: standard output is for data."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def print_verification(args: Sequence[str]) -> None:
+    """Run ``seqpar verify`` with its arguments; exits with code 1 if something differs, with 2 if there is no trial to make."""
+    parser = verify_parser()
+    given = parser.parse_intermixed_args(list(args))
+    try:
+        with _stdout_to_stderr() if given.json else nullcontext():
+            found = verify_target(given)
+    except (ValueError, ImportError) as error:
+        cause = error.__cause__ if given.verbose else None
+        trace = "" if cause is None else "".join(traceback.format_exception(cause))
+        tip = "seqpar verify --help" if given.verbose or error.__cause__ is None else "-v shows where it was raised"
+        parser.exit(2, f"{trace}error: {cause_of(str(error))}\ntip: {tip}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "seqpar verify: interrupted\n")
+    print(json.dumps(found.to_dict(), indent=2) if given.json else found)  # noqa: T201
+    if given.verbose and found.trace:
+        print(found.trace, file=sys.stderr)  # noqa: T201
+    if not found.ok:
+        sys.exit(1)

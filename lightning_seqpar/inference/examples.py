@@ -132,7 +132,12 @@ class Example:
         given = (*tensors_in(out), *(value for _, value in logged if isinstance(value, Tensor)))
         found = [tensor for tensor in given if tensor.requires_grad]
         if not found:
-            raise NoExampleError(f"{self.method} with {self.source} gives nothing that has a gradient")
+            by_hand = self.method == "training_step" and not getattr(model, "automatic_optimization", True)
+            raise NoExampleError(
+                f"{self.method} with {self.source} gives nothing that has a gradient"
+                + "; with automatic_optimization=False call self.manual_backward(loss) instead of loss.backward(), of which "
+                "neither Lightning nor this strategy knows" * by_hand
+            )
         return torch.stack([project(leaf) for leaf in found]).sum()
 
     def evaluate(self, model: nn.Module) -> list[tuple[str, Tensor]]:

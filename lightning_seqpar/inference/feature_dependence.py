@@ -6,6 +6,7 @@ out-features of the columns that they are made of (the support of the Jacobian),
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from lightning_seqpar.inference.dataflow import CantInferError, UnevenError, Unk
 from lightning_seqpar.inference.isolated_block import Block
 from lightning_seqpar.layout.linear_kind import is_parametrized, linear_kind
 from lightning_seqpar.layout.shard import Shard
+from lightning_seqpar.user_input import sizes_that_divide
 
 _MAX_DRAWS = 16
 """Inputs that are tried at most before an out-feature counts as one that nothing depends on (ReLU hides some)."""
@@ -120,10 +122,9 @@ def group_layout(block: Block, row: str, tp: int) -> GroupLayout:
     units = [_units_of(support, sharded, at) for at in range(len(support.segments))]
     heads = min(units)
     if heads % tp:
-        works = [n for n in range(2, heads + 1) if heads % n == 0]
         raise UnevenError(
             f"{row}: its {support.features} in-features fall apart into {heads} units (heads), which do not divide by "
-            f"tp={tp}" + (f"; use tp of {', '.join(map(str, works))}" if works else "")
+            f"tp={tp}; {sizes_that_divide('tp', heads)}"
         )
     out = GroupLayout(row, support.features, heads, support.segments, tuple(units), full_width=list(support.skipped))
     for column in sharded:
@@ -319,7 +320,8 @@ class _FeatureSupport:
         self._feeding = {name for column in columns for name in block.flow.linears[column].upstream}
         self.segments = segments if sum(segments) == self.features else (self.features,)
         if any(size % tp for size in self.segments):
-            raise UnevenError(f"{row}: its {self.features} in-features do not divide by tp={tp}")
+            works = sizes_that_divide("tp", math.gcd(*self.segments))
+            raise UnevenError(f"{row}: its {self.features} in-features do not divide by tp={tp}; {works}")
         self._parts = self._all_parts()
         self._fed: dict[str, list[int]] = {}
         for seed in range(1, _MAX_DRAWS):

@@ -172,6 +172,15 @@ def function_named(path: str, what: str) -> Callable[[], Any]:
     return found
 
 
+def batch_named(path: str | None, target: TargetModel) -> Any:
+    """The batch that the option ``--batch`` names, or what makes it; else that of the target, or None.
+
+    Raises:
+        ValueError: if nothing has that name.
+    """
+    return target.batch if path is None else function_named(path, "--batch")
+
+
 def model_from_folder(
     folder: Path,
     dtype: torch.dtype | None = None,

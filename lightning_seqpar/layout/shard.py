@@ -10,6 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lightning_seqpar.user_input import sizes_that_divide
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -64,10 +66,8 @@ class Shard:
                     f"{name}: a segment of {length} features can't be made of {count} units; {count} must divide it"
                 )
             if count % size and size % count:
-                works = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-                raise ValueError(
-                    f"{name}: {count} units (heads or features) do not divide by tp={size}; use tp of {works}"
-                )
+                works = sizes_that_divide("tp", count)
+                raise ValueError(f"{name}: {count} units (heads or features) do not divide by tp={size}; {works}")
             parts = min(count, size)
             part = length // parts
             for rank in range(size):

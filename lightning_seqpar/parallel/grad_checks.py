@@ -137,21 +137,43 @@ def check_replicated(parameters: Iterable[Tensor], layout: ModelLayout, groups: 
     dtypes, spread = [grad.dtype for grad in grads], Spread(grads, groups)
 
     def comparison() -> None:
-        worst, at = 0.0, -1
+        gaps = {}
         for index, (low, high, dtype) in enumerate(zip(*spread.read(), dtypes, strict=True)):
             gap = (high - low) / high if high > 0 else 0.0
-            if gap > tolerance(dtype) and gap > worst:
-                worst, at = gap, index
-        if at >= 0:
-            name, reason = names[at]
+            if high > 0:
+                gaps[index] = gap if gap > tolerance(dtype) else 0.0
+        worst = max(gaps.values(), default=0.0)
+        if worst > 0:
+            name, reason = names[max(gaps, key=gaps.__getitem__)]
             raise RuntimeError(
                 f"{name}: every rank holds it whole, but the gradients that reach the optimizer differ across tp by "
-                f"{worst:.1e} (laid out as: {reason}). Either it also sees sequence shards or lies between a gather and "
-                "a row linear (change the plan), or gradients were clipped by torch.nn.utils.clip_grad_norm_, which knows "
-                "nothing of shards (use self.clip_gradients or Trainer(gradient_clip_val=...))"
+                f"{worst:.1e} (laid out as: {reason}). {_why_apart_over_tp([*gaps.values()])}"
             )
 
     return comparison
+
+
+def _why_apart_over_tp(gaps: Sequence[float]) -> str:
+    """A sentence on what gradients of whole parameters differ by: one number where a rank scaled all of its gradients.
+
+    Args:
+        gaps: of each parameter, how far its gradients lie apart, relative to the largest; 0 for less than the tolerance.
+    """
+    scaled = "gradients were clipped by torch.nn.utils.clip_grad_norm_, which knows nothing of shards (use self.clip_gradients or "
+    scaled += "Trainer(gradient_clip_val=...))"
+    other_way = (
+        "this step took another way than the first batch, on which the plan was checked: code that ran for the first time (another "
+        "task or modality, a flag, a later phase) saw this rank's part of an activation. Let the first batch take that way too, so "
+        "that it is checked, or set sp=False; with self_check=False, or a plan of yours, see the rules for this parameter"
+    )
+    apart = [gap for gap in gaps if gap > 0]
+    if min(apart) < 0.99 * max(apart):
+        return f"By other numbers for other parameters, so {other_way}"
+    return (
+        f"By one number for all parameters, so {scaled}"
+        if len(apart) == len(gaps) > 1
+        else f"Either {other_way}; or {scaled}"
+    )
 
 
 class StageScales:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Collection
 from typing import ClassVar
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -47,7 +48,10 @@ def say(message: str) -> None:
     os.write(2, f"lightning_seqpar: {message}\n".encode())
 
 
+OTHER_COLLECTIVE = "op.preamble.length <= op.nbytes"
+"""Text in gloo's error where two ranks met in different collectives, or with tensors of different sizes."""
 _SIGNS_OF_A_LOST_PEER = (
+    OTHER_COLLECTIVE,
     "closed by peer",
     "reset by peer",
     "Broken pipe",
@@ -56,7 +60,7 @@ _SIGNS_OF_A_LOST_PEER = (
     "timed out",
     "Read error",
 )
-"""Texts in errors of gloo and nccl that say that another rank is gone."""
+"""Texts in errors of gloo and nccl that say that another rank is gone, or in another collective."""
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -70,7 +74,7 @@ def is_lost_peer(error: BaseException) -> bool:
     if not (frames := frames_of(error.__traceback__)) or not is_at_raise(frames[-1]):
         return True
     cause = error.__cause__
-    is_ours = module_of(frames[-1]).startswith(("torch.distributed.", "lightning_seqpar."))
+    is_ours = module_of(frames[-1].tb_frame).startswith(("torch.distributed.", "lightning_seqpar."))
     return is_ours or (cause is not None and is_lost_peer(cause))
 
 
@@ -104,6 +108,7 @@ class ChildWatch:
         self._lock = threading.Lock()
         self._reasons: list[tuple[bool, str]] = []  # why the run failed: whether it is only a symptom, and a sentence
         self._waits: list[str] = []  # what ranks said that waited for another one
+        self._waited: set[int] = set()  # and which ones did
         self._concluded = False
         self._verdict = ""
         self._interrupted = False
@@ -136,13 +141,15 @@ class ChildWatch:
         """
         self._reasons.append((symptom, reason))
 
-    def fail_waiting(self, sentence: str) -> None:
+    def fail_waiting(self, sentence: str, waited: Collection[int]) -> None:
         """Note that the run fails since this rank waited for another one.
 
         Args:
             sentence: which rank is missing, and in which collective this one waited.
+            waited: the ranks that said that they waited: one of them that is slow to end is no cause.
         """
         self._waits.append(sentence)
+        self._waited.update(waited)
         self.fail(sentence, symptom=True)
 
     def expect(self, error: BaseException) -> None:
@@ -285,7 +292,7 @@ class ChildWatch:
             if by_itself and proc.returncode > 0 and not any(f"rank {rank} " in reason for _, reason in self._reasons):
                 self._reasons.append((True, f"rank {rank} (pid {proc.pid}) {describe_exit(proc.returncode)}"))
         for rank, proc, by_itself in children:
-            if not by_itself:
+            if not by_itself and rank not in self._waited:
                 reason = f"rank {rank} (pid {proc.pid}) did not answer and did not end within {GRACE / 2:.0f} s; it was killed"
                 self._reasons.insert(0, (True, reason))
         done = [rank for rank, proc, by_itself in children if by_itself and not proc.returncode]
@@ -377,7 +384,7 @@ def report_waiting(sentence: str) -> None:
     """Write into the pipe of reports, in a child, that it waited for another rank."""
     descriptor = os.environ.get(REPORTS)
     if descriptor is not None:
-        os.write(int(descriptor), f"w {' '.join(sentence.split())}"[:500].encode() + b"\n")
+        os.write(int(descriptor), f"w {' '.join(sentence.split())}"[:2000].encode() + b"\n")
 
 
 def tell_external_launcher(rank: int, error: BaseException) -> None:

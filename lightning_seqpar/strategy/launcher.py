@@ -41,8 +41,8 @@ from lightning_seqpar.strategy.child_watch import (
     tell_external_launcher,
 )
 from lightning_seqpar.strategy.ending import Ending
-from lightning_seqpar.strategy.missing_ranks import end_stopped_parent
-from lightning_seqpar.strategy.refusals import Refusals
+from lightning_seqpar.strategy.missing_ranks import Missing, end_stopped_parent
+from lightning_seqpar.strategy.refusals import Refusals, leave_untold
 from lightning_seqpar.strategy.restart import RestartList
 from lightning_seqpar.user_input import name_error
 
@@ -73,10 +73,12 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
     Attributes:
         watch: watches the children; None in a process that started none.
         restarts: the list of the training's checkpoints; None where torchrun will not start it again.
+        has_begun: whether the ranks are started, or meet; what is refused before is told without them.
     """
 
     watch: ChildWatch | None = None
     restarts: RestartList | None = None
+    has_begun = False
     _is_child = False
     _ending: Ending | None = None
 
@@ -96,6 +98,9 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         Returns:
             What ``function`` returns.
         """
+        if trainer is not None and trainer.lightning_module is not None:
+            trainer.strategy.check_before_start(trainer.lightning_module)
+        self.has_begun = True
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
@@ -229,7 +234,7 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         raise SystemExit(128 + signum)
 
     def tell(
-        self, error: BaseException, refusals: Refusals | None = None, missing: Callable[[], str] | None = None
+        self, error: BaseException, refusals: Refusals | None = None, missing: Callable[[], Missing] | None = None
     ) -> None:
         """Report an exception of this rank to whoever started the ranks; one that all ranks raised is left to rank 0.
 
@@ -240,7 +245,8 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
         """
         rank = self.cluster_environment.global_rank()
         if is_lost_peer(error) and missing is not None:
-            self._tell_missing(rank, missing())
+            self._tell_missing(missing())
+            leave_untold(error)
             if self.watch is None and not self._is_child:
                 record_for_torchrun(error)
         elif refusals is not None and not is_lost_peer(error) and refusals.is_shared(error):
@@ -255,19 +261,22 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             self.watch.fail(f"rank {rank} raised {name_error(error)}", symptom=is_lost_peer(error))
             if isinstance(error, SystemExit):
                 self.watch.leave_with(exit_status(error))
-        else:
+        elif self.cluster_environment.creates_processes_externally:
             tell_external_launcher(rank, error)
 
-    def _tell_missing(self, rank: int, sentence: str) -> None:
+    def _tell_missing(self, missing: Missing) -> None:
         """Report that this rank waited for another one."""
         if self.watch is not None:
-            self.watch.fail_waiting(sentence)
+            self.watch.fail_waiting(missing.sentence, missing.waited)
+        elif not self._is_child and missing.is_teller:
+            say(missing.sentence)
+            missing.words.note_told()
         elif not self._is_child:
-            say(sentence)
+            missing.words.await_told()
         elif end_stopped_parent():
-            say(f"{sentence}. The main process (local rank 0) was stopped, and is killed")
+            say(f"{missing.sentence}. The main process (local rank 0) was stopped, and is killed")
         else:
-            report_waiting(sentence)
+            report_waiting(missing.sentence)
 
     def _start_children(self) -> None:
         """Start the children as Lightning does, with two pipes: one that they watch, and one for their reports."""

@@ -53,6 +53,7 @@ class LoopStrategy(SteppingStrategy):
         if self._stage is not None:
             self._let_stages_run_ahead()
             self._finish_in_front_of_hooks()
+            self._tell_loss_of_window()
         if self.dp_size > 1:
             share_losses_of_finders(self._trainer.callbacks)  # type: ignore[attr-defined]
         check_agreement(self._describe_training(), self._world, self.root_device)

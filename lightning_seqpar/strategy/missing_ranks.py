@@ -3,30 +3,58 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
+from lightning_seqpar.strategy.child_watch import OTHER_COLLECTIVE
+from lightning_seqpar.strategy.tracebacks import users_call
 from lightning_seqpar.topology.process_groups import ParallelGroups
 
 PATIENCE = 5.0
 """Seconds that a rank whose wait has ended gives the others to say what they waited for."""
 
+CLOSED_PATIENCE = 1.0
+"""The same where its connection was closed: mostly by a rank that has died, which says nothing."""
+MOST_CALLS = 4
+"""How many different calls are told that ranks waited in."""
+
+_ENTRIES = ("Trainer.fit", "Trainer.validate", "Trainer.test", "Trainer.predict")
+_TOLD = "where ranks waited was told"
 _COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
 _PACKAGE = Path(__file__).parent.parent
 
 
+@dataclass(frozen=True)
+class Missing:
+    """What a rank has found out whose wait for others has ended.
+
+    Attributes:
+        sentence: who is missing, and in which call of the user's and in which collective each rank waited.
+        words: what the ranks said to each other.
+        waited: the ranks that said where they waited.
+        is_teller: whether this rank tells it where each rank has a log of its own; the others leave it to that one.
+    """
+
+    sentence: str
+    words: LastWords
+    waited: Collection[int] = ()
+    is_teller: bool = True
+
+
 def find_missing(
     error: BaseException, world: dist.ProcessGroup, groups: ParallelGroups | None, trainer: Trainer
-) -> str:
+) -> Missing:
     """Which rank did not come, after an error that says that another rank is gone, and where this one waited.
 
     Args:
@@ -47,11 +75,16 @@ def find_missing(
     batch = f", at batch {number}" if trainer.training and number >= 0 else ""
     where = describe_wait(error, axes_of) + batch
     words = LastWords(world)
-    if "timeout" in str(error) or "imed out" in str(error):
-        return words.exchange(where)
-    # Its connection was closed at once. Others may find that out only when their timeout is over, so it waits for nobody.
-    words.tell(where)
-    return f"rank {world.rank()} lost another rank, which ended first, in {where}; look for its message above or in its own log"
+    assert error.__traceback__ is not None
+    wait = Wait(where, *users_call(error.__traceback__))
+    if any(sign in str(error) for sign in ("timeout", "imed out", OTHER_COLLECTIVE)):
+        return words.exchange(wait)
+    # Its connection was closed: by a rank that has ended, or by one whose own wait is over.
+    found = words.exchange(wait, CLOSED_PATIENCE)
+    if len(found.waited) == world.size():
+        return found
+    sentence = f"rank {world.rank()} lost another rank, which ended first, in {where}; look for its message above or in its own log"
+    return Missing(sentence, words)
 
 
 def describe_wait(error: BaseException, axes_of: Callable[[Sequence[int]], str]) -> str:
@@ -90,6 +123,51 @@ def list_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(shown if len(shown) <= 8 else [*shown[:2], f"... {shown[-1]}"])
 
 
+class Wait(NamedTuple):
+    """Where a rank waited: in which collective, and in which call of the user's (:class:`UsersCall`)."""
+
+    where: str
+    call: str
+    caller: str
+    lines: list[str]
+
+
+def tell_waits(heard: dict[int, Wait], missing: Sequence[int]) -> str:
+    """Where ranks waited, the calls that they were in, and what to do if some made a call that others did not.
+
+    Args:
+        heard: the waits of the ranks that spoke.
+        missing: the ranks that did not.
+    """
+    waits = sorted(heard.items())
+    if missing:
+        many = f"s {list_ranks(missing)} are" if len(missing) > 1 else f" {missing[0]} is"
+        told = f"rank{many} missing: rank {waits[0][0]} waited in {waits[0][1].where}"
+    else:
+        apart = len({wait.where for _, wait in waits}) > 1
+        told = f"every rank waited{', in different collectives' * apart}: " + "; ".join(
+            f"rank {rank} in {wait.where}" for rank, wait in waits[:8]
+        )
+    alike: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for rank, wait in waits:
+        alike.setdefault((wait.call, tuple(wait.lines)), []).append(rank)
+    for (call, lines), ranks in [*alike.items()][:MOST_CALLS]:
+        who = f"  rank{'s' * (len(ranks) > 1)} {list_ranks(ranks)}: in {call or 'no call of yours'}"
+        told = "\n    ".join((f"{told}\n{who}", *lines))
+    if len(alike) > MOST_CALLS:
+        told += f"\n  and {len(alike) - MOST_CALLS} more"
+    if len(alike) > 1 or missing:
+        special = [wait for _, wait in waits if wait.call and not wait.call.endswith(_ENTRIES)]
+        outside = [wait for wait in special if not wait.caller.endswith("_step")] or special
+        calls = list(dict.fromkeys(wait.call for wait in outside))
+        if calls:
+            told += (
+                f"\n  {' and '.join(calls[:3])} need{'s' * (len(calls) == 1)} every rank: call it on all ranks, not "
+                "under `if trainer.is_global_zero` or another condition that some of them do not meet"
+            )
+    return told
+
+
 class LastWords:
     """What ranks say to each other, through the store of the world's group, when their wait has ended.
 
@@ -102,54 +180,57 @@ class LastWords:
     def __init__(self, world: dist.ProcessGroup) -> None:
         self._store = dist.distributed_c10d._world.pg_map[world][1]
         self._rank, self._size = world.rank(), world.size()
-        self._heard: dict[int, str] | None = None
+        self._heard: dict[int, Wait] | None = None
 
-    def exchange(self, own: str) -> str:
+    def exchange(self, own: Wait, patience: float = PATIENCE) -> Missing:
         """Tell the others where this rank waited, hear where they did, and say who is missing, in a sentence.
 
         Args:
             own: where this rank waited.
+            patience: seconds that the others have to say it.
         """
-        self._in_thread(self._listen, own)
+        self._in_thread(lambda: self._listen(own, patience))
         if self._heard is None:
-            return (
-                f"rank {self._rank} waited in {own}, and the store through which ranks speak (rank 0's, as a rule) does not "
-                "answer: rank 0 may be the one that is missing"
+            return Missing(
+                f"rank {self._rank} waited in {own.where}, and the store through which ranks speak (rank 0's, as a rule) does not "
+                "answer: rank 0 may be the one that is missing",
+                self,
             )
         missing = [rank for rank in range(self._size) if rank not in self._heard]
-        if missing:
-            many = f"s {list_ranks(missing)} are" if len(missing) > 1 else f" {missing[0]} is"
-            return f"rank{many} missing: rank {self._rank} waited in {own}"
-        waits = sorted(self._heard.items())
-        apart = len({where for _, where in waits}) > 1
-        told = "; ".join(f"rank {rank} in {where}" for rank, where in waits[:8])
-        return f"every rank waited{', in different collectives' * apart}: {told}"
+        sentence = tell_waits(self._heard, missing)
+        return Missing(sentence, self, self._heard, self._rank == min(self._heard))
 
-    def tell(self, own: str) -> None:
-        """Tell the others where this rank waited, and hear nobody."""
-        self._in_thread(lambda own: self._store.set(self._keys[self._rank], own), own)
+    def note_told(self) -> None:
+        """Let the other ranks know that this one has told for all of them where they waited."""
+        self._in_thread(lambda: self._store.set(_TOLD, ""))
+
+    def await_told(self) -> None:
+        """Wait until another rank has told where all of them waited: torchrun would end it with the first rank that goes."""
+        self._in_thread(lambda: self._store.wait([_TOLD], timedelta(seconds=PATIENCE)))
 
     @property
     def _keys(self) -> dict[int, str]:
         return {rank: f"rank {rank} lost another one" for rank in range(self._size)}
 
     @staticmethod
-    def _in_thread(speak: Callable[[str], None], own: str) -> None:
+    def _in_thread(speak: Callable[[], None]) -> None:
         def try_to_speak() -> None:
             with contextlib.suppress(RuntimeError):  # the store has gone meanwhile
-                speak(own)
+                speak()
 
         thread = threading.Thread(target=try_to_speak, name="last-words", daemon=True)
         thread.start()
         thread.join(2 * PATIENCE)
 
-    def _listen(self, own: str) -> None:
+    def _listen(self, own: Wait, patience: float) -> None:
         keys = self._keys
-        self._store.set(keys[self._rank], own)
+        self._store.set(keys[self._rank], json.dumps(own))
         # A rank comes a little later if it began to wait later, and one that is missing not at all.
         with contextlib.suppress(RuntimeError):
-            self._store.wait(list(keys.values()), timedelta(seconds=PATIENCE))
-        self._heard = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+            self._store.wait(list(keys.values()), timedelta(seconds=patience))
+        self._heard = {
+            rank: Wait(*json.loads(self._store.get(key))) for rank, key in keys.items() if self._store.check([key])
+        }
 
 
 def is_stopped(pid: int) -> bool:

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_seqpar.strategy.child_watch import say
-from lightning_seqpar.strategy.tracebacks import frames_of, is_at_raise
+from lightning_seqpar.strategy.tracebacks import frames_of, is_at_raise, is_users, package_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,8 +35,6 @@ VERBOSE = "SEQPAR_VERBOSE"
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 """Of an object, as Python shows it: each rank has its own."""
 _PACKAGE = "lightning_seqpar"
-_NOT_THE_USERS = {*sys.stdlib_module_names, _PACKAGE, "lightning", "lightning_utilities", "pydantic", "torch"}
-"""Packages whose frames say nothing of the user's code."""
 
 
 class Refusals:
@@ -153,8 +151,10 @@ class _WithUsersFrames:
         self._error = error
 
     def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-        frames = frames_of(trace)
-        return self._usual(kind, value, _linked(filter(_is_users, frames)) if value is self._error else trace)
+        if value is self._error:
+            trace = _linked(_users(frames_of(trace)))
+            value.__traceback__ = trace  # Python's own hook prints this one
+        return self._usual(kind, value, trace)
 
 
 def is_verbose() -> bool:
@@ -170,9 +170,9 @@ def is_refusal(error: BaseException) -> bool:
     a rank that is gone) is none, and what the user's code raises neither.
     """
     frames = frames_of(error.__traceback__)
-    while frames and _package_of(frames[-1]) == "pydantic":
+    while frames and package_of(frames[-1].tb_frame) == "pydantic":
         frames.pop()
-    if not isinstance(error, ValueError | RuntimeError) or not frames or _package_of(frames[-1]) != _PACKAGE:
+    if not isinstance(error, ValueError | RuntimeError) or not frames or package_of(frames[-1].tb_frame) != _PACKAGE:
         return False
     return isinstance(error, ValidationError) or is_at_raise(frames[-1])
 
@@ -188,12 +188,30 @@ def shorten_traceback(error: BaseException) -> None:
         return
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
-        own = [one for one in frames_of(cause.__traceback__) if _is_users(one)]
+        own = _users(frames_of(cause.__traceback__))
         if is_refusal(cause) or not own:
             cause.__traceback__ = _linked(own)
     first, *inner = frames_of(error.__traceback__)
-    _linked([first, *filter(_is_users, inner)])
+    _linked([first, *_users(inner)])
     sys.excepthook = _WithUsersFrames(error)
+
+
+def leave_untold(error: BaseException) -> None:
+    """Print nothing of an error where nothing catches it, since what it says was said; ``SEQPAR_VERBOSE=1`` prints all of it.
+
+    Its traceback, which torchrun's summary shows, is left the user's own frames.
+    """
+    if is_verbose():
+        return
+    first, *inner = frames_of(error.__traceback__)
+    _linked([first, *_users(inner)])
+    usual = sys.excepthook
+
+    def print_others(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if value is not error:
+            usual(kind, value, trace)
+
+    sys.excepthook = print_others
 
 
 def shortens_refusals(function: Callable[P, T]) -> Callable[P, T]:
@@ -213,20 +231,14 @@ def shortens_refusals(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
+def _users(frames: Iterable[TracebackType]) -> list[TracebackType]:
+    """Those of some frames that run the user's code."""
+    return [frame for frame in frames if is_users(frame.tb_frame)]
+
+
 def _linked(frames: Iterable[TracebackType]) -> TracebackType | None:
     """A traceback of these frames, in place: Python 3.10 raises an error again with the traceback that it was caught with."""
     kept = [*frames]
     for one, following in zip(kept, [*kept[1:], None], strict=False):
         one.tb_next = following
     return kept[0] if kept else None
-
-
-def _package_of(frame: TracebackType) -> str:
-    """The package, or module without one, whose code a frame runs; ``__main__`` for a script."""
-    names = frame.tb_frame.f_globals
-    return str(names.get("__package__") or names.get("__name__") or "").partition(".")[0]
-
-
-def _is_users(frame: TracebackType) -> bool:
-    """Whether a frame runs the user's code, or a library that the user has chosen, such as a model's."""
-    return _package_of(frame) not in _NOT_THE_USERS

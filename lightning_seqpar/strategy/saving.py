@@ -20,11 +20,11 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_seqpar.checkpoint.async_writer import Background
-from lightning_seqpar.checkpoint.atomic_files import WholeFileIO, local_path, on_every_rank, on_first_rank
+from lightning_seqpar.checkpoint.atomic_files import local_path, on_every_rank, on_first_rank
+from lightning_seqpar.checkpoint.contents import find_folder
 from lightning_seqpar.checkpoint.folder import (
     FolderTensors,
     Opened,
-    find_folder,
     own_memory,
     remove_folder,
     write_folder,
@@ -38,6 +38,7 @@ from lightning_seqpar.checkpoint.state_dict import (
     optimizer_parts,
     read_whole,
 )
+from lightning_seqpar.checkpoint.whole_file import WholeFileIO
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.data.sampler import PLACE
 from lightning_seqpar.distributed.rng import pack_streams, unpack_streams

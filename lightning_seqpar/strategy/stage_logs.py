@@ -43,6 +43,9 @@ class StageLogs:
         group: the process group of the pipeline.
         device: of this rank.
         replicas: the process group over which ``sync_dist`` means.
+
+    Attributes:
+        window_loss: the loss of the accumulation window that ended last, on all stages; NaN before the first one has.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, replicas: dist.ProcessGroup) -> None:
@@ -51,6 +54,8 @@ class StageLogs:
         self._stops = False  # the step asked to stop, behind the blocks
         self._calls: list[_Call] = []
         self._values: list[Tensor] = []
+        self._losses: list[Tensor] = []
+        self.window_loss = float("nan")
         # Of each metric's lists how many entries all stages have, and the last of those.
         self._sent: dict[str, dict[str, tuple[int, Any]]] = {}
 
@@ -68,17 +73,31 @@ class StageLogs:
         if has_loss and trainer.should_stop and not should_stop:
             trainer.should_stop, self._stops = False, True  # all stages stop, where the window ends
 
-    def share(self, trainer: Trainer, module: LightningModule) -> None:
-        """Log on all stages what the last one logged since the last call. Collective over the pipeline."""
+    def note_loss(self, loss: Tensor) -> None:
+        """Note the loss of a micro-batch, divided as Lightning divides it while gradients are accumulated; on the last stage."""
+        self._losses.append(loss.detach().to(torch.float64))
+
+    def share(self, trainer: Trainer, module: LightningModule, *, ends_window: bool = False) -> None:
+        """Log on all stages what the last one logged since the last call. Collective over the pipeline.
+
+        Args:
+            trainer: the Trainer.
+            module: the user's.
+            ends_window: whether an accumulation window ends here, whose loss becomes :attr:`window_loss`.
+        """
         metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
         box: list[Any] = [None]
         if self._is_last:
-            numbers = torch.stack(self._values).tolist() if self._values else []  # one wait for all of them
+            ended = self._losses if ends_window else []
+            noted = [*self._values, *ended]
+            numbers = torch.stack(noted).tolist() if noted else []  # one wait for all of them
+            loss = sum(numbers[len(self._values) :]) if ended else self.window_loss
             news = {name: self._news(name, metric) for name, metric in metrics.items()}
-            box = [(self._calls, numbers, news, self._stops)]
+            box = [(self._calls, numbers[: len(self._values)], news, self._stops, loss)]
             self._calls, self._values, self._stops = [], [], False
+            self._losses = [] if ends_window else self._losses
         dist.broadcast_object_list(box, group=self._group, group_src=self._group.size() - 1, device=self._device)
-        calls, numbers, news, stops = box[0]
+        calls, numbers, news, stops, self.window_loss = box[0]
         trainer.should_stop |= stops
         if self._is_last:
             return

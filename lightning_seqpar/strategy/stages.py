@@ -108,6 +108,8 @@ class StagedStrategy(TopologyStrategy):
                 prepare_for_backward(self.model, loss)
             backward()
 
+        if stage.is_last and self._logs is not None:
+            self._logs.note_loss(loss)
         self._micro_batches.add(reduced if is_last else backward, is_last=is_last)
         if is_last:
             self._end_window(stage)
@@ -122,7 +124,7 @@ class StagedStrategy(TopologyStrategy):
             check_buffers_of_stages(record, self.groups, self.root_device)
             check_parameters_of_stages(record, self.groups, self.root_device)
         if self._logs is not None:
-            self._logs.share(self._trainer, self._module)
+            self._logs.share(self._trainer, self._module, ends_window=True)
 
     def _run_window(self, window: InterleavedWindow, stage: Stage, *, reduces: bool) -> None:
         """Run the micro-batches that were put off, in turns over the chunks of this stage.
@@ -158,6 +160,8 @@ class StagedStrategy(TopologyStrategy):
         with window.entered(one, chunk, self._trainer) as step, logs, self.precision_plugin.train_step_context():
             out = self._run_step("training", step, (), {})
         loss: Tensor = out["loss"] if isinstance(out, Mapping) else out
+        if has_loss and self._logs is not None:
+            self._logs.note_loss(loss / self._trainer.accumulate_grad_batches)
         return loss
 
     def _run_backward(self, one: MicroBatch, chunk: int, stage: Stage) -> None:
@@ -231,6 +235,19 @@ class StagedStrategy(TopologyStrategy):
         for owner, name in ((loop.epoch_loop.val_loop, "run"), (loop, "on_advance_end")):
             owner.__dict__[name] = self._finishing(getattr(owner, name))
 
+    def _tell_loss_of_window(self) -> None:
+        """Let ``on_train_batch_end`` be given one loss on all stages, of which the last one alone computes it."""
+        loop: Any = self._trainer.fit_loop.epoch_loop.automatic_optimization
+        run = loop.run
+
+        def with_loss(*args: Any, **kwargs: Any) -> Any:
+            out = run(*args, **kwargs)
+            if self._logs is None or "loss" not in out:
+                return out
+            return {**out, "loss": torch.full_like(out["loss"], self._logs.window_loss)}
+
+        loop.__dict__["run"] = with_loss
+
     def _finishing(self, call: Callable[[], Any]) -> Callable[[], Any]:
         @functools.wraps(call)
         def finished() -> Any:
@@ -240,11 +257,12 @@ class StagedStrategy(TopologyStrategy):
         return finished
 
     def _leave_loops(self) -> None:
-        """Undo what :meth:`_let_stages_run_ahead` and :meth:`_finish_in_front_of_hooks` did to Lightning's loops."""
+        """Undo what :meth:`_let_stages_run_ahead` and the two methods behind it did to Lightning's loops."""
         loop = self._trainer.fit_loop
         for owner, name in (
             (loop.epoch_loop, "_broadcast_sigterm_tensor"),
             (loop.epoch_loop.val_loop, "run"),
             (loop, "on_advance_end"),
+            (loop.epoch_loop.automatic_optimization, "run"),
         ):
             owner.__dict__.pop(name, None)

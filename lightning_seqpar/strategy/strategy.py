@@ -56,13 +56,13 @@ from lightning_seqpar.strategy.averages import (
     save_whole,
     shard_average,
 )
-from lightning_seqpar.strategy.child_watch import exit_status, is_lost_peer
+from lightning_seqpar.strategy.child_watch import exit_status, is_lost_peer, record_for_torchrun
 from lightning_seqpar.strategy.data_parallel import RootCall
 from lightning_seqpar.strategy.launcher import SeqParallelLauncher
 from lightning_seqpar.strategy.missing_ranks import find_missing
 from lightning_seqpar.strategy.precision import share_overflows, without_global_clipping
-from lightning_seqpar.strategy.refusals import Refusals, is_refusal, shorten_traceback, shortens_refusals
-from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize
+from lightning_seqpar.strategy.refusals import Refusals, is_refusal, is_verbose, shorten_traceback, shortens_refusals
+from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize, summarize_briefly
 from lightning_seqpar.strategy.tuning import TuningStrategy
 from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.coverage import Coverage, cover
@@ -73,7 +73,9 @@ from lightning_seqpar.verify.guards.config import (
     refuse_unsupported,
     syncs_batch_norms,
 )
+from lightning_seqpar.verify.guards.heads import refuse_uneven_heads
 from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
+from lightning_seqpar.verify.proof_cache import write_plan
 from lightning_seqpar.verify.prover import Proved, Prover
 from lightning_seqpar.verify.shadow_check import ShadowCheck
 from lightning_seqpar.verify.whole_block import whole_blocks
@@ -479,7 +481,7 @@ class SeqParallelStrategy(TuningStrategy):
             *proved.lines,
             *compiled,
         ]
-        self._log_summary(lines, coverage)
+        self._log_summary(lines, coverage, plans)
         for warning in coverage.warnings:
             rank_zero_warn(warning)
         vocabulary = {match.name for match in record.matches if match.rule.style == "vocab"}  # their outputs look whole
@@ -527,7 +529,7 @@ class SeqParallelStrategy(TuningStrategy):
             lines.append(
                 f"each rank of cp holds a part of the sequence in {len(blocks)} blocks ({blocks[0]} to {blocks[-1]})"
             )
-        self._log_summary([*lines, *proved.lines])
+        self._log_summary([*lines, *proved.lines], plans=plans)
         return record
 
     @property
@@ -650,12 +652,33 @@ class SeqParallelStrategy(TuningStrategy):
         late.fill_buffers()
         return late
 
-    def _log_summary(self, plan: list[str], coverage: Coverage | None = None) -> None:
-        """Log the text at the start of a run, once, with these lines on the plan and what it shards."""
-        if self._summarized:
+    @shortens_refusals
+    def check_before_start(self, module: LightningModule) -> None:
+        """Refuse what the model's attributes tell, before the ranks are started or meet; the launcher calls it.
+
+        Raises:
+            ValueError: for heads that do not divide by tp.
+        """
+        refuse_uneven_heads(module, self.config)
+
+    def _log_summary(
+        self, plan: list[str], coverage: Coverage | None = None, plans: Sequence[ShardingPlan] = ()
+    ) -> None:
+        """Log the text at the start of a run, once.
+
+        Args:
+            plan: lines on the plan.
+            coverage: what it shards.
+            plans: the plans, whose rules are written into a file.
+        """
+        if self._summarized or self.global_rank:
             return
         self._summarized = True
-        rank_zero_info(summarize(self.groups.topology, self.config, self.num_processes, VERSION, plan, coverage))
+        about = (self.groups.topology, self.config, self.num_processes, VERSION, plan, coverage)
+        if is_verbose():
+            rank_zero_info(summarize(*about))
+        else:
+            rank_zero_info(summarize_briefly(*about, write_plan(plans, summarize(*about)) if plans else ""))
 
     def _make_replicas_equal(self, module: nn.Module) -> None:
         """Send the first rank's weights and buffers to all ranks, while the model is still whole on each. Collective."""
@@ -699,10 +722,14 @@ class SeqParallelStrategy(TuningStrategy):
         may_be_shared = isinstance(exception, Exception) and (not self._schedule.has_begun or is_refusal(exception))
         # Nor is this one, but ranks may all leave at the same place, which is no failure.
         may_be_shared |= isinstance(exception, SystemExit) and exit_status(exception) < 128
-        shorten_traceback(exception)
-        if isinstance(self.launcher, SeqParallelLauncher) and not self._ending.together:
+        lost = is_lost_peer(exception)
+        if not lost or not dist.is_initialized():
+            shorten_traceback(exception)
+        if isinstance(self.launcher, SeqParallelLauncher) and not self.launcher.has_begun:
+            record_for_torchrun(exception)  # a sentence of every rank, of which rank 0 alone prints it
+        elif isinstance(self.launcher, SeqParallelLauncher) and not self._ending.together:
             world = dist.group.WORLD if dist.is_initialized() else None
-            refusals = Refusals.of_world(world) if world is not None and not is_lost_peer(exception) else None
+            refusals = Refusals.of_world(world) if world is not None and not lost else None
             if refusals is not None and not may_be_shared:
                 refusals.note(exception)  # a rank that refuses to go on because of it does not wait for this one
                 refusals = None
@@ -722,7 +749,8 @@ class SeqParallelStrategy(TuningStrategy):
         """Take DDP off the model. It stays sharded, and the groups stay, so that it can be saved after ``fit``."""
         self._is_set_up = False
         self._interruption = None  # it holds the frames of the run that it ended
-        self._leave_loops()
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:  # else nothing has begun
+            self._leave_loops()
         self._ending.leave()
         if self._split is not None:
             self._split.settle()

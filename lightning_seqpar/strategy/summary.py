@@ -12,6 +12,10 @@ from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.verify.coverage import Coverage
 
+LINES = 8
+"""How many lines the text has unless all of it is asked for."""
+_DETAILS = ("why: ", "rule: ")
+"""What lines on a plan begin with that are left to its file."""
 _MOST = 8
 """How many ranks, rows or groups are shown before the rest is left out."""
 
@@ -99,8 +103,8 @@ def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None
         *([("cp", f"parts of the sequence, attention: {config.cp_method}", True)] * (config.cp > 1)),
         ("sp", f"sequence parallelism{f'; not in {sp_off}' if sp_off else ''}", has_sp),
         (config.data_parallel, "over the replicas", dp > 1),
-        ("broadcast_batch", "one rank of each replica reads", config.broadcast_batch and tp > 1),
-        ("gloo_twins", "a gloo group beside each", config.gloo_twins),
+        *([("broadcast_batch", "one rank of each replica reads", True)] * (config.broadcast_batch and tp > 1)),
+        *([("gloo_twins", "a gloo group beside each", True)] * config.gloo_twins),
     ]
     why_off = {config.data_parallel: " (one replica)", **({"sp": f" ({sp_off})"} if sp_off else {})}
     off = [f"{name}{why_off.get(name, '')}" for name, _, on in entries if not on]
@@ -110,9 +114,9 @@ def switches(config: ParallelConfig, tp: int, dp: int, coverage: Coverage | None
 def _memory(config: ParallelConfig, tp: int) -> str:
     """A line on what is kept for the backward, and what is made again."""
     kept = {
-        "auto": "over 2 MiB, what norms, activations and gathers make is made again in the backward",
-        True: "what norms, activations and gathers make is made again in the backward",
-        False: "what norms, activations and gathers make is kept for the backward",
+        "auto": "results over 2 MiB of norms, activations and gathers are computed again in the backward",
+        True: "results of norms, activations and gathers are computed again in the backward",
+        False: "results of norms, activations and gathers are kept for the backward",
     }[config.regather]
     if config.compile:
         kept = f"{kept}, outside of the compiled blocks"
@@ -166,6 +170,19 @@ def describe_stages(record: ShardedModel) -> list[str]:
     return lines
 
 
+def _headline(topology: ProcessTopology, ranks_per_node: int, version: str) -> str:
+    """The line with the sizes of the world and of its axes."""
+    world = topology.world_size
+    sizes = "".join(f"{' ×' if at else ','} {axis} {size}" for at, (axis, size) in enumerate(topology.larger_axes))
+    nodes = max(1, world // ranks_per_node)
+    return f"lightning_seqpar {version}: {world} rank{'s' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}{sizes}"
+
+
+def _in_rows(rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Lines with a name in front of the first line of each row; rows without lines are left out."""
+    return [f"  {name if at == 0 else '':<8}{line}" for name, body in rows for at, line in enumerate(body)]
+
+
 def summarize(
     topology: ProcessTopology,
     config: ParallelConfig,
@@ -174,7 +191,7 @@ def summarize(
     plan: Sequence[str],
     coverage: Coverage | None = None,
 ) -> str:
-    """The text of the summary.
+    """All that is known at the start of a run, with the plan's rules and reasons.
 
     Args:
         topology: the grid of ranks.
@@ -184,20 +201,58 @@ def summarize(
         plan: lines on the plan.
         coverage: how much of the model the plan shards; None if there is no plan.
     """
-    world = topology.world_size
-    sizes = "".join(f"{' ×' if at else ','} {axis} {size}" for at, (axis, size) in enumerate(topology.larger_axes))
-    nodes = max(1, world // ranks_per_node)
     tp, dp = (topology.get_dim(axis) for axis in ("tp", "dp"))
     on, off = switches(config, tp, dp, coverage)
+    memory = _memory(config, tp)
     rows = [
         ("grid", draw(topology, ranks_per_node)),
         ("groups", groups_of(topology)),
-        ("plan", list(plan)),
-        *([("memory", [memory])] if (memory := _memory(config, tp)) else []),
+        ("plan", plan),
+        ("memory", [memory] * bool(memory)),
         ("on", [", ".join(on) or "nothing"]),
-        ("off", [", ".join(off) or "nothing"]),
+        ("off", [", ".join(off)] * bool(off)),
     ]
-    lines = [f"lightning_seqpar {version}: {world} rank{'s' * (world > 1)} on {nodes} node{'s' * (nodes > 1)}{sizes}"]
-    for name, body in rows:
-        lines += [f"  {name if at == 0 else '':<8}{line}" for at, line in enumerate(body)]
-    return "\n".join(lines)
+    return "\n".join([_headline(topology, ranks_per_node, version), *_in_rows(rows)])
+
+
+def summarize_briefly(
+    topology: ProcessTopology,
+    config: ParallelConfig,
+    ranks_per_node: int,
+    version: str,
+    plan: Sequence[str],
+    coverage: Coverage | None,
+    place: str,
+) -> str:
+    """The text of :func:`summarize` in :data:`LINES` lines at most, of which the last names the file that holds all of it.
+
+    Args:
+        topology: the grid of ranks.
+        config: the configuration.
+        ranks_per_node: how many ranks are on a node.
+        version: the version of this package.
+        plan: lines on the plan; those that give its rules and reasons are left to the file.
+        coverage: how much of the model the plan shards; None if there is no plan.
+        place: the file; empty if it could not be written.
+    """
+    tp, dp = (topology.get_dim(axis) for axis in ("tp", "dp"))
+    on, off = switches(config, tp, dp, coverage)
+    memory = _memory(config, tp)
+    groups = [" ".join(line.split()) for line in groups_of(topology)]
+    told = [line for line in plan if not line.startswith(_DETAILS)]
+    checks = [line for line in told if line.startswith("self-check")]
+    others = [line for line in told[1:] if line not in checks]
+    others.sort(
+        key=lambda line: line.startswith("vocabulary: sharded")
+    )  # the reasons why something stays whole come first
+    body = [*told[:1], *checks, *others]
+    around = [
+        ("groups", ["; ".join(groups)] * bool(groups)),
+        ("memory", [memory] * bool(memory)),
+        ("on", [(", ".join(on) or "nothing") + f"; off: {', '.join(off)}" * bool(off)]),
+    ]
+    room = LINES - 2 - len(_in_rows(around))  # the headline, and the line on the file
+    body = body[:room]
+    where = f"{place} (-v, or SEQPAR_VERBOSE=1, prints it)" if place else "-v, or SEQPAR_VERBOSE=1, prints them"
+    rows = [around[0], ("plan", body), *around[1:], ("rules", [where] if len(body) < len(plan) else [])]
+    return "\n".join([_headline(topology, ranks_per_node, version), *_in_rows(rows)])

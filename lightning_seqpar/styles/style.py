@@ -26,7 +26,7 @@ from lightning_seqpar.layout.param_layout import ParamLayout, Reason
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.region.lowered import LoweredRegion
 from lightning_seqpar.region.sequence_region import SequenceRegion
-from lightning_seqpar.user_input import nearest
+from lightning_seqpar.user_input import nearest, sizes_that_divide
 
 LINEAR = "linear"
 """The slot of the styles that shard a linear: a module is a column, a row or replaced."""
@@ -336,8 +336,7 @@ class PlannedModel:
         Raises:
             UnevenUnitsError: always.
         """
-        works = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        text = f"{name}: {count} units (heads or features) do not divide by tp={self.size}; use tp of {works}"
+        text = f"{name}: {count} units (heads or features) do not divide by tp={self.size}; {sizes_that_divide('tp', count)}"
         raise UnevenUnitsError(text, self._whole_around(name))
 
     def _whole_around(self, name: str) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_seqpar.config import VERSION, ParallelConfig
 from lightning_seqpar.inference.examples import Example
+from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.verify.content_digest import (
     ContentDigest,
     UnreadableError,
@@ -212,14 +213,35 @@ def _sources(packages: set[str]) -> set[str]:
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-def _folder() -> Path:
-    """Where proofs are remembered on this machine, by the XDG convention.
+def cache_folder(what: str) -> Path:
+    """Where proofs, or plans, are kept on this machine, by the XDG convention.
 
     Raises:
         RuntimeError: if this user has no home.
     """
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lightning_seqpar" / "proofs"
+    return (Path(base) if base else Path.home() / ".cache") / "lightning_seqpar" / what
+
+
+def write_plan(plans: Sequence[ShardingPlan], text: str) -> str:
+    """Write the rules of plans into a file that ``plan=FILE`` reads, behind a text about them.
+
+    Args:
+        plans: the plans, in order.
+        text: becomes comments in front of the rules.
+
+    Returns:
+        The file's path; empty if it can't be written.
+    """
+    rules = "".join(plan.to_yaml().partition("\n")[2] for plan in plans)
+    content = "".join(f"# {line}\n" for line in text.splitlines()) + "rules:\n" + rules
+    try:
+        file = cache_folder("plans") / f"{hashlib.sha256(rules.encode()).hexdigest()[:12]}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    except (OSError, RuntimeError):
+        return ""
+    return str(file)
 
 
 @dataclass(frozen=True)
@@ -248,7 +270,7 @@ class Proof:
 def read_proof(key: str) -> Proof | None:
     """What :func:`write_proof` remembered under a key; None if nothing is remembered, or not as it was written."""
     try:
-        content = json.loads((_folder() / f"{key}.json").read_text())
+        content = json.loads((cache_folder("proofs") / f"{key}.json").read_text())
         seal = content.pop("seal")
         proof = Proof(**content)
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
@@ -264,7 +286,7 @@ def write_proof(key: str, proof: Proof) -> None:
         proof: what is remembered.
     """
     try:
-        folder = _folder()
+        folder = cache_folder("proofs")
         folder.mkdir(parents=True, exist_ok=True)
         # A name of its own, since runs of several machines may write one proof to one folder at once.
         handle, part = tempfile.mkstemp(prefix=f"{key}.", suffix=".part", dir=folder)

@@ -168,10 +168,16 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sha
         sharded: the draws of the sharded copy.
         sharers: number of tensor-parallel ranks if some of them hold the same heads, else 0.
     """
-    if [one.drawn.name for one in dense] != [one.drawn.name for one in sharded]:
+    names = [[one.drawn.name for one in draws] for draws in (dense, sharded)]
+    if names[0] != names[1]:
+        alike = next(
+            (at for at, (one, other) in enumerate(zip(*names, strict=False)) if one != other), min(map(len, names))
+        )
+        first = max(dense[alike:], sharded[alike:], key=len)[0]
         return [
-            f"the sharded model draws random numbers {len(sharded)} times, the whole one {len(dense)} times, or in other ways: "
-            "let the forward draw alike, whatever the shape of its input"
+            f"{first.where or 'the step'} (or what is behind it) draws random numbers ({first.drawn.name}) in one of them alone: "
+            f"the sharded model draws {len(sharded)} times, the whole one {len(dense)} times, or in other ways; let the forward draw "
+            "alike, whatever the shape of its input"
         ]
     for one, draw in zip(dense, sharded, strict=True):
         # One position is as long as a shard of it, so shapes say nothing.

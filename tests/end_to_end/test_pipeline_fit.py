@@ -17,6 +17,7 @@ from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from tests.helpers import models
 from tests.helpers.fit import class_named
+from tests.helpers.habit_runs import StepLosses
 from tests.helpers.pipelines import trainer_of
 from tests.helpers.slices import rest
 
@@ -80,6 +81,22 @@ def test_a_trainer_runs_stages_as_one_process(world, sizes):
                 assert rank[at][0] == pytest.approx(norm, rel=1e-9)
                 for n, x in rank[at][what].items():
                     assert (x - expected[n]).abs().max() <= limit, (case, n)
+
+
+def losses_given(sizes: dict[str, Any] | None) -> list[float]:
+    """What callbacks are given where windows end, of 2 and of 1 batches in turn; of one process the sum over the window."""
+    seen = StepLosses()
+    trainer = trainer_of(sizes, callbacks=[seen], accumulate_grad_batches=2, max_steps=4, limit_train_batches=3)
+    trainer.fit(class_named("GPT")(tied=True, layers=4).double(), models.loader(4, length=9, count=12))
+    return seen.losses
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "virtual_pp": 2}], ids=["pp2", "turns"])
+def test_callbacks_are_given_the_loss_of_the_window_on_every_stage(sizes):
+    expected = losses_given(None)
+    assert len(expected) == 4
+    for found in run_distributed(losses_given, 2, sizes):
+        assert found == pytest.approx(expected, rel=1e-9)
 
 
 def go_on(sizes: dict[str, Any] | None, folder: str, start: str | None) -> dict[str, torch.Tensor]:

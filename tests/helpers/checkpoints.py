@@ -10,8 +10,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_seqpar import SeqParallelStrategy
-from lightning_seqpar.checkpoint.atomic_files import WholeFileIO
-from lightning_seqpar.checkpoint.folder import Opened, find_folder
+from lightning_seqpar.checkpoint.contents import find_folder
+from lightning_seqpar.checkpoint.folder import Opened
+from lightning_seqpar.checkpoint.whole_file import WholeFileIO
 from lightning_seqpar.verify.parity import ParityRecorder, Trace
 from tests.helpers import models
 from tests.helpers.fit import quiet_trainer

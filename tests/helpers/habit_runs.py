@@ -97,18 +97,22 @@ class Place:
 
 
 class StepLosses(Callback):
-    """The loss of each batch, over all replicas."""
+    """The loss of each accumulation window, over all replicas, as every rank is given it."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self._window: list[torch.Tensor] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        record = record_of(pl_module)
         if loss is not None:
-            loss, record = loss.detach().clone(), record_of(pl_module)
-            if record is not None and record.stage is not None:
-                loss = record.stage.of_last(loss)
-            self.losses.append(float(trainer.strategy.reduce(loss, reduce_op="mean")))
+            # Stages of a pipeline are given the loss of the window where it ends, and that of the one before until then.
+            kept = [] if record is not None and record.stage is not None else self._window
+            self._window = [*kept, loss.detach().clone()]
+        if self._window and not trainer.fit_loop._should_accumulate():
+            self.losses.append(float(trainer.strategy.reduce(torch.stack(self._window).sum(), reduce_op="mean")))
+            self._window = []
 
 
 class Learner(models.GPT):

@@ -14,7 +14,8 @@ from tests.mutants import MUTANTS, Mutant, definitions, place_of, stale
 PACKAGE = Path(lightning_seqpar.__file__).parent
 ORDER = [
     "user_input", "config", "topology", "distributed", "layout", "context", "activations", "region", "nn", "styles", "plan",
-    "pipeline", "parallel", "data", "inference", "init", "checkpoint", "verify", "strategy", "trial", "cli", "__main__",
+    "pipeline", "parallel", "data", "inference", "init", "checkpoint", "verify", "strategy", "trial", "public", "cli",
+    "__main__",
 ]  # fmt: skip
 """Packages (and modules that stand beside them): one imports from itself and from its left."""
 PUBLIC = {"collectives": "distributed", "measure": "distributed", "parity": "verify", "testing": "trial"}

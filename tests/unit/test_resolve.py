@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 
-from lightning_seqpar import ParallelConfig, ParallelGroups, ProcessTopology, ShardingPlan
+from lightning_seqpar import ParallelConfig, ParallelGroups, PlanSpec, ProcessTopology, ShardingPlan
 from lightning_seqpar.layout.param_layout import Reason
 from lightning_seqpar.parallel.apply import parallelize
 from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.styles import style
 from lightning_seqpar.styles.registry import STYLES
+from lightning_seqpar.verify.guards.heads import refuse_uneven_heads
 from tests.helpers import models
 
 ROOT = Path(inspect.getfile(ShardingPlan)).resolve().parents[2]
@@ -73,8 +75,31 @@ def test_heads_that_do_not_divide_are_told_with_a_rule_that_helps(make, size, ru
     resolved(make(), rule, size=size)
 
 
+@pytest.mark.parametrize(
+    ("make", "tp", "says"),
+    [
+        (
+            lambda: models.GPT(n_head=4, dim=24),
+            3,
+            r"tp=3: the 4 heads of model.blocks.0.attn \(n_head\) .*; use tp=2 or 4\.",
+        ),
+        (encoder, 2, r"the 3 heads of net.layers.0.self_attn \(num_heads\) do not divide by it; use tp=3\."),
+        (lambda: nn.Sequential(encoder(), models.GPT(n_head=2)), 2, None),
+        (lambda: models.GPT(n_head=4), 2, None),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 3, None),
+    ],
+    ids=["own", "torch's", "one tower of two", "even", "no heads"],
+)
+def test_uneven_heads_are_told_before_any_rank_starts(make, tp, says):
+    with pytest.raises(ValueError, match=says) if says else nullcontext():
+        refuse_uneven_heads(make(), ParallelConfig(tp=tp))
+    rules = PlanSpec(rules=[{"pattern": "model.blocks.*.attn", "style": "whole"}])
+    refuse_uneven_heads(make(), ParallelConfig(tp=tp, plan=rules))
+    refuse_uneven_heads(make(), ParallelConfig(dp=3))
+
+
 def test_no_rule_is_proposed_with_which_it_still_does_not_divide():
-    assert refusal(models.GPT(), size=3).endswith("do not divide by tp=3; use tp of 1, 2, 4")
+    assert refusal(models.GPT(), size=3).endswith("do not divide by tp=3; use tp=2 or 4")
     rows = [
         {"pattern": "model.blocks.*.mlp.up", "style": "column"},
         {"pattern": "model.blocks.*.mlp.down", "style": "row"},
@@ -82,7 +107,7 @@ def test_no_rule_is_proposed_with_which_it_still_does_not_divide():
     blocks = {"pattern": "model.blocks.*", "style": "blocks"}
     gathered = {"pattern": "model.blocks.*.mlp.up", "style": "gather"}
     said = refusal(models.GPT(), blocks, gathered, *rows, size=3, base=False)
-    assert said.endswith("use tp of 1, 2, 4, 8, 16, 32, 64"), (
+    assert said.endswith("use tp=2, 4, 8, 16, 32 or 64"), (
         "what is gathered for is a linear itself, whose row would go on"
     )
 

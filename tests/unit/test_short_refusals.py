@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +20,9 @@ from lightning_seqpar import SeqParallelStrategy, ShardingPlan
 from lightning_seqpar.inference.infer import infer_blocks
 from lightning_seqpar.layout.shard import Shard
 from lightning_seqpar.strategy.child_watch import flush_stdout, is_lost_peer
+from lightning_seqpar.strategy.missing_ranks import Wait, tell_waits
 from lightning_seqpar.strategy.refusals import is_refusal, shorten_traceback, shortens_refusals
+from lightning_seqpar.strategy.tracebacks import UsersCall, users_call
 from lightning_seqpar.user_input import name_error
 
 THIS = Path(__file__).name
@@ -167,6 +171,107 @@ def test_an_error_of_the_users_own_says_nothing_of_another_rank():
     of_torch.value.args = ("Connection closed by peer",)
     assert is_lost_peer(of_torch.value)
     assert is_lost_peer(RuntimeError("Timed out waiting for clients"))
+
+
+class Toy(nn.Module):
+    """As a model of the user's; the sum fails."""
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def inner(self, x):
+        return torch.stack([x, torch.zeros(7)])
+
+
+def dispatch(hook: Any) -> None:
+    """As Lightning calls a hook."""
+    exec(
+        "def call(hook):\n  hook()",
+        within := {"__name__": "lightning.pytorch.trainer.call", "__package__": "lightning"},
+    )
+    within["call"](hook)
+
+
+def hook_that_samples() -> None:
+    Toy()(torch.zeros(2))
+
+
+@contextlib.contextmanager
+def a_wrapper() -> Iterator[None]:
+    yield
+
+
+@a_wrapper()
+def helper() -> None:
+    ShardingPlan.from_rules([3])
+
+
+def hook_that_calls() -> None:
+    helper()
+
+
+def call_of(hook: Any) -> UsersCall:
+    trace = raised(lambda: dispatch(hook)).__traceback__
+    assert trace is not None
+    return users_call(trace)
+
+
+def test_the_call_of_the_users_hook_and_its_lines():
+    sampled = call_of(hook_that_samples)
+    assert (sampled.name, sampled.caller) == ("Toy.forward", "hook_that_samples")
+    hooks, inner = sampled.lines
+    assert THIS in hooks
+    assert "in hook_that_samples: Toy()(torch.zeros(2))" in hooks
+    assert "in inner: return torch.stack([x, torch.zeros(7)])" in inner
+    called = call_of(hook_that_calls)
+    assert (called.name, called.caller) == ("from_rules", "helper"), "through a decorator"
+    assert len(called.lines) == 1
+    assert "in helper: ShardingPlan.from_rules([3])" in called.lines[0]
+
+
+SAVE = Wait("gather of tp (ranks 0, 1), at batch 2", "Trainer.save_checkpoint", "on_train_batch_end", ["save"])
+FIT = Wait("all_reduce of all ranks (ranks 0, 1, 2, 3), at batch 2", "Trainer.fit", "<module>", ["fit"])
+STEP = Wait("all_reduce of tp (ranks 0, 1), at batch 3", "LM.forward", "training_step", ["step", "inner"])
+
+
+def test_waits_of_ranks_that_ran_apart_name_the_call():
+    told = tell_waits({0: SAVE, 1: FIT, 2: FIT, 3: FIT}, [])
+    assert told.startswith(
+        "every rank waited, in different collectives: rank 0 in gather of tp (ranks 0, 1), at batch 2; rank 1"
+    )
+    assert "\n  rank 0: in Trainer.save_checkpoint\n    save\n  ranks 1, 2, 3: in Trainer.fit\n    fit\n" in told
+    assert (
+        "\n  Trainer.save_checkpoint needs every rank: call it on all ranks, not under `if trainer.is_global_zero`"
+        in told
+    )
+    assert "\n  Trainer.save_checkpoint needs" in tell_waits({0: SAVE, 1: STEP}, []), (
+        "a step is not what is out of place"
+    )
+    assert "call it on all ranks" not in tell_waits({0: FIT, 1: FIT}, [])
+    missing = tell_waits({0: SAVE}, [1])
+    assert missing.startswith(
+        "rank 1 is missing: rank 0 waited in gather of tp (ranks 0, 1), at batch 2\n  rank 0: in Trainer."
+    )
+    many = {rank: STEP._replace(lines=[f"line {rank}", "inner"]) for rank in range(64)}
+    assert len(tell_waits(many, []).splitlines()) <= 25
+
+
+def test_the_usual_hook_prints_the_users_frames_alone(capsys, monkeypatch):
+    """Python's own prints the traceback that the error holds, whatever it is given."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    caught: list[BaseException] = []
+    within = {
+        "call": refuses,
+        "caught": caught,
+        "__name__": "lightning.pytorch.trainer.call",
+        "__package__": "lightning",
+    }
+    exec("try: call()\nexcept Exception as error: caught.append(error)", within)
+    shorten_traceback(caught[0])
+    uncaught(caught[0])
+    told = capsys.readouterr().err
+    assert "in refuses" in told
+    assert 'File "<string>"' not in told, "where it was caught"
 
 
 def test_errors_in_one_line_keep_both_ends():

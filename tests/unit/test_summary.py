@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from lightning_seqpar import ParallelConfig, ProcessTopology
-from lightning_seqpar.strategy.summary import draw, groups_of, summarize
+from lightning_seqpar import ParallelConfig, ProcessTopology, ShardingPlan
+from lightning_seqpar.strategy.summary import LINES, draw, groups_of, summarize, summarize_briefly
 from lightning_seqpar.verify.coverage import Coverage, WholeSequences
+from lightning_seqpar.verify.proof_cache import write_plan
 
 
 def summary(world: int, per_node: int, coverage: Coverage | None = None, **fields) -> str:
@@ -23,9 +26,8 @@ def test_two_replicas_on_two_nodes():
         "  groups  dp  [0 4] [1 5] [2 6] [3 7]\n"
         "          tp  [0 1 2 3] [4 5 6 7]\n"
         "  plan    the plan\n"
-        "  memory  regather auto: over 2 MiB, what norms, activations and gathers make is made again in the backward\n"
-        "  on      tp (linears split), sp (sequence parallelism), ddp (over the replicas)\n"
-        "  off     broadcast_batch, gloo_twins"
+        "  memory  regather auto: results over 2 MiB of norms, activations and gathers are computed again in the backward\n"
+        "  on      tp (linears split), sp (sequence parallelism), ddp (over the replicas)"
     )
 
 
@@ -34,7 +36,7 @@ def test_one_process():
         "lightning_seqpar 0.1.0: 1 rank on 1 node\n"
         "  plan    the plan\n"
         "  on      nothing\n"
-        "  off     tp, sp, ddp (one replica), broadcast_batch, gloo_twins"
+        "  off     tp, sp, ddp (one replica)"
     )
 
 
@@ -44,7 +46,7 @@ def test_what_is_recomputed_is_said_with_and_without_tensor_parallelism():
     )
     told = summary(2, 2, tp=2, regather=True, recompute="selective", loss_chunk=64)
     assert (
-        "made again in the backward; recompute selective: the attention of each block runs again in the backward; loss_chunk:"
+        "computed again in the backward; recompute selective: the attention of each block runs again in the backward; loss_chunk:"
         in told
     )
 
@@ -65,8 +67,7 @@ def test_sequence_parallelism_that_is_off_in_every_block_is_off():
     told = summary(2, 2, Coverage(4, 4, 8, 8, no_sp=(windows,), sp=False), tp=2).splitlines()
     assert told[-2] == "  on      tp (linears split)"
     assert told[-1] == (
-        "  off     sp (stages.*.*: its activation [b, h, w, c] has positions in 2 dims), ddp (one replica), "
-        "broadcast_batch, gloo_twins"
+        "  off     sp (stages.*.*: its activation [b, h, w, c] has positions in 2 dims), ddp (one replica)"
     )
 
 
@@ -76,9 +77,39 @@ def test_sequence_parallelism_that_is_on_in_some_blocks_says_where_not():
     assert told[-2] == (
         "  on      tp (linears split), sp (sequence parallelism; not in decoder.*: mixing counts tokens (cumsum))"
     )
-    assert told[-1] == "  off     ddp (one replica), broadcast_batch, gloo_twins"
+    assert told[-1] == "  off     ddp (one replica)"
     everywhere = summary(2, 2, Coverage(4, 4, 8, 8, sp=True), tp=2).splitlines()
     assert everywhere[-2] == "  on      tp (linears split), sp (sequence parallelism)"
+
+
+PLAN = ["inferred", "why: a reason", "rule: {pattern: h.*}", "vocabulary: sharded: wte", "whole: h.0", "whole: h.1"]
+
+
+@pytest.mark.parametrize(
+    ("world", "fields"), [(1, {}), (2, {"tp": 2}), (8, {"tp": 2, "pp": 2}), (64, {"tp": 4, "cp": 2, "pp": 2})]
+)
+@pytest.mark.parametrize("plan", [PLAN, [*PLAN, "stages: 2", "self-check: passed"], ["none"]])
+def test_the_text_at_the_start_has_few_lines(world, fields, plan):
+    config = ParallelConfig(**fields)
+    topology = ProcessTopology.from_config(config, world)
+    lines = summarize_briefly(topology, config, 8, "0.1.0", plan, None, "/cache/plan.yaml").splitlines()
+    assert len(lines) <= LINES
+    assert not any("why: " in line or "rule: " in line or "gloo_twins" in line for line in lines)
+    assert any("self-check: passed" in line for line in lines) == ("self-check: passed" in plan)
+    assert ("/cache/plan.yaml" in lines[-1]) == (plan != ["none"])
+    assert all(line[2:10].strip() in ("groups", "plan", "", "memory", "on", "rules") for line in lines[1:])
+
+
+def test_the_file_of_a_plan_is_a_plan(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rules = [{"pattern": "h.*", "style": "blocks"}, {"pattern": "h.*.up", "style": "column", "segments": 2}]
+    plans = [ShardingPlan.from_rules(rules[:1]), ShardingPlan.from_rules(rules[1:])]
+    place = write_plan(plans, "a headline\n  and more")
+    assert [rule.dump() for rule in ShardingPlan.from_yaml(place).rules] == rules
+    assert Path(place).read_text().startswith("# a headline\n#   and more\nrules:\n")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert write_plan(plans, "") == "", "its folder can't be made"
 
 
 def test_every_axis():

@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy
-from lightning_seqpar.cli.main import OWN, SeqParallelCLI, SeqParallelParser, main
+from lightning_seqpar.cli import SeqParallelCLI, SeqParallelParser
+from lightning_seqpar.cli.main import OWN, main
 from tests.helpers.models import GPT
 from tests.helpers.processes import PYTHON, ROOT, run
 

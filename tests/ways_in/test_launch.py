@@ -42,6 +42,8 @@ class Bad(Callback):
                 sys.exit(3)
             if what == "refused":
                 trainer.strategy.groups.rank("nowhere")
+            if what == "save":
+                trainer.save_checkpoint("half.ckpt")
             if what == "hang":
                 os.write(1, b"HANGING\\n")
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -179,6 +181,20 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(script):
     assert done.returncode != 0
     says = r"the run failed: rank 1 \(pid \d+\) did not answer and did not end .*\(rank 1 is missing: rank 0 waited in \w+ of "
     assert re.search(says, done.stderr), done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("command", [(), pytest.param(TORCHRUN, marks=pytest.mark.matrix)], ids=["own", "torchrun"])
+def test_a_save_on_one_rank_alone_while_training_names_the_line_of_each_rank(script, command):
+    done = script(*command, BAD="save:0", TIMEOUT="15")
+    assert done.returncode != 0
+    at = r'File ".*script.py", line \d+, in '
+    saves = rf"rank 0: in Trainer.save_checkpoint\n    {at}on_train_batch_start: trainer\.save"
+    fits = rf"rank 1: in Trainer.fit\n    {at}<module>: trainer\.fit\("
+    assert re.search(saves, done.stderr), done.stderr[-3000:]
+    assert re.search(fits, done.stderr), done.stderr[-3000:]
+    assert "needs every rank: call it on all ranks" in done.stderr
+    assert command or len(done.stderr[done.stderr.index("the run failed") :].splitlines()) <= 25
+    assert command or "Traceback" not in done.stderr
 
 
 @pytest.mark.matrix

@@ -1,0 +1,184 @@
+"""What a checkpoint holds, and a checkpoint of one file as something whose tensors are read one at a time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_seqpar.checkpoint.atomic_files import MARKER, REPLACED, UNFINISHED, beside, missing
+from lightning_seqpar.distributed.autograd import storage_id
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+"""Files of which a folder of Hugging Face's has one: all weights, or the index of several files."""
+Form = Literal["single", "sharded", "safetensors"]
+
+
+@dataclass
+class Contents:
+    """What a checkpoint holds.
+
+    Attributes:
+        path: where it is.
+        form: ``single`` (one file), ``sharded`` (a folder) or ``safetensors`` (Hugging Face's folder).
+        origin: what is known of the run that wrote it, of: version, topology, epoch, global_step.
+        tensors: shape and dtype of each tensor of the model, by name.
+        moments: shape and dtype of each tensor of the optimizers, by its path in the checkpoint.
+        tied: of each name whose tensor has another name too, that first name.
+        other: the checkpoint's other keys.
+        model_bytes: bytes of the model's tensors, of which tied ones count once.
+        optimizer_bytes: bytes of the optimizers' tensors.
+    """
+
+    path: Path
+    form: Form
+    origin: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, tuple[list[int], str]] = field(default_factory=dict)
+    moments: dict[str, tuple[list[int], str]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    other: list[str] = field(default_factory=list)
+    model_bytes: int = 0
+    optimizer_bytes: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model's tensors hold; tied ones count once."""
+        return sum(torch.Size(shape).numel() for name, (shape, _) in self.tensors.items() if name not in self.tied)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain data, for JSON."""
+        return {
+            "path": str(self.path), "form": self.form, "complete": True, **self.origin, "parameters": self.parameters,
+            "model_bytes": self.model_bytes, "optimizer_bytes": self.optimizer_bytes, "tensors": self.tensors,
+            "moments": self.moments, "tied": self.tied, "other": self.other,
+        }  # fmt: skip
+
+
+class Source:
+    """A checkpoint whose tensors are read one at a time.
+
+    Attributes:
+        path: where it is.
+        form: its form.
+        tree: the checkpoint; its tensors may be meta tensors, which :meth:`read` reads.
+        origin: what is known of the run that wrote it.
+    """
+
+    path: Path
+    form: Form
+    tree: dict[str, Any]
+    origin: dict[str, Any]
+
+    def read(self, value: Tensor) -> Tensor:
+        """Read a tensor of :attr:`tree`; returns it with its numbers."""
+        return value
+
+    def fill(self, value: Tensor, target: Tensor) -> None:
+        """Read a tensor of :attr:`tree` into another tensor of its shape."""
+        target.copy_(self.read(value))
+
+
+class FileSource(Source):
+    """A checkpoint that is one file. It is mapped into memory, so that only what is used gets read."""
+
+    form: Form = "single"
+
+    def __init__(self, path: Path, *, trust: bool) -> None:
+        if not path.exists():
+            raise missing(path)
+        self.path, self.tree = path, _load_file(path, trust=trust)
+        self.origin = {key: self.tree[key] for key in ("epoch", "global_step") if key in self.tree}
+
+
+def _load_file(path: Path, *, trust: bool) -> dict[str, Any]:
+    """Map a file into memory and check that it is a checkpoint; raises ValueError if not."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        hint = "" if trust else "; if it holds objects of yours and you trust who wrote it, add --trust"
+        raise ValueError(f"{path}: it can't be read ({reason}){hint}") from None
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+        raise ValueError(f"{path}: it is no checkpoint of Lightning's (no state_dict in it)")
+    return checkpoint
+
+
+def identity(tensor: Tensor) -> Any:
+    """A value that two tensors have in common if they are tied.
+
+    Tied meta tensors are one object; others are tied if they are the same view of the same memory.
+    """
+    if tensor.is_meta:
+        return id(tensor)
+    return storage_id(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def contents_of(source: Source) -> Contents:
+    """List what an open checkpoint holds, without reading its tensors."""
+    contents = Contents(source.path, source.form, source.origin)
+    first_names: dict[Any, str] = {}  # by identity of the tensor
+
+    def note(key: str, leaf: Any) -> Any:
+        top, _, name = key.partition("/")
+        if isinstance(leaf, Tensor) and top in ("state_dict", "optimizer_states"):
+            shape_and_dtype = list(leaf.shape), str(leaf.dtype).removeprefix("torch.")
+            size = leaf.numel() * leaf.element_size()
+            if top == "optimizer_states":
+                contents.moments[name] = shape_and_dtype
+                contents.optimizer_bytes += size
+                return leaf
+            contents.tensors[name] = shape_and_dtype
+            tensor_id = identity(leaf)
+            if tensor_id in first_names:
+                contents.tied[name] = first_names[tensor_id]
+            else:
+                contents.model_bytes += size
+            first_names.setdefault(tensor_id, name)
+        return leaf
+
+    walk(source.tree, note)
+    contents.other = [key for key in source.tree if key not in ("state_dict", "optimizer_states")]
+    return contents
+
+
+def walk(tree: Any, visit: Callable[[str, Any], Any], key: str = "") -> Any:
+    """Copy nested plain dicts, lists and tuples, with other leaves.
+
+    Args:
+        tree: what is copied; containers of any other type are leaves.
+        visit: from the path of a leaf (keys and indices, joined by ``/``) and the leaf to what takes its place.
+        key: the path of ``tree`` itself, with ``/`` at its end.
+    """
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((name, walk(value, visit, f"{key}{name}/")) for name, value in tree.items())
+    if type(tree) in (list, tuple):
+        return type(tree)(walk(value, visit, f"{key}{at}/") for at, value in enumerate(tree))
+    return visit(key[:-1], tree)
+
+
+def find_folder(path: Path) -> Path:
+    """The folder of a checkpoint, wherever it is.
+
+    A run that was killed while one checkpoint replaced another may have left no folder of that name. Then it is the folder of
+    the new one, if that is complete, or that of the one before.
+    """
+    if not path.exists():
+        for end, what in ((UNFINISHED, "the new one"), (REPLACED, "the one before")):
+            if (beside(path, end) / MARKER).is_file():
+                rank_zero_warn(
+                    f"lightning_seqpar: {path} was being replaced when its run ended; {what} is whole, and is read: "
+                    f"{beside(path, end)}"
+                )
+                return beside(path, end)
+    return path
+
+
+def is_huggingface(path: Path) -> bool:
+    """Whether a folder holds a model as ``save_pretrained`` writes it."""
+    return path.is_dir() and not (path / MARKER).exists() and any((path / name).is_file() for name in WEIGHTS)

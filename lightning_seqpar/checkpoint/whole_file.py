@@ -1,0 +1,72 @@
+"""Checkpoints of one file, as Lightning writes and reads them."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from lightning_seqpar.checkpoint.atomic_files import (
+    UNFINISHED,
+    beside,
+    clear_away,
+    local_path,
+    missing,
+    sync_folder,
+    write_synced,
+)
+
+
+class WholeFileIO(TorchCheckpointIO):
+    """Lightning's writing and reading of checkpoint files, with files that are renamed when they are complete.
+
+    On other file systems than the local one files are written as Lightning writes them.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a file under another name, wait until it is on the disk, and rename it.
+
+        Raises:
+            IsADirectoryError: if the path is a folder.
+        """
+        place = local_path(path)
+        if place is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
+        if place.is_dir() and not place.is_symlink():
+            raise IsADirectoryError(f"{place} is a folder (a sharded checkpoint?), and a file is to be written there")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if beside(place, UNFINISHED).is_dir():  # left by a run that was killed while it wrote a sharded checkpoint
+            clear_away(beside(place, UNFINISHED))
+        write_synced(beside(place, UNFINISHED), lambda file: torch.save(checkpoint, file))
+        beside(place, UNFINISHED).replace(place)
+        sync_folder(place.parent)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a file. A local one is mapped into memory, so that a rank reads only the parts of tensors that it uses.
+
+        Raises:
+            NoCheckpointError: if it is missing; a ``FileNotFoundError`` and a ``ValueError``.
+            ValueError: if it is damaged.
+        """
+        place = local_path(path)
+        if place is not None and not place.exists():
+            raise missing(place)
+        kwargs = {} if map_location is None else {"map_location": map_location}
+        checkpoint: dict[str, Any]
+        try:
+            if place is not None and zipfile.is_zipfile(place):
+                checkpoint = torch.load(place, mmap=True, weights_only=weights_only, map_location=map_location or "cpu")
+            else:
+                # Lightning would trust what lies behind an address of the web unless it is told not to.
+                careful = True if weights_only is None else weights_only
+                checkpoint = super().load_checkpoint(path, weights_only=careful, **kwargs)
+        except pickle.UnpicklingError:
+            raise  # its message explains weights_only
+        except (EOFError, RuntimeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"{path}: it can't be read ({reason}); it is damaged, or no checkpoint") from None
+        return checkpoint

@@ -1,0 +1,161 @@
+"""``seqpar inspect`` and ``seqpar convert``: what a checkpoint holds, and another form of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_seqpar.checkpoint.contents import (
+    Contents,
+    FileSource,
+    Form,
+    Source,
+    contents_of,
+    find_folder,
+    is_huggingface,
+)
+from lightning_seqpar.cli.arguments import cause_of
+from lightning_seqpar.cli.report import human, render_contents, render_tensors
+
+
+def print_contents(args: Sequence[str]) -> None:
+    """Run ``seqpar inspect`` with its arguments; exits with code 2 if the checkpoint can't be read."""
+    parser = argparse.ArgumentParser(
+        prog="seqpar inspect", description="Shows what a checkpoint holds, and who wrote it."
+    )
+    parser.add_argument("path", help="a .ckpt file, the folder of a sharded checkpoint, or a Hugging Face folder")
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
+    parser.add_argument("--trust", action="store_true", help="read objects whose pickles may run code")
+    given = parser.parse_args(list(args))
+    try:
+        path = Path(given.path)
+        contents = _inspect(path, trust=given.trust)
+        text = json.dumps(contents.to_dict(), indent=2, default=str) if given.json else render_contents(contents)
+    except (ValueError, ImportError) as error:
+        parser.exit(2, f"error: {cause_of(str(error))}\ntip: seqpar inspect --help\n")
+    print(text.rstrip())  # noqa: T201
+
+
+def _inspect(path: Path, *, trust: bool) -> Contents:
+    """List what a checkpoint of any form holds. What reads folders takes long to load."""
+    if is_huggingface(path):
+        from lightning_seqpar.checkpoint.huggingface import inspect_folder
+
+        return inspect_folder(path)
+    if find_folder(path).is_dir():
+        from lightning_seqpar.checkpoint.convert import inspect_checkpoint
+
+        return inspect_checkpoint(path, trust=trust)
+    return contents_of(FileSource(path, trust=trust))
+
+
+def _convert_parser() -> argparse.ArgumentParser:
+    """The parser of ``seqpar convert``."""
+    parser = argparse.ArgumentParser(
+        prog="seqpar convert",
+        description="Writes a checkpoint in another form: one file, a folder in parts, or Hugging Face's safetensors.",
+    )
+    parser.add_argument("source", help="a .ckpt file, the folder of a sharded checkpoint, or a Hugging Face folder")
+    parser.add_argument("target", help="where to write; it must not be there")
+    parser.add_argument(
+        "--to",
+        choices=("single", "sharded", "safetensors"),
+        help="what to write: one .ckpt file, a folder in parts, or Hugging Face's folder; the default is sharded for a file and "
+        "single for a folder",
+    )
+    parser.add_argument(
+        "--like", metavar="FOLDER", help="for safetensors: the Hugging Face folder that the model was made from"
+    )
+    parser.add_argument(
+        "--prefix",
+        metavar="NAME",
+        help="the attribute of your LightningModule that holds the Hugging Face model, such as model for self.model",
+    )
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (5GB)")
+    parser.add_argument("--dry-run", action="store_true", help="list names and shapes of what would be written")
+    parser.add_argument("--trust", action="store_true", help="read objects whose pickles may run code")
+    return parser
+
+
+def convert(args: Sequence[str]) -> None:
+    """Run ``seqpar convert`` with its arguments; exits with code 2 if something can't be read or written."""
+    parser = _convert_parser()
+    given = parser.parse_args(list(args))
+    from lightning_seqpar.checkpoint.convert import check_free, write_checkpoint
+
+    target = Path(given.target)
+    try:
+        check_free(target)
+        source = _source_of(given)
+        form: Form = given.to or ("sharded" if source.form == "single" else "single")
+        if form == "safetensors":
+            _to_safetensors(source, target, given)
+        elif form == source.form:
+            raise ValueError(f"--to {form}: {given.source} has that form already; copy it")
+        else:
+            contents = contents_of(source)
+            size = contents.model_bytes + contents.optimizer_bytes
+            what = "one file" if form == "single" else "a folder in parts"
+            if given.dry_run:
+                print(f"{render_contents(contents)}\n\nwould write {what}, {human(size)}: {target}")  # noqa: T201
+                return
+            with _progress(f"{what}: {target}", size) as progress:
+                write_checkpoint(source, target, form, progress)
+    except (ValueError, OSError, ImportError) as error:
+        parser.exit(2, f"error: {cause_of(str(error))}\ntip: seqpar convert --help\n")
+
+
+def _source_of(given: argparse.Namespace) -> Source:
+    """Open the checkpoint or Hugging Face folder that is converted; raises ValueError if it can't be read."""
+    from lightning_seqpar.checkpoint.convert import open_source
+    from lightning_seqpar.checkpoint.huggingface import HuggingFaceSource
+
+    path = Path(given.source)
+    if not is_huggingface(path):
+        return open_source(path, trust=given.trust)
+    if given.prefix is None:
+        raise ValueError(
+            f"{path} is a Hugging Face folder: say which attribute of your LightningModule holds the model, such as --prefix model "
+            "for self.model (--prefix '' where the module is the model)"
+        )
+    return HuggingFaceSource(path, given.prefix)
+
+
+def _to_safetensors(source: Source, target: Path, given: argparse.Namespace) -> None:
+    """Write a checkpoint as a Hugging Face folder, or list what would be written; raises ValueError if it can't be."""
+    if given.like is None:
+        raise ValueError(
+            "--to safetensors needs --like FOLDER: the Hugging Face folder that the model was made from; its config.json says what "
+            "the tensors are called, and it is copied with the tokenizer"
+        )
+    from lightning_seqpar.checkpoint.huggingface import HuggingFaceTarget
+
+    folder = HuggingFaceTarget(source, Path(given.like), given.prefix, given.max_shard_size)
+    if given.dry_run:
+        text = f"would write safetensors in Hugging Face's layout, {human(folder.nbytes)}: {target}"
+        print(f"{render_tensors(folder.tensors)}\n\n{text}")  # noqa: T201
+    else:
+        with _progress(f"safetensors: {target}", folder.nbytes) as progress:
+            folder.write(target, progress)
+    if folder.left_out:
+        print(f"left out, as no part of the model: {', '.join(folder.left_out)}")  # noqa: T201
+
+
+@contextmanager
+def _progress(what: str, size: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes on the terminal; nothing is shown without rich.
+
+    Yields:
+        what to call with the bytes that are done and all of them.
+    """
+    try:
+        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+    except ImportError:
+        yield lambda done, total: None
+        return
+    with Progress("{task.description}", BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()) as bar:
+        task = bar.add_task(what, total=size)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
