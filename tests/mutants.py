@@ -1384,9 +1384,30 @@ MUTANTS = [
     Mutant(
         "an optimizer that comes later not looked at",
         "SteppingStrategy.optimizers",
-        "refuse_optimizers(plain, self._shards if plain else 1)",
-        "refuse_optimizers(plain, 1)",
+        "self._optimizer_guard.refuse_mixing(plain, self._shards if plain else 1)",
+        "self._optimizer_guard.refuse_mixing(plain, 1)",
         "tests/test_guards.py -k refused",
+    ),
+    Mutant(
+        "an optimizer that is vouched for is not tried",
+        "OptimizerGuard._passes",
+        "            _check_elementwise(optimizer)\n",
+        "",
+        "tests/test_optimizer_guard.py",
+    ),
+    Mutant(
+        "a subclass with a step of its own passes for its parent",
+        "_leaves_alone",
+        "own(kind, name) is own(base, name)",
+        "True",
+        "tests/test_optimizer_guard.py",
+    ),
+    Mutant(
+        "a model that was not checked is used by a strategy that checks",
+        "SeqParallelStrategy._parallelize",
+        "if name not in _REACHES_NO_MODULE",
+        'if name not in (*_REACHES_NO_MODULE, "self_check")',
+        "tests/test_guards.py -k checks_what",
     ),
     Mutant(
         "an optimizer that nobody told of steps on shards",

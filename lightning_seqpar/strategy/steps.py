@@ -46,11 +46,7 @@ from lightning_seqpar.verify.guards.model import (
     check_parameters,
     refuse_added,
 )
-from lightning_seqpar.verify.guards.optimizer import (
-    refuse_fused_on_rows,
-    refuse_optimizers,
-    refuse_optimizers_in_stages,
-)
+from lightning_seqpar.verify.guards.optimizer import OptimizerGuard, refuse_fused_on_rows
 from lightning_seqpar.verify.shadow_check import ShadowCheck
 
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
@@ -104,6 +100,7 @@ class SteppingStrategy(StagedStrategy):
         self._all_steps: RemovableHandle | None = None
         # Optimizers with a hook on steps that bypass the strategy.
         self._guarded: weakref.WeakSet[Optimizer] | None = None
+        self._optimizer_guard = OptimizerGuard(config.elementwise_optimizers)
         self._ddp_model: DistributedDataParallel | None = None
         self._split: FullySharded | None = None
         self._outputs = OutputWatch()
@@ -392,8 +389,8 @@ class SteppingStrategy(StagedStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         plain = [plain_optimizer(optimizer) for optimizer in optimizers]
-        refuse_optimizers(plain, self._shards if plain else 1)
-        refuse_optimizers_in_stages(plain, self.config.pp)
+        self._optimizer_guard.refuse_mixing(plain, self._shards if plain else 1)
+        self._optimizer_guard.refuse_in_stages(plain, self.config.pp)
         if self._split is not None:
             refuse_fused_on_rows(plain)
         self._guarded = self._guarded or weakref.WeakSet()
@@ -450,7 +447,7 @@ class SteppingStrategy(StagedStrategy):
         if record is not None and any(
             layout.is_sharded for p in _parameters(optimizer) if (layout := record.layout.of(p)) is not None
         ):
-            refuse_optimizers([optimizer], self._shards)
+            self._optimizer_guard.refuse_mixing([optimizer], self._shards)
 
     def _before_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Sync and check gradients in a step that does not come through the strategy. A hook before each step.

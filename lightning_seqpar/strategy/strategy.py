@@ -86,6 +86,20 @@ _OTHER_PACKAGE = (
 """What the strategy's text adds where ``pytorch_lightning`` is imported, whose Trainer refuses the strategy by that text."""
 
 
+_NONE_FOR_EMPTY = ("ddp", "fsdp", "checkpoint", "compile_options", "elementwise_optimizers")
+"""Fields whose keyword has None as its default, in place of an empty list or mapping."""
+
+_REACHES_NO_MODULE = (
+    "dp",  # "auto" and a number make one topology, which is compared
+    "ddp",  # each fit wraps the model anew
+    "check_every",  # each fit has a schedule of its own
+    "broadcast_batch",  # who reads the data
+    "checkpoint",  # how files are written
+    "elementwise_optimizers",  # each fit makes its optimizers anew
+)
+"""Fields of the configuration that change nothing in a sharded module, each with its reason."""
+
+
 def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
     """Decorate a constructor so that an unknown keyword raises ValueError with the nearest known one."""
     known = list(inspect.signature(init).parameters)[1:]
@@ -142,6 +156,8 @@ class SeqParallelStrategy(TuningStrategy):
             whole ones.
         check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..., and the
             shadow check.
+        elementwise_optimizers: Classes of optimizers of yours that update each element by itself, as import paths (in Python also
+            the classes); each is tried on small tensors, whole and in halves, before training.
         broadcast_batch: One rank of each replica reads the batches and sends them to the others: for iterable
             data sets that give each process other samples, dealt out by ``strategy.dp_rank`` and ``dp_size``.
             Off, every rank reads for itself and checksums are compared.
@@ -191,6 +207,7 @@ class SeqParallelStrategy(TuningStrategy):
         compile_options: dict[str, Any] | None = None,
         self_check: bool = True,
         check_every: int = 0,
+        elementwise_optimizers: list[Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = 1800,
@@ -386,19 +403,12 @@ class SeqParallelStrategy(TuningStrategy):
         earlier = record_of(module)
         config = self.config
         made_by = (
-            *(
-                self.groups.topology,
-                repr(config.pp_layers),
-                config.virtual_pp,
-                config.cp_method,
-                config.sp,
-                config.plan,
-                config.regather,
-                config.vocab,
-                config.loss_chunk,
-                config.tile_mlp,
-            ),
-            *(config.recompute, config.data_parallel, config.fsdp, config.compile, repr(config.compile_options)),
+            self.groups.topology,
+            {
+                name: repr(getattr(config, name))
+                for name in ParallelConfig.model_fields
+                if name not in _REACHES_NO_MODULE
+            },
             self._syncs_batch_norms,
             tp > 1 or not self._changes_unsharded or self._trainer.state.fn == TrainerFn.FITTING,
         )
@@ -775,7 +785,7 @@ def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> Pa
     keywords: dict[str, Any] = {
         name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for name, value in given.items()
-        if value is not None or name not in ("ddp", "fsdp", "checkpoint", "compile_options")
+        if value is not None or name not in _NONE_FOR_EMPTY
     }
     if config is None:
         return ParallelConfig(**keywords)
