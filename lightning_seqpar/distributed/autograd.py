@@ -291,6 +291,12 @@ def selective_checkpoint_caches() -> list[Tensor]:
     return found
 
 
+def innermost_dispatch_mode() -> Any:
+    """The dispatch mode that is shown operations first; None where none is active."""
+    stack = _get_current_dispatch_mode_stack()
+    return stack[-1] if stack else None
+
+
 # ---- identities ------------------------------------------------------------------------------------------------
 
 

@@ -35,7 +35,7 @@ VERBOSE = "SEQPAR_VERBOSE"
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 """Of an object, as Python shows it: each rank has its own."""
 _PACKAGE = "lightning_seqpar"
-_NOT_THE_USERS = {*sys.stdlib_module_names, _PACKAGE, "lightning", "lightning_utilities", "pydantic", "torch"}
+NOT_THE_USERS = {*sys.stdlib_module_names, _PACKAGE, "lightning", "lightning_utilities", "pydantic", "torch"}
 """Packages whose frames say nothing of the user's code."""
 
 
@@ -229,4 +229,4 @@ def _package_of(frame: TracebackType) -> str:
 
 def _is_users(frame: TracebackType) -> bool:
     """Whether a frame runs the user's code, or a library that the user has chosen, such as a model's."""
-    return _package_of(frame) not in _NOT_THE_USERS
+    return _package_of(frame) not in NOT_THE_USERS

@@ -39,6 +39,7 @@ from lightning_seqpar.parallel.sharded_model import record_of
 from lightning_seqpar.strategy.metrics import share_metrics
 from lightning_seqpar.strategy.precision import with_global_clipping
 from lightning_seqpar.strategy.stages import StagedStrategy
+from lightning_seqpar.strategy.weights_by_hand import WeightWatch
 from lightning_seqpar.verify.guards.batch import OutputWatch, check_batch, warn_of_equal_replicas
 from lightning_seqpar.verify.guards.graph import check_readers, refuse_second_derivative
 from lightning_seqpar.verify.guards.model import (
@@ -106,6 +107,7 @@ class SteppingStrategy(StagedStrategy):
         self._outputs = OutputWatch()
         self._scales: StageScales | None = None
         self._gradients_may_change = True
+        self._weights: WeightWatch | None = None
 
     def _share_metrics(self) -> None:
         """Let the metrics of the model and of callbacks sync over the replicas."""
@@ -149,8 +151,9 @@ class SteppingStrategy(StagedStrategy):
         assert record is not None
         record.reset_calls(draws=schedule.expects_draws(loop))
         watched = schedule.watches_draws(loop)
+        looks = self._weights is not None and loop == "training" and schedule.is_due(loop)
         try:
-            with DrawWatch(record.check_draw) if watched else nullcontext():
+            with DrawWatch(record.check_draw) if watched else nullcontext(), self._looking_at_weights(looks):
                 out = step(*args, **kwargs)
         except Exception as error:
             if self._split is not None:
@@ -178,6 +181,16 @@ class SteppingStrategy(StagedStrategy):
                 self._outputs.check(self.groups, loop)
         return out
 
+    def _looking_at_weights(self, looks: bool) -> AbstractContextManager[None]:
+        """A context manager for a step in which weights may be changed by hand."""
+        if self._weights is None or not looks:
+            return nullcontext()
+        return self._weights.watched(decides=not self._module.automatic_optimization, is_step=True)
+
+    def _unwatched(self) -> AbstractContextManager[None]:
+        """A context manager for what the strategy runs in the midst of the user's hooks."""
+        return nullcontext() if self._weights is None else self._weights.paused()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training step. Its random draws are watched when that is due, or the last step drew otherwise."""
         self._comparisons.begin_step()
@@ -194,7 +207,7 @@ class SteppingStrategy(StagedStrategy):
             self._split.begin_window()
         if self._shadow is not None and self._module.automatic_optimization and batch_idx % accumulate == 0:
             self._shadow.begin_step()
-        with self._in_stages("training_step"):
+        with self._unwatched(), self._in_stages("training_step"):
             return self._step("training", super().training_step, args, kwargs)
 
     def _thawed(self) -> bool:
@@ -309,10 +322,11 @@ class SteppingStrategy(StagedStrategy):
             RuntimeError: in place of torch's, if it differentiates a gradient through a sharded layer.
         """
         try:
-            if self._stage is None:
-                return super().backward(closure_loss, *args, **kwargs)
             backward = functools.partial(super().backward, closure_loss, *args, **kwargs)
-            self._run_when_due(closure_loss, backward, self._stage)
+            with self._unwatched():
+                if self._stage is None:
+                    return backward()
+                self._run_when_due(closure_loss, backward, self._stage)
         except RuntimeError as error:
             refuse_second_derivative(error)
             raise
@@ -368,7 +382,8 @@ class SteppingStrategy(StagedStrategy):
 
         self._optimizing = optimizer
         try:
-            return super().optimizer_step(optimizer, synced, model, **kwargs)
+            with self._unwatched():
+                return super().optimizer_step(optimizer, synced, model, **kwargs)
         finally:
             self._optimizing = None
 
@@ -512,6 +527,17 @@ class SteppingStrategy(StagedStrategy):
         if others:
             self._sum_gradients(others)
         self._others_flushed = automatic and self._optimizing is not None
+
+    def settle_rows(self) -> None:
+        """Let each replica hold its own rows alone, where they split parameters."""
+        if self._split is not None:
+            self._split.settle()
+
+    def sync_all_gradients(self) -> None:
+        """Sum the partial gradients of all parameters that train, unless that is done already. Collective over tp."""
+        for optimizer in self.optimizers:
+            self.sync_gradients(optimizer)
+        self.sync_others()
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Check, before an update, that gradients which must be equal on all ranks are equal. Collective.

@@ -42,6 +42,7 @@ from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.module_changes import ModuleChange
 from lightning_seqpar.parallel.recompute import recompute_unsharded
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
+from lightning_seqpar.parallel.summoned import summon
 from lightning_seqpar.parallel.synced_norms import sync_batch_norms
 from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
 from lightning_seqpar.pipeline.cut import Cut
@@ -63,6 +64,7 @@ from lightning_seqpar.strategy.precision import share_overflows, without_global_
 from lightning_seqpar.strategy.refusals import Refusals, is_refusal, shorten_traceback, shortens_refusals
 from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize
 from lightning_seqpar.strategy.tuning import TuningStrategy
+from lightning_seqpar.strategy.weights_by_hand import WeightWatch
 from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
@@ -371,6 +373,9 @@ class SeqParallelStrategy(TuningStrategy):
         )
         if record is not None:
             record.note_versions()
+        if fitting and record is not None and any(layout.is_sharded for layout in record.layout.values()):
+            self._weights = WeightWatch(record)
+            self._weights.begin(trainer.profiler)  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         """Connect the processes, and make a model whole that an earlier run sharded, if callbacks are about to copy it.
@@ -743,6 +748,9 @@ class SeqParallelStrategy(TuningStrategy):
             self._shadow.stop()
             self._shadow = None
         self._stop_watching()
+        if self._weights is not None:
+            self._weights.end()
+            self._weights = None
         for change in reversed(self._unsharded_changes):
             change.undo()
         self._unsharded_changes = []
@@ -810,10 +818,39 @@ def grad_norm(module: LightningModule, norm_type: float = 2.0) -> Tensor:
     strategy = module.trainer.strategy
     if not isinstance(strategy, SeqParallelStrategy):
         return torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None], norm_type)
-    for optimizer in strategy.optimizers:
-        strategy.sync_gradients(optimizer)
-    strategy.sync_others()
+    strategy.sync_all_gradients()
     return strategy.global_norm(list(module.parameters()), norm_type)
+
+
+@contextmanager
+def summoned(module: nn.Module, *names: str) -> Generator[None, None, None]:
+    """A context in which a model's parameters, and their gradients, are whole, as in one process: for work on weights by hand.
+
+    ``with lightning_seqpar.summoned(self): ...`` in a hook, a callback or a step. At its end each rank keeps its part of what became
+    of them, unless an error left it. It is collective: call it on every rank. The model can't be run within. Under any other strategy
+    it does nothing, so the user's code runs on both.
+
+    Args:
+        module: the LightningModule.
+        names: of the parameters that are needed, or patterns of them (``model.blocks.*.weight``); none for all.
+
+    Raises:
+        ValueError: for a name that no parameter has, in a pipeline, or within another such context.
+    """
+    record = record_of(module)
+    if record is None:
+        yield
+        return
+    strategy = record.strategy()
+    if isinstance(strategy, SeqParallelStrategy):
+        strategy.settle_rows()
+        strategy.sync_all_gradients()
+    if record.versions:
+        record.check_versions()
+    with summon(record, names):
+        yield
+    if record.versions:
+        record.note_versions()
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
