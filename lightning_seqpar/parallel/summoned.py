@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_seqpar.distributed.host import send_numbers
 from lightning_seqpar.layout.replica_rows import is_split, local_rows, take_rows
-from lightning_seqpar.nn.linear import set_data
 from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.user_input import nearest
@@ -101,7 +100,7 @@ class _Held:
             for module, leaf in self._places:
                 module._parameters[leaf] = self._whole
         else:
-            set_data(self.parameter, whole)
+            self._exchange(whole)
         self._whole.grad = whole_grad
 
     def put_back(self, *, keeps: bool) -> None:
@@ -115,7 +114,7 @@ class _Held:
             for module, leaf in self._places:
                 module._parameters[leaf] = self.parameter
         else:
-            set_data(self.parameter, self._part)
+            self._exchange(self._part)
         self.parameter.grad = self.grad
         if not keeps:
             return
@@ -128,6 +127,11 @@ class _Held:
             )
         else:
             local_rows(self.grad).copy_(self._cut(whole_grad))
+
+    def _exchange(self, data: Tensor) -> None:
+        """Give the parameter other data. Its node in graphs stays, with DDP's hooks, and finds the old shape in a backward."""
+        self.parameter.grad = None
+        self.parameter.data = data
 
     def _cut(self, whole: Tensor) -> Tensor:
         """What this rank holds of a whole tensor."""

@@ -96,7 +96,7 @@ class SteppingStrategy(StagedStrategy):
         self._shadow: ShadowCheck | None = None
         self._steps: dict[int, int] = {}
         self._comparisons: OneStepLate[Comparison] = OneStepLate()
-        self._flushed = self._others_flushed = False
+        self._flushed = self._others_flushed = self._has_backward = False
         self._optimizing: Optimizer | None = None
         self._all_steps: RemovableHandle | None = None
         # Optimizers with a hook on steps that bypass the strategy.
@@ -196,7 +196,7 @@ class SteppingStrategy(StagedStrategy):
         self._comparisons.begin_step()
         if self._sync is not None:
             self._sync.begin_step()
-            self._flushed = self._others_flushed = False
+            self._flushed = self._others_flushed = self._has_backward = False
         if (record := record_of(self._module)) is not None:
             record.check_frozen()
             record.versions.clear()  # updates change shards from now on; a learning-rate finder begins another training then
@@ -325,8 +325,9 @@ class SteppingStrategy(StagedStrategy):
             backward = functools.partial(super().backward, closure_loss, *args, **kwargs)
             with self._unwatched():
                 if self._stage is None:
-                    return backward()
-                self._run_when_due(closure_loss, backward, self._stage)
+                    closure_loss = backward()
+                else:
+                    self._run_when_due(closure_loss, backward, self._stage)
         except RuntimeError as error:
             refuse_second_derivative(error)
             raise
@@ -334,6 +335,7 @@ class SteppingStrategy(StagedStrategy):
 
     def before_on_after_backward(self) -> None:
         """Sum partial gradients at once where the user's code may read them: ``on_after_backward``, ``manual_backward``."""
+        self._has_backward = True
         if self._sync is None:
             return
         if self._reads_each_backward() or not self._module.automatic_optimization:
@@ -496,8 +498,8 @@ class SteppingStrategy(StagedStrategy):
         self._sum_gradients(_parameters(optimizer), check=self._schedule.is_due_at(step))
         if self._stage is not None and self._gradients_may_change:
             self._scales = StageScales(_parameters(optimizer), self.groups)
-        # Elsewhere (a raw step, grad_norm in some hook) the backward may still be to come.
-        self._flushed = automatic and self._optimizing is not None
+        # Elsewhere (a raw step, grad_norm in some hook) a backward may still be to come.
+        self._flushed = automatic and self._optimizing is not None and self._has_backward
 
     def _sum_gradients(self, parameters: Sequence[Tensor] | None, *, check: bool = False) -> None:
         """Sum what has arrived for ``parameters`` over tp, and over the replicas what their reduction leaves to us. Collective.
@@ -526,7 +528,7 @@ class SteppingStrategy(StagedStrategy):
         others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in in_optimizers]
         if others:
             self._sum_gradients(others)
-        self._others_flushed = automatic and self._optimizing is not None
+        self._others_flushed = automatic and self._optimizing is not None and self._has_backward
 
     def settle_rows(self) -> None:
         """Let each replica hold its own rows alone, where they split parameters."""

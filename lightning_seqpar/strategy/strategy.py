@@ -826,9 +826,9 @@ def grad_norm(module: LightningModule, norm_type: float = 2.0) -> Tensor:
 def summoned(module: nn.Module, *names: str) -> Generator[None, None, None]:
     """A context in which a model's parameters, and their gradients, are whole, as in one process: for work on weights by hand.
 
-    ``with lightning_seqpar.summoned(self): ...`` in a hook, a callback or a step. At its end each rank keeps its part of what became
-    of them, unless an error left it. It is collective: call it on every rank. The model can't be run within. Under any other strategy
-    it does nothing, so the user's code runs on both.
+    ``with lightning_seqpar.summoned(self): ...`` in a hook, a callback or a step. At its end each rank keeps its part of what
+    became of them, unless an error left it. It is collective: call it on every rank. The model can't be run within. Under any other
+    strategy it does nothing, so the user's code runs on both.
 
     Args:
         module: the LightningModule.

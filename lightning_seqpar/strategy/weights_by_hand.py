@@ -21,11 +21,12 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import Profiler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_seqpar.distributed.autograd import innermost_dispatch_mode, storage_id
-from lightning_seqpar.layout.replica_rows import local_rows
+from lightning_seqpar.layout.replica_rows import is_split, local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.strategy.refusals import NOT_THE_USERS
 
@@ -178,13 +179,13 @@ class WeightWatch:
     # ---- what it knows -----------------------------------------------------------------------------------------
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parts of the model's parameters, and of their gradients, by the parameter's name."""
+        """The parts over tp of the model's parameters, and of their gradients, by the parameter's name."""
         for name in self.record.layout:
             if name not in self.record.summoned:
                 parameter = self.record.layout.parameter(name)
-                yield name, local_rows(parameter)
+                yield name, parameter
                 if parameter.grad is not None:
-                    yield name, local_rows(parameter.grad)
+                    yield name, parameter.grad
 
     def mark(self, x: Tensor, mark: _Mark) -> None:
         """Note what a tensor's storage holds."""
@@ -192,17 +193,17 @@ class WeightWatch:
             self.marks = {key: held for key, held in self.marks.items() if not held[0].expired()}
             self._room = max(1024, 2 * len(self.marks))
         # The weak reference keeps another storage from getting the same number.
-        self.marks[storage_id(x)] = StorageWeakRef(x.untyped_storage()), mark
+        self.marks[_key(x)] = StorageWeakRef(local_rows(x).untyped_storage()), mark
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """Take what tensors hold for the whole."""
         for x in tensors:
-            self.marks.pop(storage_id(x), None)
+            self.marks.pop(_key(x), None)
 
     def _refuse_assigned(self) -> None:
         """Refuse a parameter or gradient that was replaced by what was made of one part (``weight.data = ...``)."""
         for name, x in self.held():
-            known = self.marks.get(storage_id(x))
+            known = self.marks.get(_key(x))
             if known is not None and isinstance(known[1], _Local):
                 raise ValueError(_refusal(known[1], f"and puts what it makes of it into {name}"))
 
@@ -243,8 +244,8 @@ class _Watched(TorchDispatchMode):
     def __init__(self, watch: WeightWatch, *, decides: bool, is_step: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watch, self._decides, self._is_step = watch, decides, is_step
-        self._parts: dict[int, _Part] = {}
-        self._homes: dict[int, str] = {}  # names of parameters by the storages that hold them and their gradients
+        # By the storages that hold parameters and their gradients: of each the bytes behind its end, its name and its part.
+        self._homes: dict[int, list[tuple[int, str, _Part | None]]] = {}
         self._known: int | None = None
         self._numbers: list[tuple[Tensor, _Local]] = []
         self._read: _Local | None = None  # of which a number was read
@@ -258,9 +259,9 @@ class _Watched(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(kind not in (Tensor, nn.Parameter) for kind in types):
-            return NotImplemented  # of a subclass the tensors inside are looked at
         given = kwargs or {}
+        if any(kind not in (Tensor, nn.Parameter, DTensor) for kind in types):
+            return func(*args, **given)
         if self._known != self._watch.record.summons:
             self._look_up()
         tensors = [*_tensors((*args, *given.values()))]
@@ -281,19 +282,27 @@ class _Watched(TorchDispatchMode):
         for name in record.summoned:
             whole = record.model.get_parameter(name)
             self._watch.forget(x for x in (whole, whole.grad) if x is not None)
-        self._parts, self._homes = {}, {}
+        self._homes = {}
         for name, x in self._watch.held():
-            self._homes[storage_id(x)] = name
-            shard = layout[name].shard
-            if shard is not None:
-                self._parts[storage_id(x)] = _Part(name, x.stride(shard.dim), x.shape[shard.dim])
+            rows, shard = local_rows(x), layout[name].shard
+            end = int((rows.storage_offset() + rows.numel()) * rows.element_size())
+            part = None if shard is None else _Part(name, x.stride(shard.dim), x.shape[shard.dim])
+            self._homes.setdefault(storage_id(rows), []).append((end, name, part))
+        for homes in self._homes.values():
+            homes.sort(key=lambda home: home[0])
+
+    def _home_of(self, x: Tensor) -> tuple[str, _Part | None] | None:
+        """The parameter that a tensor, or the gradient whose view it is, belongs to; and its part, if it is sharded."""
+        rows = local_rows(x)
+        homes = self._homes.get(storage_id(rows), ())  # several, where gradients are reduced together
+        at = rows.storage_offset() * rows.element_size()
+        return next(((name, part) for end, name, part in homes if at < end), None)
 
     def _mark_of(self, x: Tensor) -> _Mark | None:
-        key = storage_id(x)
-        known = self._watch.marks.get(key)
-        if known is not None and not known[0].expired() and (isinstance(known[1], _Local) or key not in self._parts):
+        home, known = self._home_of(x), self._watch.marks.get(_key(x))
+        if known is not None and not known[0].expired() and (isinstance(known[1], _Local) or home is None):
             return known[1]
-        return self._parts.get(key)
+        return None if home is None else home[1]
 
     # ---- one operation ---------------------------------------------------------------------------------------------
 
@@ -303,9 +312,10 @@ class _Watched(TorchDispatchMode):
         if name == "_local_scalar_dense":
             self._check_read(args[0])
             return func(*args, **given)
-        if any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns):
-            return func(*args, **given)  # a view has the storage, which is known
         out = func(*args, **given)
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        if is_view and all(self._mark_of(x) is not None for x in _tensors([out])):
+            return out  # rows of replicas may be gathered for it; then it has a storage of its own
         if func.namespace in ("c10d", "_c10d_functional"):  # whoever sums over ranks knows of parts
             self._watch.forget(_written(func, args, given))
             return out
@@ -334,7 +344,7 @@ class _Watched(TorchDispatchMode):
         if result is None:
             return
         if in_place and isinstance(result, _Local):
-            if name in _BY_ONE and len(sources) == 2 and sources[1].numel() == 1 and float(sources[1]) == 1:
+            if name in _BY_ONE and len(sources) == 2 and _value(sources[1]) == 1:
                 return
             self._check_write(targets, result)
         for target in targets:
@@ -343,7 +353,8 @@ class _Watched(TorchDispatchMode):
                 if target.numel() == 1:
                     self._numbers.append((target, result))
             elif self._mark_of(target) is None:
-                owns = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+                rows = local_rows(target)
+                owns = rows.numel() * rows.element_size() == rows.untyped_storage().nbytes()
                 self._watch.mark(target, _laid_out(result, target) if owns else _Part(result[0], 0, 2))
 
     def _result(
@@ -384,7 +395,7 @@ class _Watched(TorchDispatchMode):
         frame = _users_frame(sys._getframe(1), self._watch.record.model)
         if frame is None:
             return None
-        if name in ("any", "all") and targets[0].numel() == 1 and bool(targets[0]) is (name == "all"):
+        if name in ("any", "all") and _value(targets[0]) == (name == "all"):
             return None  # so it is for the whole, unless another rank finds another answer, and says so
         clip = next((one.f_code.co_name for one in _frames(sys._getframe(1)) if _module(one) == _CLIPPING), None)
         what = next((one for one in (clip,) if one is not None), name.removeprefix("linalg_").strip("_"))
@@ -401,8 +412,7 @@ class _Watched(TorchDispatchMode):
             targets: what is written to.
             found: what is written; None for anything, behind a number that was read.
         """
-        homes = [self._homes.get(storage_id(x)) for x in targets]
-        home = next((name for name in homes if name is not None), None)
+        home = next((home[0] for home in map(self._home_of, targets) if home is not None), None)
         if home is None or (frame := _users_frame(sys._getframe(1), self._watch.record.model)) is None:
             return
         if found is not None:
@@ -430,9 +440,22 @@ class _Watched(TorchDispatchMode):
             return
         values = {*out.flatten().tolist()} - {0.0, 1.0}
         for number, mark in self._numbers:
-            if number.dtype.is_floating_point and float(number.detach().to(out.dtype)) in values:
+            if _value(number, out.dtype) in values:
                 self._watch.mark(out, mark)
                 return
+
+
+def _key(x: Tensor) -> int:
+    """A number for what holds a tensor, or this rank's rows of one that replicas split."""
+    return storage_id(local_rows(x))
+
+
+def _value(x: Tensor, dtype: torch.dtype | None = None) -> float | None:
+    """A number on the device; None for what is none, or is a term of a sum over replicas."""
+    if x.numel() != 1 or (is_split(x) and not all(place.is_replicate() for place in x.placements)):
+        return None
+    with torch.no_grad():
+        return float(local_rows(x).to(x.dtype if dtype is None else dtype))
 
 
 def _laid_out(result: tuple[str, frozenset[int] | None], x: Tensor) -> _Part:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import grad_norm as lightnings_grad_norm
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_seqpar import grad_norm, summoned
 from lightning_seqpar.testing import run_distributed
@@ -52,7 +52,7 @@ class UnitRows(ByHand):
 
 
 class MaxNorm(ByHand):
-    def on_before_zero_grad(self, optimizer: Any) -> None:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         with self.weights(), torch.no_grad():
             for p in self.parameters():
                 if p.ndim == 2:
@@ -165,15 +165,12 @@ class NumbersInManualSteps(InManualSteps):
 
 
 class InSteps(ByHand):
-    """In a step of automatic optimization, behind the forward."""
+    """In a step of automatic optimization, in front of the forward."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         with self.weights(), torch.no_grad():
             self.model.blocks[0].attn.proj.weight.div_(self.model.blocks[0].attn.proj.weight.norm())
+        return super().training_step(batch, batch_idx)
 
 
 class Late(ByHand):
@@ -210,7 +207,16 @@ NEEDS_WHOLE = {
     one.__name__: one
     for one in (
         *(UnitRows, MaxNorm, ByAssignment, AdaptiveClipping, Centralised, OwnClipping, ClippedByNumbers, SpectralNorm),
-        *(FirstRowsStay, KeepsLargest, InManualSteps, NumbersInManualSteps, InSteps, Late, ByLightningsNorm, ByCallback),
+        *(
+            FirstRowsStay,
+            KeepsLargest,
+            InManualSteps,
+            NumbersInManualSteps,
+            InSteps,
+            Late,
+            ByLightningsNorm,
+            ByCallback,
+        ),
     )
 }
 
@@ -231,7 +237,10 @@ class Elementwise(ByHand):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log_dict(lightnings_grad_norm(self, 2))
-        if any(torch.isnan(p.grad).any() for p in self.parameters()) or not torch.isfinite(self.model.head.weight).all():
+        if (
+            any(torch.isnan(p.grad).any() for p in self.parameters())
+            or not torch.isfinite(self.model.head.weight).all()
+        ):
             optimizer.zero_grad()
 
     @torch.no_grad()
@@ -265,8 +274,18 @@ class SamplesInHooks(ByHand):
             scale = self.loss(batch).exp().clamp(max=2.0)
         x = torch.ones(3, requires_grad=True)
         (x * x.norm()).sum().backward()
-        for p in self.parameters():
+        for p in self.model.blocks.parameters():
             p.data.mul_(1 - 1e-4 * float(scale) * float(x.grad[0]))
+
+
+class MaxNormOfEmbeddings(ByHand):
+    """Between a forward and its backward, where embeddings may change."""
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.model.tokens.weight.copy_(torch.renorm(self.model.tokens.weight, 2, 0, 0.9))
+        with summoned(self):
+            self.model.positions.weight.mul_(0.9 / self.model.tokens.weight.norm(dim=1).max())
 
 
 class KnowsItsNorm(ByHand):
@@ -289,7 +308,10 @@ class NamedWeights(ByHand):
             self.model.tokens.weight[3:20] *= 0.9
 
 
-RIGHT = {one.__name__: one for one in (Elementwise, RowsOfColumns, SamplesInHooks, KnowsItsNorm, NamedWeights)}
+RIGHT = {
+    one.__name__: one
+    for one in (Elementwise, RowsOfColumns, SamplesInHooks, MaxNormOfEmbeddings, KnowsItsNorm, NamedWeights)
+}
 
 
 # ---- how they run --------------------------------------------------------------------------------------------------
@@ -324,7 +346,9 @@ def test_weights_that_are_changed_by_hand(topology, alone, tmp_path):
         wrong = {}
         for name, out in found.items():
             if name.endswith("on parts"):
-                if not re.search(r"test_weights_by_hand\.py:\d+ \(\w+\).*with lightning_seqpar\.summoned\(self\)", str(out)):
+                if not re.search(
+                    r"test_weights_by_hand\.py:\d+ \(\w+\).*with lightning_seqpar\.summoned\(self\)", str(out)
+                ):
                     wrong[name] = out
             elif isinstance(out, str):
                 wrong[name] = out
