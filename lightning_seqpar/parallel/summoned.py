@@ -80,11 +80,13 @@ class _Held:
         self.grad = self.parameter.grad
         self.has_gradient = self.grad is not None
         self._part = self.parameter.data
-        # fully_shard's parameters can't become plain tensors; modules get others meanwhile.
+        # fully_shard's parameters can't become plain tensors: modules get others in the place of what they show now, which is rows,
+        # or gathered rows in the midst of a step.
+        self._shown = record.model.get_parameter(name)
         self._places = [
             (record.model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2])
             for path, own in record.model.named_parameters(remove_duplicate=False)
-            if own is self.parameter and is_split(own)
+            if own is self._shown and is_split(self.parameter)
         ]
         self._whole = self.parameter
 
@@ -112,13 +114,15 @@ class _Held:
         whole, whole_grad = self._whole.data, self._whole.grad
         if self._places:
             for module, leaf in self._places:
-                module._parameters[leaf] = self.parameter
+                module._parameters[leaf] = self._shown
         else:
             self._exchange(self._part)
         self.parameter.grad = self.grad
         if not keeps:
             return
         local_rows(self.parameter.data).copy_(self._cut(whole))
+        if self._shown is not self.parameter:
+            self._shown.data.copy_(self.layout.take(whole, self._record.groups.rank("tp")))
         if whole_grad is None:
             self.parameter.grad = None
         elif self.grad is None:

@@ -155,6 +155,7 @@ class WeightWatch:
         try:
             with mode:
                 yield
+            mode.refuse_lost()
             if mode.found is not None:
                 self._refuse_assigned()
                 self._warn(mode.found)
@@ -174,6 +175,7 @@ class WeightWatch:
             yield
         finally:
             mode.__enter__()  # type: ignore[no-untyped-call]
+            mode.look_up_again()
             self._mode = mode
 
     # ---- what it knows -----------------------------------------------------------------------------------------
@@ -247,6 +249,7 @@ class _Watched(TorchDispatchMode):
         # By the storages that hold parameters and their gradients: of each the bytes behind its end, its name and its part.
         self._homes: dict[int, list[tuple[int, str, _Part | None]]] = {}
         self._known: int | None = None
+        self._rows: dict[str, int] = {}  # of parameters that replicas split, the storages that they show
         self._numbers: list[tuple[Tensor, _Local]] = []
         self._read: _Local | None = None  # of which a number was read
         self.found: _Local | None = None
@@ -283,6 +286,8 @@ class _Watched(TorchDispatchMode):
             whole = record.model.get_parameter(name)
             self._watch.forget(x for x in (whole, whole.grad) if x is not None)
         self._homes = {}
+        parameters = {name: layout.parameter(name) for name in layout if name not in record.summoned}
+        self._rows = {name: storage_id(x) for name, x in parameters.items() if is_split(x)}
         for name, x in self._watch.held():
             rows, shard = local_rows(x), layout[name].shard
             end = int((rows.storage_offset() + rows.numel()) * rows.element_size())
@@ -290,6 +295,23 @@ class _Watched(TorchDispatchMode):
             self._homes.setdefault(storage_id(rows), []).append((end, name, part))
         for homes in self._homes.values():
             homes.sort(key=lambda home: home[0])
+
+    def look_up_again(self) -> None:
+        """Expect other gradients than before."""
+        self._known = None
+
+    def refuse_lost(self) -> None:
+        """Refuse ``parameter.data = ...`` where replicas split parameters: torch shows the assigned tensor, and keeps its own rows.
+
+        Raises:
+            ValueError: naming the parameter.
+        """
+        for name, shown in self._rows.items():
+            if storage_id(self._watch.record.layout.parameter(name)) != shown:
+                raise ValueError(
+                    f"{name}: its data was assigned (parameter.data = ...), which data_parallel='fsdp' never reads; change it in "
+                    "place (parameter.data.copy_(...))"
+                )
 
     def _home_of(self, x: Tensor) -> tuple[str, _Part | None] | None:
         """The parameter that a tensor, or the gradient whose view it is, belongs to; and its part, if it is sharded."""
