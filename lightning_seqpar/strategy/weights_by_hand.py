@@ -419,9 +419,9 @@ class _Watched(TorchDispatchMode):
             return None
         if name in ("any", "all") and _value(targets[0]) == (name == "all"):
             return None  # so it is for the whole, unless another rank finds another answer, and says so
-        clip = next((one.f_code.co_name for one in _frames(sys._getframe(1)) if _module(one) == _CLIPPING), None)
-        what = next((one for one in (clip,) if one is not None), name.removeprefix("linalg_").strip("_"))
-        found = _Local(part, what if clip else f"'{what}'", _shown(frame))
+        names = [one.f_code.co_name for one in _frames(sys._getframe(1)) if _module(one) == _CLIPPING]
+        helper = [one for one in names if not one.startswith("_")][-1:]
+        found = _Local(part, helper[0] if helper else f"'{name.removeprefix('linalg_').strip('_')}'", _shown(frame))
         self.found = self.found or found
         return found
 

@@ -222,6 +222,11 @@ class LateClipByCallback(models.GPT):
 
 class LateInit(models.GPT):
     def on_fit_start(self) -> None:
+        nn.init.constant_(self.model.blocks[0].mlp.up.weight, 0.1)
+
+
+class LateDraws(models.GPT):
+    def on_fit_start(self) -> None:
         nn.init.normal_(self.model.blocks[0].mlp.up.weight)
 
 
@@ -452,6 +457,7 @@ CASES = {
         r"norm1.weight: AbsBackward0 reads it outside the sequence region",
     ),
     "weights initialised late": ("LateInit", {}, r"mlp.up.weight: changed in place after the model was sharded"),
+    "weights drawn late": ("LateDraws", {}, r"mlp.up.weight: .*on_fit_start. takes 'normal' of this rank's part"),
     "an unknown optimizer steps": (
         "HiddenOptimizer",
         {},
