@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_seqpar.distributed.autograd import innermost_dispatch_mode, storage_id
+from lightning_seqpar.distributed.autograd import innermost_dispatch_mode, leave_dispatch_mode, storage_id
 from lightning_seqpar.layout.replica_rows import is_split, local_rows
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.strategy.refusals import NOT_THE_USERS
@@ -152,9 +152,12 @@ class WeightWatch:
             yield
             return
         mode = self._mode = _Watched(self, decides=decides, is_step=is_step)
+        mode.__enter__()  # type: ignore[no-untyped-call]
         try:
-            with mode:
+            try:
                 yield
+            finally:
+                leave_dispatch_mode(mode)
             mode.refuse_lost()
             if mode.found is not None:
                 self._refuse_assigned()
