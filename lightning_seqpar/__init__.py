@@ -23,6 +23,7 @@ __all__ = [
     "Verification",
     "describe",
     "grad_norm",
+    "summoned",
     "unshard",
     "verify_parity",
     "weights_from",
@@ -78,6 +79,9 @@ if TYPE_CHECKING or not _is_command():
     )
     from lightning_seqpar.public import (
         grad_norm as grad_norm,
+    )
+    from lightning_seqpar.public import (
+        summoned as summoned,
     )
     from lightning_seqpar.public import (
         unshard as unshard,

@@ -311,6 +311,9 @@ class ParallelConfig(FrozenModel):
     """Prove the plan before training, on a copy whole against sharded; and compare blocks of the first step with whole ones."""
     check_every: int = 0
     """Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..., and the shadow check."""
+    elementwise_optimizers: list[str] = Field(default_factory=list)
+    """Classes of optimizers of yours that update each element by itself, as import paths (in Python also the classes); each is
+    tried on small tensors, whole and in halves, before training."""
     broadcast_batch: bool = False
     """One rank of each replica reads the batches and sends them to the others: for iterable data sets that give each
     process other samples, dealt out by ``strategy.dp_rank`` and ``dp_size``. Off, every rank reads for itself and
@@ -423,6 +426,18 @@ class ParallelConfig(FrozenModel):
             return PlanSpec(**{key if isinstance(key, str) else shown(key): part for key, part in value.items()})
         except ValidationError as error:
             raise broken("; ".join(item["msg"] for item in error.errors())) from None
+
+    @field_validator("elementwise_optimizers", mode="before")
+    @classmethod
+    def optimizers_are_classes_or_their_paths(cls, value: Any) -> Any:
+        given = value if isinstance(value, list | tuple) else [value]
+        named = [f"{one.__module__}.{one.__qualname__}" if isinstance(one, type) else one for one in given]
+        if not all(isinstance(one, str) and "." in one for one in named):
+            raise broken(
+                f"elementwise_optimizers={shown(value)}: write a list of import paths, such as ['lion_pytorch.Lion'] (in Python "
+                "the classes themselves, too)"
+            )
+        return named
 
     @model_validator(mode="after")
     def split_rank_needs_a_pipeline(self) -> ParallelConfig:

@@ -8,7 +8,7 @@ from lightning_seqpar.layout.param_layout import ModelLayout, ParamLayout
 from lightning_seqpar.parallel.apply import unshard
 from lightning_seqpar.plan.sharding_plan import ShardingPlan
 from lightning_seqpar.strategy.monitor import SeqParallelMonitor
-from lightning_seqpar.strategy.strategy import SeqParallelStrategy, grad_norm
+from lightning_seqpar.strategy.strategy import SeqParallelStrategy, grad_norm, summoned
 from lightning_seqpar.topology.grid import ProcessTopology
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.trial.verify import Verification, verify_parity
@@ -31,6 +31,7 @@ __all__ = [
     "Verification",
     "describe",
     "grad_norm",
+    "summoned",
     "unshard",
     "verify_parity",
     "weights_from",

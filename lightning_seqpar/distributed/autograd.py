@@ -17,6 +17,8 @@ from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
     any_torch_dispatch_mode_on_stack,
 )
 from torch.utils._pytree import tree_leaves
@@ -288,6 +290,23 @@ def selective_checkpoint_caches() -> list[Tensor]:
             entries = tree_leaves([list(cached.values()) for cached in one.storage.values()])
             found += [entry.val for entry in entries if isinstance(getattr(entry, "val", None), Tensor)]
     return found
+
+
+def innermost_dispatch_mode() -> Any:
+    """The dispatch mode that is shown operations first; None where none is active."""
+    stack = _get_current_dispatch_mode_stack()
+    return stack[-1] if stack else None
+
+
+def leave_dispatch_mode(mode: Any) -> None:
+    """Leave a dispatch mode, also where code within has entered others that stay, or has left one that was entered before."""
+    stack = _get_current_dispatch_mode_stack()
+    above = stack[stack.index(mode) + 1 :] if mode in stack else []
+    for _ in above:
+        _pop_mode()
+    mode.__exit__(None, None, None)
+    for other in above:
+        _push_mode(other)
 
 
 # ---- identities ------------------------------------------------------------------------------------------------

@@ -100,6 +100,8 @@ class ShardedModel:
         shadow: what compares steps of the training with whole blocks; None where nothing is checked.
         context_blocks: names of the blocks that see a part of the sequence each, where ``cp`` is more than 1.
         graphs: what compiled the blocks; None if they run eagerly.
+        summoned: names of the parameters that are whole for now.
+        summons: how often that has changed.
     """
 
     model: nn.Module
@@ -128,6 +130,8 @@ class ShardedModel:
     context_blocks: tuple[str, ...] = ()
     stage: Stage | None = None
     shadow: Any = None
+    summoned: frozenset[str] = frozenset()
+    summons: int = 0
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:

@@ -40,6 +40,7 @@ from lightning_seqpar.parallel.step_grads import step_gradients
 from lightning_seqpar.strategy.metrics import share_metrics
 from lightning_seqpar.strategy.precision import with_global_clipping
 from lightning_seqpar.strategy.stages import StagedStrategy
+from lightning_seqpar.strategy.weights_by_hand import WeightWatch
 from lightning_seqpar.verify.guards.batch import OutputWatch, check_batch, warn_of_equal_replicas
 from lightning_seqpar.verify.guards.graph import check_readers, refuse_second_derivative
 from lightning_seqpar.verify.guards.model import (
@@ -47,11 +48,7 @@ from lightning_seqpar.verify.guards.model import (
     check_parameters,
     refuse_added,
 )
-from lightning_seqpar.verify.guards.optimizer import (
-    refuse_fused_on_rows,
-    refuse_optimizers,
-    refuse_optimizers_in_stages,
-)
+from lightning_seqpar.verify.guards.optimizer import OptimizerGuard, refuse_fused_on_rows
 from lightning_seqpar.verify.shadow_check import ShadowCheck
 
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
@@ -100,16 +97,18 @@ class SteppingStrategy(StagedStrategy):
         self._shadow: ShadowCheck | None = None
         self._steps: dict[int, int] = {}
         self._comparisons: OneStepLate[Comparison] = OneStepLate()
-        self._flushed = self._others_flushed = False
+        self._flushed = self._others_flushed = self._has_backward = False
         self._optimizing: Optimizer | None = None
         self._all_steps: RemovableHandle | None = None
         # Optimizers with a hook on steps that bypass the strategy.
         self._guarded: weakref.WeakSet[Optimizer] | None = None
+        self._optimizer_guard = OptimizerGuard(config.elementwise_optimizers)
         self._ddp_model: DistributedDataParallel | None = None
         self._split: FullySharded | None = None
         self._outputs = OutputWatch()
         self._scales: StageScales | None = None
         self._gradients_may_change = True
+        self._weights: WeightWatch | None = None
 
     def _share_metrics(self) -> None:
         """Let the metrics of the model and of callbacks sync over the replicas."""
@@ -153,8 +152,9 @@ class SteppingStrategy(StagedStrategy):
         assert record is not None
         record.reset_calls(draws=schedule.expects_draws(loop))
         watched = schedule.watches_draws(loop)
+        looks = self._weights is not None and loop == "training" and schedule.is_due(loop)
         try:
-            with DrawWatch(record.check_draw) if watched else nullcontext():
+            with DrawWatch(record.check_draw) if watched else nullcontext(), self._looking_at_weights(looks):
                 out = step(*args, **kwargs)
         except Exception as error:
             if self._split is not None:
@@ -182,12 +182,22 @@ class SteppingStrategy(StagedStrategy):
                 self._outputs.check(self.groups, loop)
         return out
 
+    def _looking_at_weights(self, looks: bool) -> AbstractContextManager[None]:
+        """A context manager for a step in which weights may be changed by hand."""
+        if self._weights is None or not looks:
+            return nullcontext()
+        return self._weights.watched(decides=not self._module.automatic_optimization, is_step=True)
+
+    def _unwatched(self) -> AbstractContextManager[None]:
+        """A context manager for what the strategy runs in the midst of the user's hooks."""
+        return nullcontext() if self._weights is None else self._weights.paused()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training step. Its random draws are watched when that is due, or the last step drew otherwise."""
         self._comparisons.begin_step()
         if self._sync is not None:
             self._sync.begin_step()
-            self._flushed = self._others_flushed = False
+            self._flushed = self._others_flushed = self._has_backward = False
         if (record := record_of(self._module)) is not None:
             record.check_frozen()
             record.versions.clear()  # updates change shards from now on; a learning-rate finder begins another training then
@@ -198,7 +208,7 @@ class SteppingStrategy(StagedStrategy):
             self._split.begin_window()
         if self._shadow is not None and self._module.automatic_optimization and batch_idx % accumulate == 0:
             self._shadow.begin_step()
-        with self._in_stages("training_step"):
+        with self._unwatched(), self._in_stages("training_step"):
             if batch_idx % accumulate == 0 or record is None or not self._shows_gradients:
                 return self._step("training", super().training_step, args, kwargs)
             with step_gradients(record, functools.partial(self._sum_gradients, None)) as window:
@@ -326,10 +336,12 @@ class SteppingStrategy(StagedStrategy):
             RuntimeError: in place of torch's, if it differentiates a gradient through a sharded layer.
         """
         try:
-            if self._stage is None:
-                return super().backward(closure_loss, *args, **kwargs)
             backward = functools.partial(super().backward, closure_loss, *args, **kwargs)
-            self._run_when_due(closure_loss, backward, self._stage)
+            with self._unwatched():
+                if self._stage is None:
+                    closure_loss = backward()
+                else:
+                    self._run_when_due(closure_loss, backward, self._stage)
         except RuntimeError as error:
             refuse_second_derivative(error)
             raise
@@ -337,6 +349,7 @@ class SteppingStrategy(StagedStrategy):
 
     def before_on_after_backward(self) -> None:
         """Sum partial gradients at once where the user's code may read them: ``on_after_backward``, ``manual_backward``."""
+        self._has_backward = True
         if self._sync is None:
             return
         if self._reads_each_backward() or not self._module.automatic_optimization:
@@ -385,7 +398,8 @@ class SteppingStrategy(StagedStrategy):
 
         self._optimizing = optimizer
         try:
-            return super().optimizer_step(optimizer, synced, model, **kwargs)
+            with self._unwatched():
+                return super().optimizer_step(optimizer, synced, model, **kwargs)
         finally:
             self._optimizing = None
 
@@ -406,8 +420,8 @@ class SteppingStrategy(StagedStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         plain = [plain_optimizer(optimizer) for optimizer in optimizers]
-        refuse_optimizers(plain, self._shards if plain else 1)
-        refuse_optimizers_in_stages(plain, self.config.pp)
+        self._optimizer_guard.refuse_mixing(plain, self._shards if plain else 1)
+        self._optimizer_guard.refuse_in_stages(plain, self.config.pp)
         if self._split is not None:
             refuse_fused_on_rows(plain)
         self._guarded = self._guarded or weakref.WeakSet()
@@ -464,7 +478,7 @@ class SteppingStrategy(StagedStrategy):
         if record is not None and any(
             layout.is_sharded for p in _parameters(optimizer) if (layout := record.layout.of(p)) is not None
         ):
-            refuse_optimizers([optimizer], self._shards)
+            self._optimizer_guard.refuse_mixing([optimizer], self._shards)
 
     def _before_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Sync and check gradients in a step that does not come through the strategy. A hook before each step.
@@ -498,8 +512,8 @@ class SteppingStrategy(StagedStrategy):
         self._sum_gradients(_parameters(optimizer), check=self._schedule.is_due_at(step))
         if self._stage is not None and self._gradients_may_change:
             self._scales = StageScales(_parameters(optimizer), self.groups)
-        # Elsewhere (a raw step, grad_norm in some hook) the backward may still be to come.
-        self._flushed = automatic and self._optimizing is not None
+        # Elsewhere (a raw step, grad_norm in some hook) a backward may still be to come.
+        self._flushed = automatic and self._optimizing is not None and self._has_backward
 
     def _sum_gradients(self, parameters: Sequence[Tensor] | None, *, check: bool = False) -> None:
         """Sum what has arrived for ``parameters`` over tp, and over the replicas what their reduction leaves to us. Collective.
@@ -528,7 +542,18 @@ class SteppingStrategy(StagedStrategy):
         others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in in_optimizers]
         if others:
             self._sum_gradients(others)
-        self._others_flushed = automatic and self._optimizing is not None
+        self._others_flushed = automatic and self._optimizing is not None and self._has_backward
+
+    def settle_rows(self) -> None:
+        """Let each replica hold its own rows alone, where they split parameters."""
+        if self._split is not None:
+            self._split.settle()
+
+    def sync_all_gradients(self) -> None:
+        """Sum the partial gradients of all parameters that train, unless that is done already. Collective over tp."""
+        for optimizer in self.optimizers:
+            self.sync_gradients(optimizer)
+        self.sync_others()
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Check, before an update, that gradients which must be equal on all ranks are equal. Collective.

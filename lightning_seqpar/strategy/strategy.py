@@ -43,6 +43,7 @@ from lightning_seqpar.parallel.grad_sync import GradSync
 from lightning_seqpar.parallel.module_changes import ModuleChange
 from lightning_seqpar.parallel.recompute import recompute_unsharded
 from lightning_seqpar.parallel.sharded_model import ShardedModel, record_of
+from lightning_seqpar.parallel.summoned import summon
 from lightning_seqpar.parallel.synced_norms import sync_batch_norms
 from lightning_seqpar.parallel.tiled_mlps import MLPTiles, tile_unsharded
 from lightning_seqpar.pipeline.cut import Cut
@@ -64,6 +65,7 @@ from lightning_seqpar.strategy.precision import share_overflows, without_global_
 from lightning_seqpar.strategy.refusals import Refusals, is_refusal, is_verbose, shorten_traceback, shortens_refusals
 from lightning_seqpar.strategy.summary import describe_compiled, describe_stages, summarize, summarize_briefly
 from lightning_seqpar.strategy.tuning import TuningStrategy
+from lightning_seqpar.strategy.weights_by_hand import WeightWatch
 from lightning_seqpar.user_input import nearest
 from lightning_seqpar.verify.coverage import Coverage, cover
 from lightning_seqpar.verify.guards.callbacks import refuse_callbacks
@@ -87,6 +89,20 @@ _OTHER_PACKAGE = (
     "pytorch_lightning as pl'"
 )
 """What the strategy's text adds where ``pytorch_lightning`` is imported, whose Trainer refuses the strategy by that text."""
+
+
+_NONE_FOR_EMPTY = ("ddp", "fsdp", "checkpoint", "compile_options", "elementwise_optimizers")
+"""Fields whose keyword has None as its default, in place of an empty list or mapping."""
+
+_REACHES_NO_MODULE = (
+    "dp",  # "auto" and a number make one topology, which is compared
+    "ddp",  # each fit wraps the model anew
+    "check_every",  # each fit has a schedule of its own
+    "broadcast_batch",  # who reads the data
+    "checkpoint",  # how files are written
+    "elementwise_optimizers",  # each fit makes its optimizers anew
+)
+"""Fields of the configuration that change nothing in a sharded module, each with its reason."""
 
 
 def _names_unknown_keywords(init: Callable[P, None]) -> Callable[P, None]:
@@ -145,6 +161,8 @@ class SeqParallelStrategy(TuningStrategy):
             whole ones.
         check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..., and the
             shadow check.
+        elementwise_optimizers: Classes of optimizers of yours that update each element by itself, as import paths (in Python also
+            the classes); each is tried on small tensors, whole and in halves, before training.
         broadcast_batch: One rank of each replica reads the batches and sends them to the others: for iterable
             data sets that give each process other samples, dealt out by ``strategy.dp_rank`` and ``dp_size``.
             Off, every rank reads for itself and checksums are compared.
@@ -194,6 +212,7 @@ class SeqParallelStrategy(TuningStrategy):
         compile_options: dict[str, Any] | None = None,
         self_check: bool = True,
         check_every: int = 0,
+        elementwise_optimizers: list[Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = 1800,
@@ -357,6 +376,9 @@ class SeqParallelStrategy(TuningStrategy):
         )
         if record is not None:
             record.note_versions()
+        if fitting and record is not None and any(layout.is_sharded for layout in record.layout.values()):
+            self._weights = WeightWatch(record)
+            self._weights.begin(trainer.profiler)  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         """Connect the processes, and make a model whole that an earlier run sharded, if callbacks are about to copy it.
@@ -389,19 +411,12 @@ class SeqParallelStrategy(TuningStrategy):
         earlier = record_of(module)
         config = self.config
         made_by = (
-            *(
-                self.groups.topology,
-                repr(config.pp_layers),
-                config.virtual_pp,
-                config.cp_method,
-                config.sp,
-                config.plan,
-                config.regather,
-                config.vocab,
-                config.loss_chunk,
-                config.tile_mlp,
-            ),
-            *(config.recompute, config.data_parallel, config.fsdp, config.compile, repr(config.compile_options)),
+            self.groups.topology,
+            {
+                name: repr(getattr(config, name))
+                for name in ParallelConfig.model_fields
+                if name not in _REACHES_NO_MODULE
+            },
             self._syncs_batch_norms,
             tp > 1 or not self._changes_unsharded or self._trainer.state.fn == TrainerFn.FITTING,
         )
@@ -762,6 +777,9 @@ class SeqParallelStrategy(TuningStrategy):
             self._shadow.stop()
             self._shadow = None
         self._stop_watching()
+        if self._weights is not None:
+            self._weights.end()
+            self._weights = None
         for change in reversed(self._unsharded_changes):
             change.undo()
         self._unsharded_changes = []
@@ -804,7 +822,7 @@ def _merge_config(config: ParallelConfig | None, given: Mapping[str, Any]) -> Pa
     keywords: dict[str, Any] = {
         name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for name, value in given.items()
-        if value is not None or name not in ("ddp", "fsdp", "checkpoint", "compile_options")
+        if value is not None or name not in _NONE_FOR_EMPTY
     }
     if config is None:
         return ParallelConfig(**keywords)
@@ -829,10 +847,39 @@ def grad_norm(module: LightningModule, norm_type: float = 2.0) -> Tensor:
     strategy = module.trainer.strategy
     if not isinstance(strategy, SeqParallelStrategy):
         return torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None], norm_type)
-    for optimizer in strategy.optimizers:
-        strategy.sync_gradients(optimizer)
-    strategy.sync_others()
+    strategy.sync_all_gradients()
     return strategy.global_norm(list(module.parameters()), norm_type)
+
+
+@contextmanager
+def summoned(module: nn.Module, *names: str) -> Generator[None, None, None]:
+    """A context in which a model's parameters, and their gradients, are whole, as in one process: for work on weights by hand.
+
+    ``with lightning_seqpar.summoned(self): ...`` in a hook, a callback or a step. At its end each rank keeps its part of what
+    became of them, unless an error left it. It is collective: call it on every rank. The model can't be run within. Under any other
+    strategy it does nothing, so the user's code runs on both.
+
+    Args:
+        module: the LightningModule.
+        names: of the parameters that are needed, or patterns of them (``model.blocks.*.weight``); none for all.
+
+    Raises:
+        ValueError: for a name that no parameter has, in a pipeline, or within another such context.
+    """
+    record = record_of(module)
+    if record is None:
+        yield
+        return
+    strategy = record.strategy()
+    if isinstance(strategy, SeqParallelStrategy):
+        strategy.settle_rows()
+        strategy.sync_all_gradients()
+    if record.versions:
+        record.check_versions()
+    with summon(record, names):
+        yield
+    if record.versions:
+        record.note_versions()
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:

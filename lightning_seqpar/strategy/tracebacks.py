@@ -13,7 +13,7 @@ from typing import NamedTuple
 _PACKAGE = "lightning_seqpar"
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "scripts"))
-_NOT_THE_USERS = {_PACKAGE, "lightning", "lightning_utilities", "pydantic", "torch"}
+NOT_THE_USERS = {_PACKAGE, "lightning", "lightning_utilities", "pydantic", "torch"}
 """Packages whose frames say nothing of the user's code."""
 _PLUMBING = (
     "torch.nn.modules.module",
@@ -54,7 +54,7 @@ def is_users(frame: FrameType) -> bool:
     """Whether a frame runs the user's code, or a library that the user has chosen, such as a model's."""
     file = frame.f_code.co_filename
     is_standard = file.startswith(("<frozen ", *_STANDARD)) and not file.startswith(_INSTALLED)
-    return not is_standard and package_of(frame) not in _NOT_THE_USERS
+    return not is_standard and package_of(frame) not in NOT_THE_USERS
 
 
 class UsersCall(NamedTuple):

@@ -102,6 +102,9 @@ class WritesGradient(models.GPT):
 class Momentum(torch.optim.SGD):
     """A user's own optimizer: nobody knows what its step does."""
 
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
 
 class OddOptimizer(models.GPT):
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -218,6 +221,11 @@ class LateClipByCallback(models.GPT):
 
 
 class LateInit(models.GPT):
+    def on_fit_start(self) -> None:
+        nn.init.constant_(self.model.blocks[0].mlp.up.weight, 0.1)
+
+
+class LateDraws(models.GPT):
     def on_fit_start(self) -> None:
         nn.init.normal_(self.model.blocks[0].mlp.up.weight)
 
@@ -449,6 +457,7 @@ CASES = {
         r"norm1.weight: AbsBackward0 reads it outside the sequence region",
     ),
     "weights initialised late": ("LateInit", {}, r"mlp.up.weight: changed in place after the model was sharded"),
+    "weights drawn late": ("LateDraws", {}, r"mlp.up.weight: .*on_fit_start. takes 'normal' of this rank's part"),
     "an unknown optimizer steps": (
         "HiddenOptimizer",
         {},
@@ -661,6 +670,25 @@ def another_strategy() -> None:
     quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1).fit(module, models.loader(4))
     with pytest.raises(RuntimeError, match=r"still sharded by an earlier strategy, and DDPStrategy would train"):
         quiet_trainer(devices=2, strategy="ddp", max_steps=1).fit(module, models.loader(4))
+
+
+def fit_unchecked_then_checked() -> str:
+    """What the second training of a model is refused for, by a plan that mixes rows of q, k and v."""
+    rules = {"rules": [{"pattern": "model.blocks.*.attn.qkv", "style": "column"}]}
+    module = models.GPT()
+    for check in (False, True):
+        strategy = SeqParallelStrategy(tp=2, plan=rules, self_check=check)
+        trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=1)
+        try:
+            trainer.fit(module, models.loader(4))
+        except ValueError as error:
+            return str(error) if check else "the first"
+    return ""
+
+
+def test_a_second_strategy_checks_what_the_first_did_not():
+    for said in run_distributed(fit_unchecked_then_checked, 2):
+        assert said.startswith("self_check: with the plan")
 
 
 def test_another_strategy_does_not_train_the_shards():

@@ -15,6 +15,7 @@ from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import models
 from tests.helpers.fit import fit
+from tests.helpers.optimizers import Damped
 
 KINDS = {
     "fused AdamW": "_fused_adamw_",
@@ -96,3 +97,20 @@ def test_fused_and_foreach_kernels_run(world, tp, how):
             expected = {DTensor} if how == "fsdp" else {torch.Tensor, torch.nn.Parameter}
             assert seen[kernel] & expected
             assert how == "fsdp" or DTensor not in seen[kernel]
+
+
+class Vouched(models.GPT):
+    """Its optimizer is none of torch's, and of no class that knows about us."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Damped(self.parameters(), lr=0.2)
+
+
+VOUCHED = "end_to_end.test_optimizers:Vouched"
+
+
+@pytest.mark.parametrize(("world", "how"), [(2, "ddp"), (4, "fsdp")])
+def test_an_optimizer_that_is_vouched_for_trains_as_on_one_process(world, how):
+    strategy = {"tp": 2, "data_parallel": how, "elementwise_optimizers": ["tests.helpers.optimizers.Damped"]}
+    for trace in run_distributed(fit, world, VOUCHED, {}, world=world, strategy=strategy, steps=3):
+        compare(fit(VOUCHED, {}, steps=3), trace).raise_if_failed()

@@ -208,7 +208,7 @@ class KnowsItsNorm(Learner):
 @habit(
     "the gradient's norm",
     '`self.log("norm", lightning_seqpar.grad_norm(self))` in `on_before_optimizer_step`',
-    remark="Lightning's own `grad_norm` would see this rank's part; this one is right under any strategy",
+    remark="Lightning's own `grad_norm` sees this rank's part, and warns; this one is right under any strategy",
 )
 def knows_its_norm(place: Place) -> Yield:
     out = place.train(KnowsItsNorm())

@@ -141,7 +141,7 @@ def test_public_names_are_pinned():
     assert sorted(lightning_seqpar.__all__) == [
         "CheckpointConfig", "Description", "ModelLayout", "ParallelConfig", "ParallelGroups", "ParamLayout", "PlanSpec",
         "ProcessTopology", "SeqParallelMonitor", "SeqParallelStrategy", "ShardingPlan", "Verification", "describe", "grad_norm",
-        "unshard", "verify_parity", "weights_from",
+        "summoned", "unshard", "verify_parity", "weights_from",
     ]  # fmt: skip
     assert all(hasattr(lightning_seqpar, name) for name in lightning_seqpar.__all__)
 

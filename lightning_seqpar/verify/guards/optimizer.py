@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import inspect
+import sys
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from lightning.pytorch.core.optimizer import _MockOptimizer
-from torch import optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
@@ -24,43 +31,239 @@ ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
 """Optimizers that update each element from its own value, gradient and state alone: they do the same on a shard."""
 
 
-def refuse_optimizers(optimizers: Sequence[Optimizer], tp: int) -> None:
-    """Refuse optimizers that are not known to be element-wise.
+class OptimizerGuard:
+    """Refuses optimizers that are not known to be element-wise where parameters are divided.
+
+    Known are those of :data:`ELEMENTWISE_OPTIMIZERS` and subclasses that leave their update alone. Others can be vouched for, by an
+    attribute ``elementwise = True`` or by name; each of those is tried once.
 
     Args:
-        optimizers: the plain ones, without Lightning's wrappers.
-        tp: number of tensor-parallel ranks; with one there are no shards, and everything is allowed.
+        vouched: import paths of classes that the user says are element-wise.
+    """
+
+    def __init__(self, vouched: Sequence[str] = ()) -> None:
+        self._vouched = tuple(vouched)
+        self._tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def refuse_mixing(self, optimizers: Sequence[Optimizer], tp: int) -> None:
+        """Refuse optimizers that are not known to be element-wise.
+
+        Args:
+            optimizers: the plain ones, without Lightning's wrappers.
+            tp: over how many ranks parameters are divided; with one there are no shards, and everything is allowed.
+
+        Raises:
+            ValueError: naming the optimizer, and those that are allowed.
+        """
+        for optimizer in optimizers:
+            if tp > 1 and not _leaves_alone(optimizer, ELEMENTWISE_OPTIMIZERS) and not self._passes(optimizer):
+                raise ValueError(
+                    f"{_path(type(optimizer))} with tp={tp}: it is not known to update each element by itself, and shards would "
+                    f"change its result; use one of torch.optim's {_listed(ELEMENTWISE_OPTIMIZERS)}. If it does so "
+                    f"say: elementwise_optimizers=['{_path(type(optimizer))}'], or elementwise = True on its class; "
+                    "then it is tried on small tensors"
+                )
+
+    def refuse_in_stages(self, optimizers: Sequence[Optimizer], pp: int) -> None:
+        """Refuse optimizers that are not known to update each parameter by itself.
+
+        Args:
+            optimizers: the plain ones, without Lightning's wrappers.
+            pp: over how many stages parameters are dealt out; with one everything is allowed.
+
+        Raises:
+            ValueError: naming the optimizer, and those that are allowed.
+        """
+        known = (*ELEMENTWISE_OPTIMIZERS, optim.Adafactor, optim.Muon, optim.SparseAdam)
+        for optimizer in optimizers:
+            if pp > 1 and not _leaves_alone(optimizer, known) and not self._passes(optimizer):
+                raise ValueError(
+                    f"{_path(type(optimizer))} with pp={pp}: it is not known to update each parameter by itself, and each stage "
+                    f"has its own; use one of torch.optim's {_listed(known)}"
+                )
+
+    def _passes(self, optimizer: Optimizer) -> bool:
+        """Whether somebody vouches for an optimizer; it is tried, if it was not yet.
+
+        Raises:
+            ValueError: if the trial shows that it mixes elements, or can't be run.
+        """
+        named = any(_is_named(kind, path) for kind in type(optimizer).__mro__ for path in self._vouched)
+        if not named and getattr(optimizer, "elementwise", False) is not True:
+            return False
+        if optimizer not in self._tried:
+            _check_elementwise(optimizer)
+            self._tried.add(optimizer)
+        return True
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _listed(kinds: Sequence[type]) -> str:
+    return ", ".join(one.__name__ for one in kinds)
+
+
+def _is_named(kind: type, path: str) -> bool:
+    """Whether an import path leads to a class; packages often offer one under a shorter path than its own."""
+    module, _, name = path.rpartition(".")
+    return _path(kind) == path or getattr(sys.modules.get(module), name, None) is kind
+
+
+_NO_UPDATE = {
+    *("__init__", "__repr__", "__getstate__", "__setstate__", "__reduce__", "__doc__", "__module__", "__qualname__"),
+    *("__annotations__", "__dict__", "__weakref__", "__parameters__", "__orig_bases__", "__firstlineno__"),
+    *("__static_attributes__", "elementwise", "zero_grad", "add_param_group", "state_dict", "load_state_dict"),
+}
+"""What a subclass of an optimizer may define and still update as that does."""
+
+
+def _leaves_alone(optimizer: Optimizer, known: Sequence[type]) -> bool:
+    """Whether an optimizer is of a known class, or of a subclass that defines no method by which the known one updates."""
+    kinds = type(optimizer).__mro__
+    base = next((kind for kind in kinds if kind in (*known, _MockOptimizer)), None)
+    if base is None:
+        return False
+    updates = {name for kind in base.__mro__[:-1] for name in vars(kind)} - _NO_UPDATE
+
+    def own(kind: type, name: str) -> Any:
+        return inspect.unwrap(getattr(kind, name)) if callable(getattr(kind, name)) else getattr(kind, name)
+
+    # torch gives each class a step of its own that wraps the inherited one.
+    return all(own(kind, name) is own(base, name) for kind in kinds[: kinds.index(base)] for name in updates)
+
+
+# ---- the trial ---------------------------------------------------------------------------------------------------------
+
+_SHAPES = ((8,), (8, 6), (4, 6, 2), (4, 2, 6, 2))
+"""Of the small tensors, by their number of dims; the first two dims are cut."""
+_SCALES = (1.0, 100.0, 1e-3, 1.0, 10.0)
+"""Of the gradients, step by step: what is bounded by a norm shows in a step with large ones."""
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    """Step copies of an optimizer on small tensors, whole and in halves, by its own hyperparameters.
 
     Raises:
-        ValueError: naming the optimizer, and those that are allowed.
+        ValueError: if the halves do not become the halves of the whole, or the copies can't be stepped.
     """
-    for optimizer in optimizers:
-        if tp > 1 and type(optimizer) not in (*ELEMENTWISE_OPTIMIZERS, _MockOptimizer):
-            allowed = ", ".join(one.__name__ for one in ELEMENTWISE_OPTIMIZERS)
+    name, why = _path(type(optimizer)), "it updates nothing"
+    for copied in (_copied, _made_anew):
+        try:
+            with torch.random.fork_rng(devices=[]):
+                alike = [_is_alike(optimizer, copied, dim) for dim in (0, 1)]
+        except Exception as error:  # of the optimizer's own code
+            why = f"{type(error).__name__}: {error}"
+            continue
+        if not all(alike):
             raise ValueError(
-                f"{type(optimizer).__module__}.{type(optimizer).__name__} with tp={tp}: it is not known to update each "
-                f"element by itself, and shards would change its result; use one of torch.optim's {allowed}"
+                f"{name} is not elementwise, though it is vouched for: a few steps on a small tensor and on its halves differ. "
+                f"Shards would change its result; use one of torch.optim's {_listed(ELEMENTWISE_OPTIMIZERS)}"
             )
+        return
+    raise ValueError(
+        f"{name} is vouched for as elementwise, and can't be tried on small tensors ({why}); one that is elementwise needs "
+        f"nothing but parameters and gradients. Use one of torch.optim's {_listed(ELEMENTWISE_OPTIMIZERS)}"
+    )
 
 
-def refuse_optimizers_in_stages(optimizers: Sequence[Optimizer], pp: int) -> None:
-    """Refuse optimizers that are not known to update each parameter by itself.
+def _is_alike(optimizer: Optimizer, copied: Callable[..., Optimizer], dim: int) -> bool:
+    """Whether steps on halves along ``dim`` (of tensors that have it) give what steps on the whole do."""
+    source, exact = torch.Generator().manual_seed(3), True
+    groups: list[list[Tensor]] = []
+    for group in optimizer.param_groups:
+        like = {min(max(p.ndim, 1), len(_SHAPES)): p for p in group["params"]}
+        groups.append([])
+        for ndim in sorted(like):
+            exact = exact and like[ndim].dtype == torch.float64
+            dtype = torch.float64 if like[ndim].dtype == torch.float64 else torch.float32
+            start = torch.randn(_SHAPES[ndim - 1], generator=source, dtype=torch.float64)
+            groups[-1].append(start.to(like[ndim].device, dtype))
+    starts = [start for group in groups for start in group]
 
-    Args:
-        optimizers: the plain ones, without Lightning's wrappers.
-        pp: over how many stages parameters are dealt out; with one everything is allowed.
+    def cut(tensor: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = tensor.chunk(2, min(dim, tensor.ndim - 1))
+        return first.contiguous(), second.contiguous()
 
-    Raises:
-        ValueError: naming the optimizer, and those that are allowed.
-    """
-    known = (*ELEMENTWISE_OPTIMIZERS, optim.Adafactor, optim.Muon, optim.SparseAdam, _MockOptimizer)
-    for optimizer in optimizers:
-        if pp > 1 and type(optimizer) not in known:
-            allowed = ", ".join(one.__name__ for one in known[:-1])
-            raise ValueError(
-                f"{type(optimizer).__module__}.{type(optimizer).__name__} with pp={pp}: it is not known to update each parameter "
-                f"by itself, and each stage has its own; use one of torch.optim's {allowed}"
-            )
+    def trial(part: Callable[[Tensor], Tensor]) -> tuple[list[nn.Parameter], Callable[[list[Tensor]], None]]:
+        parameters = [[nn.Parameter(part(start).clone()) for start in group] for group in groups]
+        return [p for group in parameters for p in group], _Stepper(copied(optimizer, parameters)).step
+
+    trials = [trial(part) for part in (lambda x: x, lambda x: cut(x)[0], lambda x: cut(x)[1])]
+    (whole, step), *halves = trials
+    limit = 1e-6 if exact else 1e-2
+    moved = 0.0
+    for scale in _SCALES:
+        grads = [scale * torch.randn(x.shape, generator=source, dtype=torch.float64).to(x) for x in starts]
+        step(grads)
+        for at, (_, step_half) in enumerate(halves):
+            step_half([cut(grad)[at] for grad in grads])
+        for number, (parameter, start) in enumerate(zip(whole, starts, strict=True)):
+            parts = torch.cat([held[number].detach() for held, _ in halves], min(dim, start.ndim - 1))
+            update = float((parameter.detach() - start).abs().max())
+            moved = max(moved, update)
+            if float((parameter.detach() - parts).abs().max()) > limit * update + 1e-14:
+                return False
+    if not moved:
+        raise ValueError("its steps change nothing")
+    return True
+
+
+class _Stepper:
+    """Steps an optimizer with gradients that depend on the parameters, as those of a closure do."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        if callable(train := getattr(optimizer, "train", None)):  # schedule-free ones step in that mode alone
+            train()
+
+    def step(self, grads: list[Tensor]) -> None:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+
+        def closure() -> Tensor:
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad + 0.5 * parameter.detach()
+            return torch.zeros((), dtype=grads[0].dtype, device=grads[0].device)
+
+        closure()
+        step: Callable[..., Any] = self._optimizer.step
+        step(*[closure][: len(inspect.signature(step).parameters)])
+
+
+def _rates(group: dict[str, Any]) -> dict[str, Any]:
+    """Hyperparameters of a group, with a rate that changes something: a warm-up begins at zero."""
+    rest = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    if "lr" in rest and not float(rest["lr"]) >= 1e-4:
+        rest["lr"] = torch.full_like(rest["lr"], 1e-2) if isinstance(rest["lr"], Tensor) else 1e-2
+    return rest
+
+
+def _copied(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
+    """A copy of an optimizer, and of those inside it, that holds other parameters and no state."""
+    held = [optimizer, *(value for value in vars(optimizer).values() if isinstance(value, Optimizer))]
+    memo: dict[int, Any] = {id(one.state): defaultdict(dict) for one in held}
+    for one in held:
+        memo |= {id(value): OrderedDict() for key, value in vars(one).items() if key.endswith("_hooks")}
+    groups = [
+        {**_rates(group), "params": [*own]} for group, own in zip(optimizer.param_groups, parameters, strict=True)
+    ]
+    memo |= {id(one.param_groups): groups for one in held}
+    made: Optimizer = object.__new__(type(optimizer))
+    vars(made).update({key: copy.deepcopy(value, memo) for key, value in vars(optimizer).items() if key != "step"})
+    return made
+
+
+def _made_anew(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
+    """An optimizer of the same class, called with the hyperparameters that its constructor takes."""
+    takes = inspect.signature(type(optimizer).__init__).parameters
+    given = {key: value for key, value in optimizer.defaults.items() if key in takes}
+    groups = [
+        {**{key: value for key, value in _rates(group).items() if key in takes}, "params": [*own]}
+        for group, own in zip(optimizer.param_groups, parameters, strict=True)
+    ]
+    made: Optimizer = type(optimizer)(groups, **given)
+    return made
 
 
 def refuse_fused_on_rows(optimizers: Sequence[Optimizer]) -> None:
