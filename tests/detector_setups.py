@@ -82,7 +82,6 @@ def rare() -> dict[str, Setup]:
         "residual inside a gathering module not seen": own(
             GUARDS + "ResidualInside", {**given("RESIDUAL_PLAN"), "sp": False}, True
         ),
-        "region may stay open": own(GUARDS + "Unclosed", {}, True),
         "a replaced gradient taken for a part": own("Edits", training={"accumulate": 2}),
         "sync of a kept gradient counts it tp times": own("ManualTwo", style="keep", training={"steps": 4}),
         "wrong conjugate for the gather": own("Zoo", kind="latent"),

@@ -27,7 +27,7 @@ from lightning_seqpar.context.chunks import Chunks
 from lightning_seqpar.context.exchange import heads_to_positions, positions_to_heads
 from lightning_seqpar.context.operations import handles
 from lightning_seqpar.context.ring import can_ring, ring_attention
-from lightning_seqpar.context.seq_part import Place, SeqPart, whole_of
+from lightning_seqpar.context.seq_part import Place, SeqPart, lies_over_tp, over_tp, whole_of
 from lightning_seqpar.distributed.rng import drawn_apart
 
 Method = Literal["auto", "ulysses", "ring", "all_gather"]
@@ -73,6 +73,8 @@ def scaled_dot_product_attention(func: Any, args: tuple[Any, ...], kwargs: dict[
     place = q._place
     if place.chunks.axis == "tp":
         return NotImplemented  # between blocks: whole
+    if any(map(lies_over_tp, given.values())):  # whole over tp alone
+        return func(**{name: over_tp(x) if isinstance(x, SeqPart) else x for name, x in given.items()})
     if place.dim < q.ndim - 2:
         return _batched(func, given, q)
     if place.dim != q.ndim - 2 or not place.is_plain:
