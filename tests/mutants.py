@@ -2954,7 +2954,12 @@ MUTANTS = [
             ("frozen weights", "_add_modules", "parameter.requires_grad, ", ""),
             ("the library patched", "fingerprint", "            digest.add(patched, where)\n", ""),
             ("the topology", "fingerprint", '"sizes": dict(sizes),', '"sizes": {},'),
-            ("the example", "fingerprint", '"example": _structure(example),', '"example": None,'),
+            (
+                "the example",
+                "fingerprint",
+                '"example": [_structure(example), _structure(evaluation)],',
+                '"example": None,',
+            ),
             ("the data module", "_add_trainer", 'if "datamodule" in digest.names:', "if False:"),
             ("order of tokens", "ContentDigest._write", 'b"%d:" % len(raw) + raw', "raw"),
             ("a file that was changed", "read_proof", "proof if seal == _seal(key, proof) else None", "proof"),
@@ -3784,7 +3789,7 @@ MUTANTS = [
     Mutant(
         "cp: fully_shard's hooks see parts of sequences",
         "_PartsAround._take",
-        "        return tree_map(local_of, (args, kwargs))\n",
+        "        return tree_map(_plain, (args, kwargs))\n",
         "        return args, kwargs\n",
         "tests/test_context.py -k cp2-fsdp",
     ),
