@@ -3150,7 +3150,12 @@ MUTANTS = [
             ("frozen weights", "_add_modules", "parameter.requires_grad, ", ""),
             ("the library patched", "fingerprint", "            digest.add(patched, where)\n", ""),
             ("the topology", "fingerprint", '"sizes": dict(sizes),', '"sizes": {},'),
-            ("the example", "fingerprint", '"example": _structure(example),', '"example": None,'),
+            (
+                "the example",
+                "fingerprint",
+                '"example": [_structure(example), _structure(evaluation)],',
+                '"example": None,',
+            ),
             ("the data module", "_add_trainer", 'if "datamodule" in digest.names:', "if False:"),
             ("order of tokens", "ContentDigest._write", 'b"%d:" % len(raw) + raw', "raw"),
             ("a file that was changed", "read_proof", "proof if seal == _seal(key, proof) else None", "proof"),
