@@ -1529,13 +1529,6 @@ MUTANTS = [
         "tests/test_weights_by_hand.py -k hand[tp2]",
     ),
     Mutant(
-        "weights by hand: what was made of a part is written",
-        "_Watched._check_write",
-        "if found is not None:",
-        "if False:",
-        "tests/test_weights_by_hand.py -k hand[tp2]",
-    ),
-    Mutant(
         "weights by hand: what was made of a part is assigned",
         "WeightWatch._refuse_assigned",
         "if known is not None and",
