@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_seqpar.distributed.autograd import without_subclasses
+from lightning_seqpar.distributed.autograd import unseen, without_subclasses
 from lightning_seqpar.layout.param_layout import ParamLayout
 from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.parallel.sharded_model import ShardedModel
@@ -51,7 +51,8 @@ class _Window:
         if not self.is_settled:
             self.is_settled = True
             self.put(self.plain)
-            self.settle()
+            with unseen():
+                self.settle()
             self.put(self.shown)
 
 
@@ -106,7 +107,7 @@ def _whole(grad: StepGrad) -> Tensor:
             "each rank has those of its positions: clip with Trainer(gradient_clip_val=...), or self.clip_gradients in "
             "configure_gradient_clipping"
         )
-    with without_subclasses():
+    with without_subclasses(), unseen():  # whoever follows what is made of parts must not follow this
         return whole_tensor(grad.as_subclass(Tensor), replace(grad._layout, stages=()), record.groups)
 
 

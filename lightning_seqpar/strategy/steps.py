@@ -209,11 +209,15 @@ class SteppingStrategy(StagedStrategy):
         if self._shadow is not None and self._module.automatic_optimization and batch_idx % accumulate == 0:
             self._shadow.begin_step()
         with self._unwatched(), self._in_stages("training_step"):
-            if batch_idx % accumulate == 0 or record is None or not self._shows_gradients:
+            begins, due = batch_idx % accumulate == 0, self._schedule.is_due_at(self._schedule.number("training") + 1)
+            # Gradients of the last window, which are summed, are dropped behind the step: it matters what a step makes of them
+            # where its code is watched.
+            if record is None or not self._shows_gradients or (begins and not due):
                 return self._step("training", super().training_step, args, kwargs)
-            with step_gradients(record, functools.partial(self._sum_gradients, None)) as window:
+            settle = (lambda: None) if begins else functools.partial(self._sum_gradients, None)
+            with step_gradients(record, settle) as window:
                 out = self._step("training", super().training_step, args, kwargs)
-            if window.changed and self._shadow is not None:
+            if window.changed and not begins and self._shadow is not None:
                 self._shadow.stop()  # a block's gradients are no longer the sum of what its calls had
             return out
 
