@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from lightning_seqpar import SeqParallelStrategy
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare
-from tests.helpers.between import KINDS
-from tests.helpers.fit import fit
+from tests.helpers import models
+from tests.helpers.between import KINDS, Between
+from tests.helpers.fit import fit, quiet_trainer
 from tests.helpers.slices import rest
 
 
@@ -47,3 +49,47 @@ def test_code_that_begins_in_the_second_step(topology):
 
 OVER_CP = {"reentrant"}
 """What cp refuses."""
+
+
+def evaluated(world: int, strategy: dict[str, Any] | None, kinds: list[str]) -> dict[str, float]:
+    """The validation loss where code of each kind runs in evaluation alone."""
+    found = {}
+    for kind in kinds:
+        module, chosen = Between(kind, since=99), "auto" if strategy is None else SeqParallelStrategy(**strategy)
+        trainer = quiet_trainer(devices=world, strategy=chosen)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            told = trainer.validate(module, models.loader(4, length=10, count=8), verbose=False)
+        found[kind] = told[0]["val"]
+    return found
+
+
+EVALUATED = ["mean", "first", "placed", "attended", "convolved", "outer norm"]
+
+
+@pytest.mark.parametrize("topology", ["tp2", rest("tp4"), rest("tp2xcp2")])
+def test_code_that_runs_in_evaluation_alone(topology):
+    world, strategy = TOPOLOGIES[topology]
+    expected = evaluated(1, None, EVALUATED)
+    for found in run_distributed(evaluated, world, world, strategy, EVALUATED):
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+def warned() -> list[str]:
+    """What is said of a gather that code between the blocks takes, in two steps."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, self_check=False), max_steps=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            trainer.fit(Between("rolled", since=0), models.loader(4, length=10, count=8))
+    return [str(one.message) for one in told if "between the blocks needs all positions" in str(one.message)]
+
+
+def test_a_gather_between_blocks_is_told_of_once():
+    first, other = run_distributed(warned, 2)
+    assert len(first) == 1
+    assert first[0].startswith(
+        "roll() between the blocks needs all positions of a sequence of which each rank of tp=2 holds a part"
+    )
+    assert other == []

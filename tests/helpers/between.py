@@ -151,3 +151,8 @@ class Between(models.GPT):
         self.aside = None
         held = [self.scale, self.features, *self.extra.parameters(), *self.mix.parameters(), *self.wide.parameters()]
         return loss + sum(one.sum() for one in held) * 0.01
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        (tokens,) = batch
+        logits = self(tokens[:, :-1])
+        self.log("val", F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
