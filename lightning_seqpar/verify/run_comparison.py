@@ -174,8 +174,8 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sha
         first = max(dense[alike:], sharded[alike:], key=len)[0]
         return [
             f"{first.where or 'the step'} (or what is behind it) draws random numbers ({first.drawn.name}) in one of them alone: "
-            f"the sharded model draws {len(sharded)} times, the whole one {len(dense)} times, or in other ways; let the forward draw "
-            "alike, whatever the shape of its input"
+            f"the sharded model draws {len(sharded)} times, the whole one {len(dense)} times, or in other ways; let the forward "
+            "draw alike, whatever the shape of its input"
         ]
     for one, draw in zip(dense, sharded, strict=True):
         # One position is as long as a shard of it, so shapes say nothing.
