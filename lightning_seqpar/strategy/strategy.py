@@ -75,7 +75,7 @@ from lightning_seqpar.verify.guards.config import (
     refuse_unsupported,
     syncs_batch_norms,
 )
-from lightning_seqpar.verify.guards.heads import refuse_uneven_heads
+from lightning_seqpar.verify.guards.heads import context_method, refuse_uneven_heads
 from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
 from lightning_seqpar.verify.proof_cache import write_plan
 from lightning_seqpar.verify.prover import Proved, Prover
@@ -689,7 +689,10 @@ class SeqParallelStrategy(TuningStrategy):
         if self._summarized or self.global_rank:
             return
         self._summarized = True
-        about = (self.groups.topology, self.config, self.num_processes, VERSION, plan, coverage)
+        config = self.config
+        if config.cp > 1:
+            config = config.model_copy(update={"cp_method": context_method(self._module, config)})
+        about = (self.groups.topology, config, self.num_processes, VERSION, plan, coverage)
         if is_verbose():
             rank_zero_info(summarize(*about))
         else:

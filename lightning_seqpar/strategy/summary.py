@@ -254,5 +254,5 @@ def summarize_briefly(
     room = LINES - 2 - len(_in_rows(around))  # the headline, and the line on the file
     body = body[:room]
     where = f"{place} (-v, or SEQPAR_VERBOSE=1, prints it)" if place else "-v, or SEQPAR_VERBOSE=1, prints them"
-    rows = [around[0], ("plan", body), *around[1:], ("rules", [where] if len(body) < len(plan) else [])]
+    rows = [around[0], ("plan", body), *around[1:], ("rules", [where] if place or len(body) < len(plan) else [])]
     return "\n".join([_headline(topology, ranks_per_node, version), *_in_rows(rows)])

@@ -21,7 +21,7 @@ from lightning_seqpar.parallel.resolve import ResolvedPlan
 from lightning_seqpar.plan.choice import resolve_plans
 from lightning_seqpar.styles import style
 from lightning_seqpar.styles.registry import STYLES
-from lightning_seqpar.verify.guards.heads import refuse_uneven_heads
+from lightning_seqpar.verify.guards.heads import context_method, refuse_uneven_heads
 from tests.helpers import models
 
 ROOT = Path(inspect.getfile(ShardingPlan)).resolve().parents[2]
@@ -96,6 +96,16 @@ def test_uneven_heads_are_told_before_any_rank_starts(make, tp, says):
     rules = PlanSpec(rules=[{"pattern": "model.blocks.*.attn", "style": "whole"}])
     refuse_uneven_heads(make(), ParallelConfig(tp=tp, plan=rules))
     refuse_uneven_heads(make(), ParallelConfig(dp=3))
+
+
+def test_the_method_of_context_parallel_attention_is_named():
+    model = models.GPT(n_head=4)
+    assert context_method(model, ParallelConfig(cp=2)) == "ulysses, as its 4 heads on a rank divide by cp"
+    assert context_method(model, ParallelConfig(cp=3)) == "ring, as its 4 heads on a rank do not divide by cp"
+    assert context_method(model, ParallelConfig(cp=3, cp_method="all_gather")) == "all_gather"
+    assert (
+        context_method(nn.Linear(2, 2), ParallelConfig(cp=2)) == "auto, ulysses where its heads divide by cp, else ring"
+    )
 
 
 def test_no_rule_is_proposed_with_which_it_still_does_not_divide():

@@ -185,7 +185,7 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(script):
 
 @pytest.mark.parametrize("command", [(), pytest.param(TORCHRUN, marks=pytest.mark.matrix)], ids=["own", "torchrun"])
 def test_a_save_on_one_rank_alone_while_training_names_the_line_of_each_rank(script, command):
-    done = script(*command, BAD="save:0", TIMEOUT="15")
+    done = script(*command, BAD="save:0", TIMEOUT="25")
     assert done.returncode != 0
     at = r'File ".*script.py", line \d+, in '
     saves = rf"rank 0: in Trainer.save_checkpoint\n    {at}on_train_batch_start: trainer\.save"

@@ -40,6 +40,24 @@ def refuse_uneven_heads(model: nn.Module, config: ParallelConfig) -> None:
     )
 
 
+def context_method(model: nn.Module, config: ParallelConfig) -> str:
+    """How attention between context-parallel ranks is computed, in words: the method that ``auto`` takes for the model's heads.
+
+    Args:
+        model: its attention has the heads of one tensor-parallel rank.
+        config: the configuration.
+    """
+    if config.cp_method != "auto":
+        return config.cp_method
+    found = [_heads_of(module) for _, module in _repeated(model)]
+    counts = {heads for name, heads in found if heads and (config.tp == 1 or not name.startswith("config."))}
+    if not counts or len({heads % config.cp == 0 for heads in counts}) > 1:
+        return "auto, ulysses where its heads divide by cp, else ring"
+    heads = ", ".join(map(str, sorted(counts)))
+    divide = all(heads % config.cp == 0 for heads in counts)
+    return f"{'ulysses' if divide else 'ring'}, as its {heads} heads on a rank {'divide' if divide else 'do not divide'} by cp"
+
+
 def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules within blocks of which several of one class stand in a list, with their names."""
     for name, stack in model.named_modules():
