@@ -1414,7 +1414,7 @@ MUTANTS = [
         "_is_own_code",
         "return not is_installed(kind)",
         "return True",
-        "tests/test_adapters.py -k other_kinds",
+        "tests/test_adapters.py -k installed_adapter",
     ),
     Mutant(
         "a row that is called with a constant first has no graph",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_seqpar import ParallelConfig, SeqParallelStrategy, describe
 from lightning_seqpar.layout.adapters import is_adapted
 from lightning_seqpar.testing import run_distributed
+from lightning_seqpar.verify import run_comparison
 from lightning_seqpar.verify.parity import Trace, compare
 from tests.helpers import zoo
 from tests.helpers.adapted import Adapted
@@ -188,6 +189,14 @@ def test_other_kinds_train_like_one_process():
     for kind, got in zip(kinds, run_distributed(fit_other, 2, kinds)[0], strict=True):
         assert got.grad_norm > 0
         compare(fit("OtherKind", {"kind": kind}, steps=2, length=9), got).raise_if_failed()
+
+
+def test_draws_of_an_installed_adapter_are_not_the_users():
+    own = nn.Sequential(nn.Linear(4, 4))
+    dropping = Dropping()
+    dropping.own = own
+    name = next(name for name, _ in dropping.named_modules() if name.endswith("q_proj.base_layer"))
+    assert [run_comparison._is_own_code(dropping, one) for one in (name, "own.0", "")] == [False, True, True]
 
 
 def refusals(cases: dict[str, tuple[type, Any]]) -> dict[str, str]:
