@@ -253,7 +253,8 @@ class _Probe:
                 raise CantInferError(
                     f"{name}: the block run by itself does not call it (a cache, or a state of its own?)"
                 )
-        self.read = self._reads[0]
+        # A row may be called with constants too: DoRA multiplies both halves of an adapter by the identity.
+        self.read = next((read for read in self._reads if read.requires_grad), self._reads[0])
         if not self.read.requires_grad:
             raise CantInferError(
                 f"{row}: its input has no graph in the block's forward (is it made under reentrant checkpointing? "

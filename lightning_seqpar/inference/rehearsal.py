@@ -140,9 +140,6 @@ class _Rehearsal:
     def _cut_columns(self, group: GroupLayout, stack: ExitStack) -> None:
         """Let columns read the whole input and return this rank's features."""
 
-        def real(module: nn.Module, args: Any) -> Any:
-            return (resolve(args[0]), *args[1:])
-
         for column, layout in group.columns.items():
             mine = _indices(layout.ranges[self._rank])
             linear = self._block.flow.linears[column]
@@ -150,20 +147,29 @@ class _Rehearsal:
                 stack.enter_context(_cut_weight(self._block, linear, mine))
                 continue
             module = self._block.modules[column]
-            whole = {key: tensor.data for key, tensor in module.named_parameters()}
-
-            def cut(
-                module: nn.Module, args: Any, out: Any, mine: Tensor = mine, whole: dict[str, Tensor] = whole
-            ) -> Tensor:
-                # Features of the whole product, to the last bit: code behind it may round to a narrower type.
-                made: Tensor = torch.func.functional_call(
-                    _Plain(module), {f"of.{k}": x for k, x in whole.items()}, args
-                )
-                return made.index_select(-1, mine.to(made.device))
-
-            stack.callback(module.register_forward_pre_hook(real).remove)
-            stack.callback(module.register_forward_hook(cut).remove)
+            whole = [(tensor, tensor.data) for tensor in module.parameters()]
             stack.enter_context(_cut_weight(self._block, linear, mine))  # an adapter around it may read its weight
+            cut = [(tensor, tensor.data) for tensor in module.parameters()]
+
+            def before(module: nn.Module, args: Any, whole: Sequence[tuple[Tensor, Tensor]] = whole) -> Any:
+                for tensor, data in whole:
+                    tensor.data = data
+                return (resolve(args[0]), *args[1:])
+
+            def after(
+                module: nn.Module,
+                args: Any,
+                out: Tensor,
+                mine: Tensor = mine,
+                cut: Sequence[tuple[Tensor, Tensor]] = cut,
+            ) -> Tensor:
+                for tensor, data in cut:
+                    tensor.data = data
+                # Features of the whole product, to the last bit: code behind it may round to a narrower type.
+                return out.index_select(-1, mine.to(out.device))
+
+            stack.callback(module.register_forward_pre_hook(before).remove)
+            stack.callback(module.register_forward_hook(after).remove)
             stack.enter_context(changed_attribute(module, "out_features", len(mine)))
 
     def _check_readers(self, group: GroupLayout, stack: ExitStack) -> None:
@@ -210,17 +216,6 @@ class _Rehearsal:
         if not float((x - part).abs().max()) <= EQUAL.get(part.dtype, 5e-2) * max(scale, 1e-30):
             raise _MismatchError(f"{name}: its input is not this rank's part of the whole one's")
         return whole
-
-
-class _Plain(nn.Module):
-    """Calls a module without its hooks."""
-
-    def __init__(self, of: nn.Module) -> None:
-        super().__init__()
-        self.of = of
-
-    def forward(self, *args: Any) -> Any:
-        return self.of.forward(*args)
 
 
 class _MismatchError(Exception):

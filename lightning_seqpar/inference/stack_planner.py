@@ -128,7 +128,7 @@ class StackPlanner:
         planned = self._plan_blocks(flows, names)
         known, plans, wholes = planned.kinds, planned.of_block, planned.wholes
         dims = {flow.name: Block(model, flow).sequence_dim() for flow in planned.examples}
-        _refuse_idle_stack(flows[0].name, known, wholes.values())
+        _refuse_idle_stack(model, flows[0].name, known, wholes.values())
         blocks = pattern_of(model, names)
         dim = next(iter(dims.values())) if len(set(dims.values())) == 1 else None
         streams = dict.fromkeys(key for flow in flows for key in flow.streams)
@@ -262,10 +262,13 @@ def _whole_rules(
     return out
 
 
-def _refuse_idle_stack(first: str, plans: Iterable[BlockPlan], wholes: Iterable[CantInferError] = ()) -> None:
+def _refuse_idle_stack(
+    model: nn.Module, first: str, plans: Iterable[BlockPlan], wholes: Iterable[CantInferError] = ()
+) -> None:
     """Refuse a stack without a row linear.
 
     Args:
+        model: the copy.
         first: name of the first block.
         plans: the plans of its blocks.
         wholes: why parts of them can't be split.
@@ -279,9 +282,18 @@ def _refuse_idle_stack(first: str, plans: Iterable[BlockPlan], wholes: Iterable[
                 f"{'; '.join(reasons)}\n  With these parts computed whole nothing of the block is left to shard: no plan was "
                 "found for it"
             )
+        pointwise = [
+            name
+            for name, module in model.get_submodule(first).named_modules()
+            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and {*module.kernel_size} == {1}
+        ]
         raise CantInferError(
-            f"{first}: no pair of linears is found in it, of which the second one's output is added to the block's "
-            "input; name them: {pattern: ..., style: column} and {pattern: ..., style: row}"
+            f"{first}: no pair of linears is found in it, of which the second one's output is added to the block's input; "
+            + (
+                f"{pointwise[0]} is a convolution of kernel 1, and linears alone are sharded: write it as nn.Linear, on [b, s, c]"
+                if pointwise
+                else "name them: {pattern: ..., style: column} and {pattern: ..., style: row}"
+            )
         )
 
 

@@ -33,8 +33,15 @@ def known_limits(root: nn.Module) -> list[str]:
     for module in root.modules():
         configs = getattr(module, "peft_config", None)
         for config in configs.values() if isinstance(configs, dict) else ():
-            if getattr(getattr(config, "peft_type", None), "name", "") == "PREFIX_TUNING":
+            kind = getattr(getattr(config, "peft_type", None), "name", "")
+            if kind == "PREFIX_TUNING":
                 limits["prefix tuning gives every block keys and values of all heads; use LoRA or prompt tuning"] = None
+            kind = "DORA" if getattr(config, "use_dora", False) else kind
+            if kind not in ("", "LORA") and getattr(config, "target_modules", None):
+                limits[
+                    f"the attention or MLP in which {kind} stands may have to be whole on every rank, and something of each block "
+                    "must be left to shard; leave the attention's or the MLP's linears out of target_modules, or use LoRA"
+                ] = None
             if getattr(config, "target_parameters", None):
                 limits[
                     "LoRA on target_parameters (experts) replaces parameters that are dealt out; use target_modules, or leave "

@@ -69,6 +69,7 @@ class ResolvedPlan(PlannedModel):
         if (
             all(isinstance(self.modules[n], nn.TransformerEncoder) for n in self.linears)
             and not self.unwrapped_parameters
+            and not self.named("vocab")
         ):
             raise ValueError("the plan shards nothing: give at least one 'column' and one 'row' rule, or set tp=1")
         if self.sp:

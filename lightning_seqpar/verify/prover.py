@@ -107,7 +107,7 @@ class Prover:
         self._beside: Sequence[ShardingPlan] = ()  # shipped plans, beside which the rest is inferred
         self._known = Explanations()
         self._parts: list[dict[str, Any]] = []  # rules by which a part of the blocks is computed whole
-        self._draws_differ = False  # whether random numbers were among what a self-check found wrong
+        self._draws_differ = False  # whether a self-check found random numbers of the user's own code wrong
         self._frozen = ""  # why the proof holds only while frozen parameters stay so
         self._not_evaluated = ""  # why the last self-check did not compare evaluation
         self._why_wide = ""  # what the self-check found wrong with the plan that shards more
@@ -541,7 +541,7 @@ class Prover:
             yield "sp=False", lambda: [plan.without_sp() for plan in inferred]
         if _has_sums(inferred):
             yield "each expert reduced by itself", self._infer_without_sums
-        # What draws random numbers in a way that no rule mends would only be computed whole: the user can do better.
+        # Own code that draws random numbers in a way that no rule mends would only be computed whole: the user can do better.
         for part in () if self._draws_differ else self._parts[:_MOST_PARTS]:
             rules = ShardingPlan.from_rules([part]).rules
             fewer = [replace(plan, rules=(*plan.rules, *rules)) for plan in inferred]

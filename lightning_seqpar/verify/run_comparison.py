@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_seqpar.distributed.collectives import split
+from lightning_seqpar.layout.class_source import is_installed
 from lightning_seqpar.layout.module_names import in_all_layers, inside
 from lightning_seqpar.parallel.sharded_model import ShardedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
@@ -38,7 +39,7 @@ class Verdict:
         wrong: what differs, in words; empty if nothing does.
         idle: planned modules that the example did not run: nothing is proved of them.
         not_evaluated: why evaluation was not compared, in words; empty if it was.
-        draws: whether random numbers are among what differs: how they are drawn is for the user to change.
+        draws: whether random numbers of the user's own code are among what differs: how they are drawn is for the user to change.
     """
 
     wrong: list[str] = field(default_factory=list)
@@ -75,8 +76,8 @@ def compare_runs(
     verdict.wrong += _unproved_modules(dense, record)
     shared = any(layout.shard is not None and layout.shard.has_shared for layout in record.layout.values())
     drawn_wrong = _wrong_draws(dense.drawn, sharded.drawn, groups.size("tp") if shared else 0) if draws else []
-    verdict.wrong += drawn_wrong
-    verdict.draws = bool(drawn_wrong)
+    verdict.wrong += [text for _, text in drawn_wrong]
+    verdict.draws = any(_is_own_code(record.model, where) for where, _ in drawn_wrong)
     verdict.wrong += _wrong_buffers(dense, sharded, record, limit, groups)
     first, _ = _first_difference(dense.outputs, sharded.outputs, record, groups, limit)
     if not error <= limit:
@@ -157,8 +158,8 @@ def _unproved_modules(dense: ObservedRun, record: ShardedModel) -> list[str]:
     ]
 
 
-def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sharers: int) -> list[str]:
-    """Compare the random draws of the two forwards; a sentence on the first that comes from the wrong stream.
+def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sharers: int) -> list[tuple[str, str]]:
+    """Compare the random draws of the two forwards; the first that comes from the wrong stream.
 
     Numbers for a whole activation must be the same on all ranks, so they must come from the stream that the ranks share;
     numbers for a part of one must come from the rank's own.
@@ -167,6 +168,9 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sha
         dense: the draws of the whole copy.
         sharded: the draws of the sharded copy.
         sharers: number of tensor-parallel ranks if some of them hold the same heads, else 0.
+
+    Returns:
+        The name of the module behind which it is drawn, and a sentence; none if all are right.
     """
     names = [[one.drawn.name for one in draws] for draws in (dense, sharded)]
     if names[0] != names[1]:
@@ -174,11 +178,12 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sha
             (at for at, (one, other) in enumerate(zip(*names, strict=False)) if one != other), min(map(len, names))
         )
         first = max(dense[alike:], sharded[alike:], key=len)[0]
-        return [
+        text = (
             f"{first.where or 'the step'} (or what is behind it) draws random numbers ({first.drawn.name}) in one of them alone: "
             f"the sharded model draws {len(sharded)} times, the whole one {len(dense)} times, or in other ways; let the forward "
             "draw alike, whatever the shape of its input"
-        ]
+        )
+        return [(first.where, text)]
     for one, draw in zip(dense, sharded, strict=True):
         # One position is as long as a shard of it, so shapes say nothing.
         if any(length == 1 for _, length in draw.sequences):
@@ -186,26 +191,39 @@ def _wrong_draws(dense: Sequence[RandomDraw], sharded: Sequence[RandomDraw], sha
         whole, shape = one.drawn.shape, draw.drawn.shape
         text = f"random numbers ({draw.drawn.name}) of shape {list(shape)}, drawn in {draw.where or 'the step'} (or behind it), "
         if draw.own and sharers and _is_drawn_by_several(whole, shape, draw.sequences, sharers):
-            return [
-                f"{text}are more than a rank's part of {list(whole)} in the whole model: some of {sharers} ranks hold the same key "
+            text += (
+                f"are more than a rank's part of {list(whole)} in the whole model: some of {sharers} ranks hold the same key "
                 "and value heads, and each would draw its own for the same head. Draw them for the query or the attention's "
                 "weights, or use no more ranks than key and value heads"
-            ]
+            )
+            return [(draw.where, text)]
         if (whole == shape) is not draw.own:
             continue
         if draw.own:
-            return [
-                f"{text}are as many as in the whole model, so that all ranks must draw the same, but behind a column linear and in "
+            text += (
+                "are as many as in the whole model, so that all ranks must draw the same, but behind a column linear and in "
                 "a block of shards each rank draws its own. Draw them in front of the first column linear of the attention or "
                 "MLP (an adapter's dropout in front of the adapted linear), in a module whose class is called ...DropPath or "
                 "...StochasticDepth, or not at all"
-            ]
-        return [
-            f"{text}are a part of {list(whole)} in the whole model, so that each rank must draw its own, but between the "
+            )
+            return [(draw.where, text)]
+        text += (
+            f"are a part of {list(whole)} in the whole model, so that each rank must draw its own, but between the "
             "blocks, in a DropPath, behind a row linear and from a generator of your own all ranks draw the same; draw them inside "
             "a block, from torch's own generator, or not at all"
-        ]
+        )
+        return [(draw.where, text)]
     return []
+
+
+def _is_own_code(model: nn.Module, name: str) -> bool:
+    """Whether a module is the user's own code; of a linear or another module of torch's, the one around it counts."""
+    while name:
+        kind = type(model.get_submodule(name))
+        if not kind.__module__.startswith(("torch.", "lightning_seqpar.")):
+            return not is_installed(kind)
+        name = name.rpartition(".")[0]
+    return True
 
 
 def _is_drawn_by_several(

@@ -175,6 +175,25 @@ def test_where_it_stops_it_names_the_module_and_the_rule():
     assert "with which inference stops at\n  h.0: no pair of linears is found" in str(caught.value)
 
 
+class Pointwise(nn.Module):
+    """An MLP of convolutions of kernel 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(16, 32, 1), nn.Conv1d(32, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x.transpose(1, 2)).relu()).transpose(1, 2)
+
+
+def test_convolutions_of_kernel_1_are_told_to_be_linears():
+    model = nn.Sequential(nn.Embedding(32, 16), Pointwise(), Pointwise())
+    with pytest.raises(
+        CantInferError, match=r"up is a convolution of kernel 1, and linears alone are sharded: write it as"
+    ):
+        infer_plan(model, IDS, 2)
+
+
 class Rounded(nn.Linear):
     """Stands for a quantised linear."""
 
@@ -255,11 +274,8 @@ class Closed(nn.Module):
         return self.runs[0](ids)
 
 
-def test_a_model_that_runs_its_original_is_not_traced():
-    with pytest.raises(
-        (CantInferError, RuntimeError), match=r"no repeated blocks found|runs none of its own modules|dtype"
-    ):
-        infer_plan(Closed(), IDS, 2)
+def test_a_model_that_runs_closures_is_traced_on_its_copy():
+    assert {"column", "row"} <= {rule.style for rule in infer_plan(Closed(), IDS, 2).plan.rules}
 
 
 class Uncopied(zoo.Decoder):
