@@ -331,7 +331,7 @@ MUTANTS = [
     ),
     Mutant(
         "between blocks: a module of a block is given parts there",
-        "gather_arguments.hook",
+        "hooks:gather_arguments.hook",
         "if region.sp and not region.frames.active and any(map(lies_over_tp, (*args, *kwargs.values()))):",
         "if False:",
         "tests/test_between_blocks.py -k tp2]",
