@@ -141,16 +141,15 @@ class SeqPart(Tensor):
     def for_parts(self) -> Tensor:
         """The whole sequence as a plain tensor, ``[b, s, h]``, for work of each rank on a part of another sequence.
 
-        Forward: all-gather. Backward: reduce-scatter.
+        Forward: all-gather. Backward: reduce-scatter. Of a sequence over both axes that is over cp alone: a function that is given
+        the result beside a part over tp shares it (:func:`share`).
         """
         return self._gathered(gather_for_parts)
 
     def _gathered(self, gather: Callable[[Tensor, int, Chunks], Tensor]) -> Tensor:
         _settle((self,))
         place, local = self._place, self._local
-        if isinstance(local, SeqPart):
-            local = local._gathered(gather)
-        elif type(local) is not Tensor and hasattr(local, "whole"):  # sharded by vocabulary too
+        if type(local) is not Tensor and hasattr(local, "whole"):  # a part over tp too, or sharded by vocabulary
             local = local.whole()
         if place.is_plain:
             return gather(local, place.dim, place.chunks)

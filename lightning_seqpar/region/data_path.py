@@ -21,6 +21,7 @@ from lightning_seqpar.activations.wgrad_overlap import (
 )
 from lightning_seqpar.context.axis import ContextAxis
 from lightning_seqpar.context.chunks import Chunks, padded
+from lightning_seqpar.context.exchange import share
 from lightning_seqpar.context.seq_part import Place, SeqPart, lies_over_tp, local_of, over_tp, whole_of
 from lightning_seqpar.distributed.collectives import (
     copy_to_tensor_parallel_region,
@@ -180,7 +181,8 @@ class DataPath:
             return x
         found = self._shard_in(x)
         if found is None or found[1] != self._frames.current.length:
-            return x.for_parts()
+            whole: Tensor = x.for_parts()
+            return share(whole, x.local.place.chunks) if isinstance(x.local, SeqPart) else whole
         self._observers.shard_made(found[0], self._frames.current.module)
         return found[0]
 

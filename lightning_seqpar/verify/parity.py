@@ -276,17 +276,15 @@ class ParityRecorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the batch's loss; those of interleaved stages where the accumulation window ends, and they are computed."""
+        """Keep the batch's loss; those of stages where the accumulation window ends, and all are computed."""
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         values = own_whole(loss).double().view(1) * trainer.accumulate_grad_batches
         record = record_of(pl_module)
         stage = None if record is None else record.stage
-        if stage is not None and stage.chunks > 1:
+        if stage is not None:
             if trainer.fit_loop._should_accumulate():
                 return
-            values = torch.stack(stage.losses).double() if stage.is_last else values
-        if stage is not None:
-            values = stage.of_last(values)
+            values = stage.of_last(torch.stack(stage.losses).double() if stage.is_last else values)
         self.trace.losses += trainer.strategy.reduce(values, reduce_op="mean").tolist()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
