@@ -204,7 +204,7 @@ def observe_run(
             average_gradients(list(model.parameters()), groups["cp"])
         sync.flush_all(check=True)
         sync.remove()
-    buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}  # another run may change them
     changed = {name for name, buffer in buffers.items() if name in before and not _equal(buffer, before[name])}
     grads = {name: parameter.grad for name, parameter in model.named_parameters()} if record is None else {}
     keeps = not kept_tensors(model).keys() <= held.keys()

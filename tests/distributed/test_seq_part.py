@@ -1072,7 +1072,7 @@ def check_cases(layouts: list[tuple[str, int]], names: list[str] | None = None) 
                 wrong.append(f"{name}, {layout} {s}: {bad}")
     HANDLERS.update(kept)
     reached |= {func for func in kept if (arriving := _arrives(func)) is not func and arriving in reached}
-    return wrong, {_name_of(func) for func in kept if func not in reached | DRAWN}, made
+    return wrong, {_name_of(func) for func in kept if func not in reached | DRAWN | ELSEWHERE}, made
 
 
 class _Told(Exception):
@@ -1105,6 +1105,12 @@ DRAWN = {
     for func in homes(name)
 }  # fmt: skip
 """They draw: see the test of draws."""
+
+ELSEWHERE = {
+    *(torch.autograd.backward, torch.autograd.grad, getattr(torch.Tensor, "requires_grad").__set__),  # noqa: B009
+    *(torch.Tensor.cpu, torch.Tensor.cuda),
+}
+"""What reentrant checkpoints and users of parts over tp call (test_overlap, test_between_blocks); moves between devices, as ``to``."""
 
 
 def _name_of(func: Any) -> str:

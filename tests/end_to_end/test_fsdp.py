@@ -15,7 +15,6 @@ from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.distributed.counters import Traffic
 from lightning_seqpar.layout.param_layout import ModelLayout
 from lightning_seqpar.layout.replica_rows import is_split, local_rows
-from lightning_seqpar.parallel.fully_sharded import FullySharded
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import Trace, compare, gather_weights
 from tests.helpers import models
@@ -438,30 +437,6 @@ def test_what_it_sends_and_what_it_refuses():
         assert "the model holds another parameter than the one that was laid out" in found["stale"]
         # Nothing is reduced but in the last of three micro-batches: two blocks and the rest.
         assert [calls.get("reduce_scatter", 0) for calls in found["sent"]] == [0, 0, 3]
-
-
-def late_products() -> str:
-    """Weight-gradient products that wait for a collective of the block before."""
-    wraps = FullySharded.begin
-
-    def begin(self: FullySharded) -> None:
-        wraps(self)
-        for region in self._record.regions:
-            region.path.row_window = "any"
-
-    FullySharded.begin = begin  # type: ignore[method-assign]
-    try:
-        fit("GPT", {}, world=4, strategy={"tp": 2, "data_parallel": "fsdp"}, steps=1)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        FullySharded.begin = wraps  # type: ignore[method-assign]
-    return "trained"
-
-
-def test_a_gradient_behind_its_reduction_ends_the_run():
-    for told in run_distributed(late_products, 4):
-        assert told.startswith("model.blocks.1.attn.proj.weight: its gradient was not reduced over the replicas")
 
 
 def in_bfloat16() -> dict[str, Any]:

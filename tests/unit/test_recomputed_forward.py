@@ -129,14 +129,14 @@ def test_a_recompute_has_the_length_of_its_own_call():
             outer = frames.current
             with pytest.raises(KeyError), frames.repeating(ctx.known):
                 found.append((frames.length, frames.recomputes))
-                frames.open()  # a call of the owner that the end of the recompute cuts off
+                frames.open()  # a call of a block that the end of the recompute cuts off
                 raise KeyError
             assert frames.current is outer
             return grad, None
 
     for length in (9, 10):  # shards of both are as long
         frames.open()
-        frames.begin(torch.zeros(3, length, 4), ("first", (3, length, 4)))
+        frames.begin(length, (3, length, 4))
         known = frames.lengths()
         frames.end()
         frames.close()
