@@ -244,7 +244,7 @@ class StagedStrategy(TopologyStrategy):
             out = run(*args, **kwargs)
             if self._logs is None or "loss" not in out:
                 return out
-            return {**out, "loss": torch.full_like(out["loss"], self._logs.window_loss)}
+            return {**out, "loss": torch.full_like(out["loss"], self._logs.window_loss, dtype=torch.float64)}
 
         loop.__dict__["run"] = with_loss
 

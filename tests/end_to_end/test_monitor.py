@@ -193,7 +193,7 @@ def fit_clipping(kind: type[Callback]) -> str:
     )
     try:
         trainer.fit(models.GPT(), models.loader(4, count=96))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return "trained"
 
@@ -201,7 +201,7 @@ def fit_clipping(kind: type[Callback]) -> str:
 @pytest.mark.parametrize("kind", [Clips, ClipsOnInstance])
 def test_a_callback_that_derives_from_one_that_only_reads_speaks_for_itself(kind):
     for told in run_distributed(fit_clipping, 2, kind):
-        assert "every rank holds it whole, but the gradients that reach the optimizer differ across tp" in told
+        assert "gradients were clipped by torch.nn.utils.clip_grad" in told
 
 
 def test_other_strategies():
