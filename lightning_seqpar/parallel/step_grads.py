@@ -46,6 +46,13 @@ class _Window:
         for name, grad in grads.items():
             self.record.layout.parameter(name).grad = grad
 
+    def hide(self) -> None:
+        """Give the parameters their plain gradients, for the rest of the step."""
+        for name, shown in self.shown.items():
+            if self.record.layout.parameter(name).grad is shown:
+                self.record.layout.parameter(name).grad = self.plain[name]
+        self.shown = {}
+
     def sum_partial(self) -> None:
         """Sum the partial gradients, once; collective over tp."""
         if not self.is_settled:

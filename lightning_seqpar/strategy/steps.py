@@ -82,6 +82,10 @@ def _with_whole_extras(out: Any) -> Any:
         return {key: value if key == "loss" else map_tensors(_whole, value) for key, value in out.items()}
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class SteppingStrategy(StagedStrategy):
     """The part of the strategy that runs steps and updates, in every loop; a subclass sets up the model.
 
@@ -109,6 +113,7 @@ class SteppingStrategy(StagedStrategy):
         self._scales: StageScales | None = None
         self._gradients_may_change = True
         self._weights: WeightWatch | None = None
+        self._hide_gradients: Callable[[], None] = _nothing
 
     def _share_metrics(self) -> None:
         """Let the metrics of the model and of callbacks sync over the replicas."""
@@ -214,9 +219,13 @@ class SteppingStrategy(StagedStrategy):
             # where its code is watched.
             if record is None or not self._shows_gradients or (begins and not due):
                 return self._step("training", super().training_step, args, kwargs)
-            settle = (lambda: None) if begins else functools.partial(self._sum_gradients, None)
-            with step_gradients(record, settle) as window:
-                out = self._step("training", super().training_step, args, kwargs)
+            settle = _nothing if begins else functools.partial(self._sum_gradients, None)
+            try:
+                with step_gradients(record, settle) as window:
+                    self._hide_gradients = window.hide
+                    out = self._step("training", super().training_step, args, kwargs)
+            finally:
+                self._hide_gradients = _nothing
             if window.changed and not begins and self._shadow is not None:
                 self._shadow.stop()  # a block's gradients are no longer the sum of what its calls had
             return out
@@ -555,6 +564,7 @@ class SteppingStrategy(StagedStrategy):
 
     def sync_all_gradients(self) -> None:
         """Sum the partial gradients of all parameters that train, unless that is done already. Collective over tp."""
+        self._hide_gradients()
         for optimizer in self.optimizers:
             self.sync_gradients(optimizer)
         self.sync_others()
