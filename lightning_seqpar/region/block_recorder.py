@@ -135,7 +135,7 @@ class BlockRecorder:
         late: those of them whose input is known behind the hooks of the region alone; :meth:`entered` is called for them there.
         dim: the tensor dim of the sequence.
         sp: whether activations between blocks are shards along it.
-        frames: the calls of the region's owner.
+        frames: the calls of the region's blocks.
         parts: the tensors of this step of which this rank has a part.
 
     Attributes:

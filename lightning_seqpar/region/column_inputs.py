@@ -22,7 +22,7 @@ class ColumnInputs:
     """What was gathered or copied for the modules that are running, found again by the tensor that a column reads.
 
     Args:
-        frames: the calls of the region's owner, which hold it.
+        frames: the calls of the region's blocks, which hold it.
     """
 
     def __init__(self, frames: FrameStack) -> None:

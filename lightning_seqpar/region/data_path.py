@@ -64,7 +64,7 @@ class DataPath:
         group: the tensor-parallel process group.
         dim: the tensor dim of the sequence.
         policy: what is kept for the backward, and which products wait for a collective.
-        frames: the calls of the region's owner.
+        frames: the calls of the region's blocks.
         rng: which random stream draws come from.
         columns: what is gathered for columns.
         observers: what is told of each event.

@@ -193,7 +193,7 @@ class FrameStack:
         self._push(Frame(module, False, length, known.ndim, known.batch, known.chunks, task=task, resumed_by=module))
 
     def finish(self, module: str) -> None:
-        """A block or a module with gathered inputs ended: close the frame that :meth:`resume` opened for it, if any."""
+        """A block or a module with gathered inputs ended: close the frame that :meth:`open_recompute` opened for it, if any."""
         if self.current.resumed_by == module:
             self.current = self._outer.pop()
 

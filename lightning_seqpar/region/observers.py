@@ -32,7 +32,7 @@ class Observers:
         group: the tensor-parallel process group.
         dim: the tensor dim of the sequence.
         sp: whether activations between the blocks are shards along the sequence.
-        frames: the calls of the region's owner.
+        frames: the calls of the region's blocks.
         rng: which random stream draws come from.
 
     Attributes:

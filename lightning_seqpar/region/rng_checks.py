@@ -87,7 +87,7 @@ class DrawContext(NamedTuple):
             region: what messages call the region.
             sp: whether activations between its blocks are shards.
             dim: the tensor dim of the sequence.
-            frames: the calls of the region's owner.
+            frames: the calls of the region's blocks.
             rng: which stream draws come from.
         """
         frame, shards = frames.current, None

@@ -17,7 +17,7 @@ class RngScope:
     Args:
         rank: this rank in the tensor-parallel group.
         sp: whether activations between the blocks are shards along the sequence.
-        frames: the calls of the region's owner.
+        frames: the calls of the region's blocks.
 
     Attributes:
         streams: torch's generators, and the switch between the two streams.

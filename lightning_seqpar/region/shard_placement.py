@@ -13,7 +13,7 @@ class ShardPlacement:
     Args:
         region: what messages call the region.
         dim: the tensor dim of the sequence.
-        frames: the calls of the region's owner.
+        frames: the calls of the region's blocks.
 
     Attributes:
         is_copy: whether the region belongs to a copy of a sharded model, for which nothing is gathered.
