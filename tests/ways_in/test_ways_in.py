@@ -119,7 +119,7 @@ def test_the_command_line_with_a_config_and_overrides(tmp_path):
     )  # fmt: skip
     assert code == 0, told[-3000:]
     assert told.count("2 ranks on 1 node, tp 2") == 1, "the summary belongs to rank 0 alone"
-    assert re.search(r"off +sp, ddp \(one replica\)", told)
+    assert re.search(r"off: sp, ddp \(one replica\)", told)
     assert "`max_steps=2` reached" in told
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["runs/cli/config.yaml"]
 
