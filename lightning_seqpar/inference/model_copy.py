@@ -226,10 +226,13 @@ class _Leads:
             items = tuple(self.of(item) for item in value)
             return value if all(new is old for new, old in zip(items, value, strict=True)) else items
         if id(value) not in self._memo:  # a container of the model itself stays as it is
+            # By the base class: a class of the user's may refuse changes (frozen settings), or count them.
             if isinstance(value, dict):
-                value.update({key: self.of(item) for key, item in value.items()})
+                for key, item in list(value.items()):
+                    if (led := self.of(item)) is not item:
+                        dict.__setitem__(value, key, led)
             elif isinstance(value, list):
-                value[:] = [self.of(item) for item in value]
+                list.__setitem__(value, slice(None), [self.of(item) for item in value])
         return value
 
     def _weak(self, value: Any) -> Any:

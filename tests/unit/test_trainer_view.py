@@ -535,3 +535,20 @@ def test_hooks_of_a_copy_keep_what_the_copy_makes(how, ran):
     assert all(parameter.grad is not None for parameter in copied.parameters())
     assert model.kept == before
     assert model(torch.ones(1, 3)).dtype == torch.float32  # the copy's activations have not come to the model
+
+
+class Frozen(dict[str, Any]):
+    """Settings that are not to be changed, as packages have them."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("frozen")
+
+
+def test_settings_that_refuse_changes_are_copied_and_what_they_hold_leads_to_the_copy():
+    model = Roundabout()
+    model.settings = Frozen(width=3, heads=[1, 2], project=model.project)
+    copied = detached_copy(model, torch.device("cpu"))
+    assert {**copied.settings, "project": None} == {"width": 3, "heads": [1, 2], "project": None}
+    copied.settings["project"](torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    assert model.head.weight.grad is None
+    assert copied.head.weight.grad is not None
