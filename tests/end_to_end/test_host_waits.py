@@ -58,20 +58,21 @@ def test_no_step_waits_for_the_device(world, tp, fields, names):
 class ApartAt(models.GPT):
     """One rank changes a gradient that all hold whole, in a step in which no check is due."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, scales: bool = False) -> None:
         super().__init__(tied=False)
-        self.at = at
+        self.at, self.scales = at, scales
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.trainer.global_step == self.at and dist.get_rank() == 1:
             assert self.model.norm.weight.grad is not None
-            self.model.norm.weight.grad *= 2
+            for parameter in self.parameters() if self.scales else [self.model.norm.weight]:
+                parameter.grad *= 2
 
 
-def step_of_error(at: int) -> tuple[int, str]:
+def step_of_error(at: int, scales: bool = False) -> tuple[int, str]:
     trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2, self_check=False), max_steps=20)
     try:
-        trainer.fit(ApartAt(at), models.loader(4, count=96))
+        trainer.fit(ApartAt(at, scales), models.loader(4, count=96))
     except RuntimeError as error:
         return trainer.global_step, str(error)
     return trainer.global_step, "trained"
@@ -85,6 +86,9 @@ def test_gradients_that_differ_end_the_run_a_step_later():
                 "every rank holds it whole, but the gradients that reach the optimizer differ across tp by 5.0e-01"
                 in told
             )
+            assert "this step took another way than the first batch" in told
+    told = run_distributed(step_of_error, 2, 16, True)[0][1]
+    assert "By one number for all parameters, so gradients were clipped by torch.nn.utils.clip_grad_norm_" in told
 
 
 class StreamsOf(Callback):

@@ -440,6 +440,24 @@ def test_a_step_may_change_its_batch_in_place():
     assert ids.tolist() == [0, 1, 2, 3]
 
 
+class ByItself(L.LightningModule):
+    """A manual step that neither Lightning nor the strategy hears of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        (self.scale * batch).sum().backward()
+
+
+def test_a_manual_step_with_a_plain_backward_is_told_what_to_call():
+    example = Example("the test", "training_step", (torch.ones(2), 0), {})
+    with pytest.raises(NoExampleError, match=r"call self\.manual_backward\(loss\) instead of loss\.backward\(\)"):
+        example.run(ByItself())
+
+
 class Roundabout(nn.Module):
     """Reaches its own parts by a weak reference, a proxy, a closure and a bound method."""
 
