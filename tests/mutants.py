@@ -351,6 +351,20 @@ MUTANTS = [
         "tests/test_between_blocks.py -k tp2]",
     ),
     Mutant(
+        "between blocks: what a composed function is given is shared twice",
+        "SeqPart.__torch_function__",
+        "(args, named) if func in COMPOSED else ",
+        "(args, named) if func in _OF_GRAPH else ",
+        "tests/test_between_blocks.py -k tp2]",
+    ),
+    Mutant(
+        "a search for vocabularies computes weights that count",
+        "vocabulary:_held_weight",
+        "    for held in (module._parameters",
+        "    module.weight\n    for held in (module._parameters",
+        "tests/test_found_vocabulary.py -k computed",
+    ),
+    Mutant(
         "order of the axes reversed",
         "ProcessTopology.from_config",
         'names = config.order.split("-")',

@@ -16,19 +16,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_seqpar.context.exchange import sum_over_ranks
-from lightning_seqpar.context.seq_part import HANDLERS, VIEWS, Handler, Place, SeqPart, changes, local_of, share_of
+from lightning_seqpar.context.seq_part import (
+    COMPOSED,
+    HANDLERS,
+    VIEWS,
+    Handler,
+    Place,
+    SeqPart,
+    changes,
+    local_of,
+    share_of,
+)
 from lightning_seqpar.distributed.autograd import without_subclasses
 from lightning_seqpar.distributed.rng import drawn_apart
 
 
 def handles(
-    *names: str, views: bool = False, homes: tuple[Any, ...] = (torch, Tensor, F, torch.special)
+    *names: str,
+    views: bool = False,
+    composed: bool = False,
+    homes: tuple[Any, ...] = (torch, Tensor, F, torch.special),
 ) -> Callable[[Handler], Handler]:
     """Decorate the handler of the functions of these names, in ``torch``, ``torch.Tensor`` and ``torch.nn.functional``.
 
     Args:
         names: of the functions.
         views: whether what they return is a view of their first argument.
+        composed: whether the handler runs other functions of sequences.
         homes: where functions of these names are looked for; one of another signature may have the same name elsewhere.
     """
 
@@ -40,6 +54,8 @@ def handles(
                     HANDLERS[func] = handler
                     if views:
                         VIEWS.add(func)
+                    if composed:
+                        COMPOSED.add(func)
         return handler
 
     return register
@@ -555,16 +571,14 @@ def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x.like(func(bias, x._local, weight, *args[3:], **kwargs))
 
 
-@handles("baddbmm", "__baddbmm__")
+@handles("baddbmm", "__baddbmm__", composed=True)
 def baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sum of a tensor and products of batches."""
     given = {**dict(zip(("input", "batch1", "batch2"), args, strict=False)), **kwargs}
     added, a, b = given.get("input"), given.get("batch1"), given.get("batch2")
-    if added is None or given.keys() - {"input", "batch1", "batch2", "beta", "alpha"}:
+    if added is None or a is None or b is None or given.keys() - {"input", "batch1", "batch2", "beta", "alpha"}:
         return NotImplemented
-    product = matmul(torch.bmm, (a, b), {})
-    if product is NotImplemented:
-        return product
+    product = torch.bmm(a, b)
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     return (product if alpha == 1 else product * alpha) + (added if beta == 1 else added * beta)
 
@@ -659,7 +673,7 @@ _OF_HEADS = (
 )  # fmt: skip
 
 
-@handles("multi_head_attention_forward")
+@handles("multi_head_attention_forward", composed=True)
 def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.multi_head_attention_forward`` of queries ``[s, b, h]``: projections of the part around torch's attention."""
     given = {

@@ -262,7 +262,7 @@ class SeqPart(Tensor):
         if named.get("out") is None:
             handler = HANDLERS.get(func)
             if handler is not None:
-                out = handler(func, *((args, named) if func in _OF_GRAPH else _shared(args, named)))
+                out = handler(func, *((args, named) if func in COMPOSED else _shared(args, named)))
                 if out is not NotImplemented:
                     if func in VIEWS:
                         _note_views(args[0], out)
@@ -429,6 +429,8 @@ def _chunks_of(args: Any) -> Chunks:
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}
 """By function, what runs it on parts; ``NotImplemented`` leaves it to :func:`on_whole`. Filled by the modules of this package."""
+COMPOSED: set[Any] = set()
+"""Functions whose handler runs other functions of sequences: these share the whole tensors beside them, which happens once."""
 VIEWS: set[Any] = set()
 """Functions with a handler whose result is a view of their first argument: a change of it in place changes the argument."""
 
@@ -508,6 +510,7 @@ _OF_MEMORY = frozenset(
      "__cuda_array_interface__", "_make_subclass", "module_load", "pin_memory", "share_memory_", "is_set_to"]
 )  # fmt: skip
 _OF_GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.register_post_accumulate_grad_hook])
+COMPOSED.update(_OF_GRAPH)
 
 
 def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

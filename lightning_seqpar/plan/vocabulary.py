@@ -12,9 +12,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_seqpar.config import PlanSpec
 from lightning_seqpar.distributed.autograd import has_tensor_hooks
@@ -119,7 +119,7 @@ class _Found:
     @property
     def rows(self) -> int:
         """Size of the vocabulary."""
-        return self.module.weight.shape[0]
+        return _rows(self.module)
 
 
 def with_vocabulary(
@@ -278,11 +278,11 @@ class _Search:
                 self._found[name] = _Found(name, linear, rows[linear.out_features] or self._matches_a_head(linear))
             elif _words(name) & _HEAD and self._count_named(name, linear.out_features, _COUNT):
                 self._found[name] = _Found(name, linear, False)
-        weights = {id(one.module.weight): one.is_certain for one in self._found.values()}
+        weights = {_weight_id(one.module): one.is_certain for one in self._found.values()}
         modules: dict[str, nn.Embedding | nn.Linear] = {**self._embeddings, **self._linears}
         for name, module in modules.items():
-            if name not in self._found and id(module.weight) in weights:
-                self._found[name] = _Found(name, module, weights[id(module.weight)])
+            if name not in self._found and (weight := _weight_id(module)) in weights:
+                self._found[name] = _Found(name, module, weights[weight])
         kept = [one for one in self._found.values() if one.is_certain or not certain]
         return [one for one in kept if one.rows > 1 and not (certain and _is_in_unknown_adapter(one, self._planned))]
 
@@ -318,12 +318,13 @@ class _Search:
     def _is_tied(self, module: nn.Module) -> bool:
         """Whether the weight is that of an embedding and of a linear."""
         return all(
-            any(one.weight is module.weight for one in held.values()) for held in (self._embeddings, self._linears)
+            any(_weight_id(one) == _weight_id(module) for one in held.values())
+            for held in (self._embeddings, self._linears)
         )
 
     def _matches_a_head(self, module: nn.Embedding | nn.Linear) -> bool:
         """Whether a head, and an embedding whose name does not say positions, have as many rows as this."""
-        rows = module.weight.shape[0]
+        rows = _rows(module)
         heads = any(one.out_features == rows and self._may_be_head(n, one) for n, one in self._linears.items())
         return heads and any(
             one.num_embeddings == rows and not _words(n) & _NO_VOCABULARY for n, one in self._embeddings.items()
@@ -345,9 +346,32 @@ class _Search:
         return False
 
 
-def _has_matrix(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None) if isinstance(module, nn.Embedding | nn.Linear) else None
-    return getattr(weight, "ndim", 0) == 2
+def _has_matrix(module: nn.Module) -> TypeGuard[nn.Embedding | nn.Linear]:
+    if not isinstance(module, nn.Embedding | nn.Linear):
+        return False
+    weight = _held_weight(module)
+    return hasattr(module, "parametrizations") if weight is None else weight.ndim == 2
+
+
+def _held_weight(module: nn.Module) -> Tensor | None:
+    """The weight of a module; None if it is computed at each read, which may draw or count (the steps of a spectral norm)."""
+    for held in (module._parameters, module._buffers, vars(module)):
+        if isinstance(weight := held.get("weight"), Tensor):
+            return weight
+    return None
+
+
+def _weight_id(module: nn.Module) -> int:
+    """What modules that share a weight have in common."""
+    weight = _held_weight(module)
+    return id(module if weight is None else weight)
+
+
+def _rows(module: nn.Embedding | nn.Linear) -> int:
+    """Rows of a weight: the size of a vocabulary."""
+    if (weight := _held_weight(module)) is not None:
+        return weight.shape[0]
+    return module.num_embeddings if isinstance(module, nn.Embedding) else module.out_features
 
 
 def _accessed(model: nn.Module) -> Iterator[nn.Module]:
@@ -361,8 +385,9 @@ def _accessed(model: nn.Module) -> Iterator[nn.Module]:
             except Exception:  # a model without such a module raises what it likes: it has none
                 continue
             if isinstance(found, nn.Module):
-                rows = getattr(getattr(found, "weight", None), "shape", (0,))[0]
-                yield from (one for one in found.modules() if _has_matrix(one) and one.weight.shape[0] == rows)  # type: ignore[index]
+                own = _has_matrix(found)
+                rows = _rows(found) if own else getattr(getattr(found, "weight", None), "shape", (0,))[0]  # type: ignore[arg-type]
+                yield from (one for one in found.modules() if _has_matrix(one) and _rows(one) == rows)
 
 
 def _numbers_of(module: nn.Module) -> Iterator[tuple[str, int]]:
@@ -401,7 +426,7 @@ def _tied_groups(found: Sequence[_Found]) -> list[list[_Found]]:
     """Modules that share a weight, which are sharded together or not at all."""
     groups: dict[int, list[_Found]] = {}
     for one in found:
-        groups.setdefault(id(one.module.weight), []).append(one)
+        groups.setdefault(_weight_id(one.module), []).append(one)
     return list(groups.values())
 
 

@@ -64,6 +64,11 @@ def _reentrant(self: Between, x: Tensor) -> Tensor:
     return out
 
 
+def _bias_and_product(self: Between, x: Tensor) -> Tensor:
+    mixed = self.features.mT @ self.features.expand(x.shape[0], -1, -1)
+    return torch.baddbmm(self.features[0], x, mixed)
+
+
 def _through_buffer(self: Between, x: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     y[:, 1:] = x[:, :-1]
@@ -100,6 +105,11 @@ KINDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "in place": lambda self, x: x.clone().add_(self.features.mean()).mul_(1.1),
     "flattened": lambda self, x: self.extra(x.flatten(0, 1)).view(x.shape),
     "hook": lambda self, x: x,
+    "attention": lambda self, x: x + self.attend(x, x, x, need_weights=False)[0],
+    "attention of a memory": lambda self, x: x + self.attend(x, *[self.features.expand(x.shape[0], -1, -1)] * 2)[0],
+    "encoder layer": lambda self, x: self.layer(x),
+    "recurrent": lambda self, x: x + self.recurrent(x)[0],
+    "bias and product": _bias_and_product,
 }
 
 
@@ -117,7 +127,9 @@ class Between(models.GPT):
         self.kind, self.since, self.aside = kind, since, None
         self.extra, self.scale = nn.LayerNorm(16), nn.Parameter(torch.rand(16))
         self.features, self.mix = nn.Parameter(torch.randn(3, 16)), nn.Conv1d(16, 16, 3, padding=1)
-        self.wide = nn.Linear(32, 16)
+        self.wide, self.recurrent = nn.Linear(32, 16), nn.GRU(16, 16, batch_first=True)
+        self.attend = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
         if kind == "hook":
             self.model.blocks[0].register_forward_hook(self._notes)
         models.perturb(self)
@@ -149,7 +161,7 @@ class Between(models.GPT):
         if self.aside is not None:
             loss = loss + self.aside * (self.trainer.global_step >= self.since)
         self.aside = None
-        held = [self.scale, self.features, *self.extra.parameters(), *self.mix.parameters(), *self.wide.parameters()]
+        held = [p for name, p in self.named_parameters() if not name.startswith("model.")]
         return loss + sum(one.sum() for one in held) * 0.01
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

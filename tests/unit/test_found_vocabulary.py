@@ -152,6 +152,15 @@ def test_what_can_not_be_sharded_stays_whole_with_a_reason(case):
     assert any(line.startswith("vocabulary: tokens whole: ") and reason in line for line in choice.lines), choice.lines
 
 
+def test_the_search_leaves_weights_alone_that_are_computed_when_they_are_read():
+    head = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 40))
+    model = Net(tokens=nn.Embedding(40, 16), head=head)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    found(model)
+    assert before
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
 class Freezing(models.GPT):
     """Zeroes gradients of the first rows, by a method that its hook calls."""
 
