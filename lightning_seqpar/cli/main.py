@@ -70,16 +70,14 @@ def _help_parser() -> argparse.ArgumentParser:
 
 
 def _refuse_without_cli(given: Sequence[str]) -> None:
-    """Exit with the sentence that a subcommand needs the extra, which is not installed, or is unknown.
+    """Exit with the sentence that a subcommand needs the extra, which is not installed.
 
     Args:
         given: arguments of the command line, of which the first is no subcommand of :data:`OWN`.
     """
     name = next((argument for argument in given if argument in LIGHTNINGS), given[0])
     parser = _help_parser()
-    if name in LIGHTNINGS or name.startswith("-"):
-        parser.exit(2, f"error: {parser.prog} {name} needs jsonargparse, which is not installed: {INSTALL}\n")
-    parser.exit(2, f"error: no subcommand {name!r}; did you mean {nearest(name, [*OWN, *LIGHTNINGS])}?\n")
+    parser.exit(2, f"error: {parser.prog} {name} needs jsonargparse, which is not installed: {INSTALL}\n")
 
 
 def print_schema() -> None:
@@ -115,6 +113,10 @@ def _run(args: Sequence[str] | None) -> None:
         argparse.ArgumentParser(prog="seqpar schema", description=OWN[name]).parse_args(options)
         print_schema()
         return
+    if not name.startswith("-") and name not in (*OWN, *LIGHTNINGS):
+        parser = _help_parser()
+        message = f"no subcommand {name!r}; did you mean {nearest(name, [*OWN, *LIGHTNINGS])}?"
+        parser.exit(2, f"error: {message}\ntip: {parser.prog} --help\n")
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that the user's classes are found in the current folder, as with python -m
     if name == "plan":

@@ -27,7 +27,7 @@ from lightning_seqpar.data.batch import map_tensors, own_tensors, tensors_in
 from lightning_seqpar.distributed.rng import kept_streams
 from lightning_seqpar.inference.reduction import IDS, WHOLE, Reduction
 from lightning_seqpar.inference.repeats import Repeats
-from lightning_seqpar.inference.trainer_view import NoExampleError, answer_harmlessly
+from lightning_seqpar.inference.trainer_view import NoExampleError, PlainBackwardError, answer_harmlessly
 
 
 def backward_at_once(loss: Tensor) -> None:
@@ -117,6 +117,7 @@ class Example:
 
         Raises:
             NoExampleError: if no output has a gradient, or the step reads more of the trainer than a copy has.
+            PlainBackwardError: if the step runs its backward itself.
         """
         logged: list[tuple[str, Any]] = []
         losses: list[Tensor] = []
@@ -132,12 +133,12 @@ class Example:
         given = (*tensors_in(out), *(value for _, value in logged if isinstance(value, Tensor)))
         found = [tensor for tensor in given if tensor.requires_grad]
         if not found:
-            by_hand = self.method == "training_step" and not getattr(model, "automatic_optimization", True)
-            raise NoExampleError(
-                f"{self.method} with {self.source} gives nothing that has a gradient"
-                + "; with automatic_optimization=False call self.manual_backward(loss) instead of loss.backward(), of which "
-                "neither Lightning nor this strategy knows" * by_hand
-            )
+            if self.method == "training_step" and any(parameter.grad is not None for parameter in model.parameters()):
+                raise PlainBackwardError(
+                    "training_step calls loss.backward(), of which neither Lightning nor this strategy knows: call "
+                    "self.manual_backward(loss) in its place (automatic_optimization=False)"
+                )
+            raise NoExampleError(f"{self.method} with {self.source} gives nothing that has a gradient")
         return torch.stack([project(leaf) for leaf in found]).sum()
 
     def evaluate(self, model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -42,6 +42,10 @@ class NoExampleError(ValueError):
     """No example input was found, or none ends in something with a gradient."""
 
 
+class PlainBackwardError(NoExampleError):
+    """A training step runs its backward itself, past Lightning."""
+
+
 def attach_view(model: nn.Module, trainer: Trainer | None) -> None:
     """Let the steps of a copy use the trainer, without any effect on it (see the module's docstring).
 

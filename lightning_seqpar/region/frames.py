@@ -71,6 +71,7 @@ class Frame:
         ndim: number of dims of an activation: 3 for ``[b, s, h]``, 2 for flattened tokens ``[b·s, h]``.
         batch: size of an activation's dim that is neither sequence nor features; flattened tokens are folded by it.
         chunks: how the whole sequence is dealt out over the context-parallel ranks; ``length`` then counts this rank's positions.
+        of_samples: whether the call was given ``[b, h]``, of whole samples, whose rows are taken for positions.
         task: the backward in which the call began, or ``NO_BACKWARD``.
         resumed_by: the module that opened this frame because a backward computes it again; None for a call of a block.
         repeats: whether a backward computes a part of a call again in this frame, with the lengths that the call had.
@@ -99,6 +100,7 @@ class Frame:
     ndim: int = 0
     batch: int = 1
     chunks: Chunks | None = None
+    of_samples: bool = False
     task: int = NO_BACKWARD
     resumed_by: str | None = None
     repeats: bool = False

@@ -160,15 +160,21 @@ def _begin(
     region.rng.begin_block()
     where, x = find_argument(name, arg, args, kwargs)
     if isinstance(x, Tensor):
-        args, kwargs = put_argument(where, region.path.enter(x, name), args, kwargs)
+        # A pooled activation, [b, h]: what follows the blocks treats its rows as positions.
+        of_samples = region.sp and region.dim == 1 and x.ndim == 2 and type(x) is Tensor
+        entered = region.path.enter(x.unsqueeze(0) if of_samples else x, name)
+        region.frames.current.of_samples = of_samples
+        args, kwargs = put_argument(where, entered, args, kwargs)
     return _unwrapped(region, args, kwargs)
 
 
 def _end(region: SequenceRegion, name: str, out: Any, *, is_exit: bool = False) -> Any:
     """End such a call, which returned or raised: it gives back parts of a sequence, at the region's end what is whole."""
     region.rng.end_block(aborted=out is None)
+    of_samples = region.frames.current.of_samples
     try:
-        return None if out is None else _left(region, name, out) if is_exit else _wrapped(region, name, out)
+        given = None if out is None else _left(region, name, out) if is_exit else _wrapped(region, name, out)
+        return given.squeeze(0) if of_samples and isinstance(given, Tensor) else given
     finally:
         region.end_call(name)
 

@@ -53,6 +53,7 @@ OTHER_COLLECTIVE = "op.preamble.length <= op.nbytes"
 _SIGNS_OF_A_LOST_PEER = (
     OTHER_COLLECTIVE,
     "closed by peer",
+    "pair closure",
     "reset by peer",
     "Broken pipe",
     "Connection refused",

@@ -42,7 +42,7 @@ from lightning_seqpar.strategy.child_watch import (
 )
 from lightning_seqpar.strategy.ending import Ending
 from lightning_seqpar.strategy.missing_ranks import Missing, end_stopped_parent
-from lightning_seqpar.strategy.refusals import Refusals, leave_untold
+from lightning_seqpar.strategy.refusals import Refusals, leave_untold, shorten_lost_peers
 from lightning_seqpar.strategy.restart import RestartList
 from lightning_seqpar.user_input import name_error
 
@@ -120,9 +120,11 @@ class SeqParallelLauncher(_SubprocessScriptLauncher):
             if call.arguments.get("ckpt_path") is None and resume is not None:
                 call.arguments["ckpt_path"] = resume
         try:
-            return function(*call.args, **call.kwargs)
+            result = function(*call.args, **call.kwargs)
         finally:
             self._give_signals_back()
+        shorten_lost_peers()
+        return result
 
     def _where_to_resume(self, checkpoints: RestartList) -> str | None:
         """The checkpoint from which a run goes on that torchrun started again; None for one that begins."""

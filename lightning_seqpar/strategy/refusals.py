@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lightning_seqpar.strategy.child_watch import say
+from lightning_seqpar.strategy.child_watch import is_lost_peer, say
 from lightning_seqpar.strategy.tracebacks import frames_of, is_at_raise, is_users, package_of
 
 P = ParamSpec("P")
@@ -140,18 +140,19 @@ class Refusals:
 
 
 class _WithUsersFrames:
-    """A ``sys.excepthook`` that prints one error with the user's frames alone, and any other as the hook before it does.
+    """A ``sys.excepthook`` that prints some errors with the user's frames alone, and any other as the hook before it does.
 
-    There is one at a time, so that a script that catches many refusals does not get a hook for each.
+    These are one error, and those that say that another rank is gone. There is one hook at a time, so that a script that catches
+    many refusals does not get a hook for each.
     """
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         before = sys.excepthook
         self._usual: Callable[..., Any] = before._usual if isinstance(before, _WithUsersFrames) else before
         self._error = error
 
     def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-        if value is self._error:
+        if value is self._error or is_lost_peer(value):
             trace = _linked(_users(frames_of(trace)))
             value.__traceback__ = trace  # Python's own hook prints this one
         return self._usual(kind, value, trace)
@@ -194,6 +195,12 @@ def shorten_traceback(error: BaseException) -> None:
     first, *inner = frames_of(error.__traceback__)
     _linked([first, *_users(inner)])
     sys.excepthook = _WithUsersFrames(error)
+
+
+def shorten_lost_peers() -> None:
+    """Print what a later call raises that other ranks do not make too (a save after ``fit``) with the user's frames alone."""
+    if not is_verbose():
+        sys.excepthook = _WithUsersFrames()
 
 
 def leave_untold(error: BaseException) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -93,6 +94,11 @@ _OTHER_PACKAGE = (
 
 _NONE_FOR_EMPTY = ("ddp", "fsdp", "checkpoint", "compile_options", "elementwise_optimizers")
 """Fields whose keyword has None as its default, in place of an empty list or mapping."""
+
+_SIZES = re.compile(
+    r"must match the size|cannot be multiplied|size mismatch|out of (?:range|bounds)|is invalid for input|[Ee]xpected size"
+)
+"""In torch's messages about sizes that do not fit."""
 
 _REACHES_NO_MODULE = (
     "dp",  # "auto" and a number make one topology, which is compared
@@ -721,19 +727,33 @@ class SeqParallelStrategy(TuningStrategy):
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
+    def _hint(self, exception: BaseException) -> str:
+        """What may be behind an error of torch's that can't know it; empty if nothing is known."""
+        told = str(exception)
+        if self._stage is not None and "written-to tensor refers to a single memory location" in told:
+            return (
+                f"pp={self.config.pp}: parameters that other stages hold are NaN without memory here, and can't be written to; "
+                "change those for which trainer.strategy.holds(parameter) is true"
+            )
+        is_torchs = isinstance(exception, RuntimeError | IndexError) and not is_refusal(exception)
+        if self._shards > 1 and self._schedule.has_begun and is_torchs and _SIZES.search(told):
+            return (
+                "lightning_seqpar: if the sizes above are those of one rank's part, this step takes a way that the first batch did "
+                "not take, and for which the plan was not made: it gives a block a tensor that it was not given then, or reads a "
+                "sharded weight past its module (vocab=False for an embedding or a head). Let the first batch, or "
+                "example_input_array, take it"
+            )
+        return ""
+
     def on_exception(self, exception: BaseException) -> None:
         """Report an error to the process that started the ranks, so that the others end too.
 
         One that every rank raises before it trains is told by rank 0 alone, and so is a refusal of all ranks in a later step.
         """
         self._failed = True
-        if self._stage is not None and "written-to tensor refers to a single memory location" in str(exception):
-            add_note = getattr(exception, "add_note", None)  # from Python 3.11 on
-            if add_note is not None:
-                add_note(
-                    f"pp={self.config.pp}: parameters that other stages hold are NaN without memory here, and can't be written to; "
-                    "change those for which trainer.strategy.holds(parameter) is true"
-                )
+        add_note = getattr(exception, "add_note", None)  # from Python 3.11 on
+        if add_note is not None and (hint := self._hint(exception)):
+            add_note(hint)
         super().on_exception(exception)
         self._unmute_writers()
         # The end by a signal is no Exception: nobody waits for the other ranks to say the same.

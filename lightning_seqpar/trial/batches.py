@@ -84,7 +84,7 @@ def shorten(batch: Any, unit: int | None = None) -> Any:
     def cut(tensor: Tensor) -> Tensor:
         for dim in range(1, tensor.ndim):  # masks [b, 1, s, s] have the length twice
             if tensor.shape[dim] == length:
-                tensor = tensor.narrow(dim, 0, short)
+                tensor = tensor.narrow(dim, 0, short).contiguous()  # as a loader makes it: labels.view(-1) works
         return tensor
 
     return map_tensors(cut, batch)

@@ -54,7 +54,7 @@ class Origin(Enum):
 
     USER = OWN_PLAN
     FAMILY = "the shipped plan leaves it whole"
-    INFERRED = "it is neither a column nor a row of the blocks"
+    INFERRED = "inference made it neither a column nor a row: all ranks need what it makes whole, or no way to split it was found"
 
     @classmethod
     def of(cls, source: str) -> Origin:

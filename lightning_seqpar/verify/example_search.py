@@ -13,7 +13,7 @@ from lightning_seqpar.distributed.rng import kept_streams, seed_streams
 from lightning_seqpar.inference.examples import Example, find_evaluation, find_examples
 from lightning_seqpar.inference.model_copy import Quiet, default_dtype, detached_copy, release
 from lightning_seqpar.inference.reduction import Reduction
-from lightning_seqpar.inference.trainer_view import NoExampleError, attach_view, describe_failure
+from lightning_seqpar.inference.trainer_view import NoExampleError, PlainBackwardError, attach_view, describe_failure
 from lightning_seqpar.verify.self_check import has_room
 
 
@@ -92,6 +92,8 @@ class ExampleSearch:
                             break
                     assert wrong is not None
                     failures.append(f"{example.method} with {example.source}: {wrong.text}")
+        except PlainBackwardError:
+            raise
         except NoExampleError as error:
             failures.append(str(error))
         except Exception as error:  # of the user's loader: training would meet it too, and raise it as it is
@@ -143,6 +145,8 @@ class ExampleSearch:
                         "global name or a closure?)",
                         at_any_size=True,
                     )
+            except PlainBackwardError:
+                raise
             except Exception as error:  # shown to the user if no other example works
                 # Its text alone: the error's frames hold the copy.
                 return _Failure(describe_failure(error), isinstance(error, NoExampleError))

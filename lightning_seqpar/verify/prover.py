@@ -20,7 +20,13 @@ from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.infer import Inference, infer_blocks, infer_plan
 from lightning_seqpar.inference.pipeline_cut import HowToCut, find_cut, leaves_blocks
 from lightning_seqpar.inference.proposals import PROPOSAL
-from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
+from lightning_seqpar.inference.trainer_view import (
+    NoExampleError,
+    OneRankOnly,
+    PlainBackwardError,
+    attach_view,
+    describe_failure,
+)
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.layout.module_names import likely_blocks
 from lightning_seqpar.pipeline.cut import Cut
@@ -336,13 +342,15 @@ class Prover:
         """Run ``work`` on the world's first rank and return its result on every rank; collective over the world.
 
         Raises:
-            CantInferError: on every rank, if ``work`` raised there.
+            CantInferError: on every rank, if ``work`` raised there; a ValueError if a step runs its backward itself.
         """
         box: list[Any] = [None, None, CantInferError]  # the result; the error's text, and as what it is raised
         if dist.get_rank(self._world) == 0:
             try:
                 with OneRankOnly():
                     box[0] = work()
+            except PlainBackwardError as error:
+                box[1:] = str(error), ValueError
             except (CantInferError, NoExampleError) as error:
                 box[1] = str(error)
                 box[2] = NothingToSplitError if isinstance(error, NothingToSplitError) else CantInferError

@@ -105,6 +105,7 @@ KINDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "in place": lambda self, x: x.clone().add_(self.features.mean()).mul_(1.1),
     "flattened": lambda self, x: self.extra(x.flatten(0, 1)).view(x.shape),
     "hook": lambda self, x: x,
+    "pooled": lambda self, x: x + self.model.norm(x.mean(1)).unsqueeze(1) * self.model.norm(x[:, 0]).unsqueeze(1),
     "attention": lambda self, x: x + self.attend(x, x, x, need_weights=False)[0],
     "attention of a memory": lambda self, x: x + self.attend(x, *[self.features.expand(x.shape[0], -1, -1)] * 2)[0],
     "encoder layer": lambda self, x: self.layer(x),

@@ -24,7 +24,13 @@ from torchmetrics import MeanMetric
 from lightning_seqpar.inference.examples import Example
 from lightning_seqpar.inference.lazy_copy import CantCopyError, LazyCopies
 from lightning_seqpar.inference.model_copy import detached_copy
-from lightning_seqpar.inference.trainer_view import NoExampleError, OneRankOnly, attach_view, describe_failure
+from lightning_seqpar.inference.trainer_view import (
+    NoExampleError,
+    OneRankOnly,
+    PlainBackwardError,
+    attach_view,
+    describe_failure,
+)
 
 
 class Recording(Logger):
@@ -454,7 +460,9 @@ class ByItself(L.LightningModule):
 
 def test_a_manual_step_with_a_plain_backward_is_told_what_to_call():
     example = Example("the test", "training_step", (torch.ones(2), 0), {})
-    with pytest.raises(NoExampleError, match=r"call self\.manual_backward\(loss\) instead of loss\.backward\(\)"):
+    with pytest.raises(
+        PlainBackwardError, match=r"training_step calls loss\.backward\(\), .*: call self\.manual_backward"
+    ):
         example.run(ByItself())
 
 

@@ -231,7 +231,7 @@ def test_an_own_cli_without_the_extra_raises(without_extra):
 
 
 def test_an_unknown_subcommand_without_the_extra(without_extra):
-    assert without_extra["palm"] == [2, "", "error: no subcommand 'palm'; did you mean 'plan'?\n"]
+    assert without_extra["palm"] == [2, "", "error: no subcommand 'palm'; did you mean 'plan'?\ntip: seqpar --help\n"]
 
 
 def test_the_subcommands_that_are_listed_work_without_the_extra(without_extra):
