@@ -117,8 +117,9 @@ def _run(args: Sequence[str] | None) -> None:
         parser = _help_parser()
         message = f"no subcommand {name!r}; did you mean {nearest(name, [*OWN, *LIGHTNINGS])}?"
         parser.exit(2, f"error: {message}\ntip: {parser.prog} --help\n")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # so that the user's classes are found in the current folder, as with python -m
+    # The user's classes are found in the current folder, as with python -m: by its path, since jsonargparse changes folders.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     if name == "plan":
         from lightning_seqpar.cli.plan import print_plan
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -296,8 +296,15 @@ class SavingStrategy(LoopStrategy):
                 f"lightning_seqpar: {checkpoint_path} was written by {len(streams)} replicas, and there are {self.dp_size} now: "
                 "random numbers (dropout) begin anew"
             )
-        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-        self._within_epoch = not progress.get("is_last_batch", True)
+        loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        self._within_epoch = not loop.get("epoch_loop.batch_progress", {}).get("is_last_batch", True)
+        resumable = self._places or loop.get("state_dict", {}).get("combined_loader")
+        if self._within_epoch and not resumable and self._trainer.state.fn == TrainerFn.FITTING:
+            # Lightning takes our loaders for ones that resume, and does not warn.
+            rank_zero_warn(
+                f"lightning_seqpar: {checkpoint_path} was written in the middle of an epoch, and does not say which samples were "
+                "read (it is of another dp, or not of this strategy): the epoch's first batches are read again"
+            )
         return checkpoint
 
     def _reading(self, read: Callable[[], T], path: Any) -> T:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -45,6 +46,10 @@ class SelfCheckError(ValueError):
 
 class FailedAloneError(RuntimeError):
     """The sharded model raised on this rank alone, while other ranks wait for it in a collective: the run must end."""
+
+
+class CalledApartError(RuntimeError):
+    """A step calls sharded modules on some ranks alone."""
 
 
 class Sharding(NamedTuple):
@@ -158,6 +163,7 @@ def self_check(
     Raises:
         ValueError: if the plan can't be carried out on the model.
         FailedAloneError: on a rank whose sharded copy raises while others wait for it.
+        CalledApartError: if a step calls sharded modules on some ranks alone.
     """
     example = example.to(device, dtype)
     again = [_Again(example, training=True), _Again(example)]
@@ -187,6 +193,9 @@ def self_check(
 
     def compare_copies() -> Verdict:  # a function of its own, so that the copies are freed when it returns
         dense, evaluated, names = run_whole()
+        called = {f"{example.method} with {example.source}": [name for name, _ in dense.outputs]}
+        ran = [(one, seen) for one, seen in zip(again, evaluated, strict=True) if isinstance(seen, ObservedEvaluation)]
+        _refuse_apart(called | {one.name: [name for name, _ in seen.outputs] for one, seen in ran}, groups)
         if tile_mlp is None:
             return compare_with(dense, evaluated, names, None)
         tiles = MLPTiles(tile_mlp, least=3)
@@ -238,6 +247,8 @@ def self_check(
     with kept_streams(device), default_dtype(dtype):
         try:
             verdict = compare_copies()
+        except CalledApartError:
+            raise  # on every rank alike, too
         except PlanError as error:
             raise ValueError(str(error.__cause__)) from None  # raised on every rank alike, before anything was run
         except EvaluationError as error:
@@ -245,6 +256,35 @@ def self_check(
         except Exception as error:  # every rank hears of it below
             failure = describe_failure(error)
     return share_verdict(verdict, failure, groups)
+
+
+def _refuse_apart(called: Mapping[str, Sequence[str]], groups: ParallelGroups) -> None:
+    """Refuse a step that calls sharded modules on some ranks alone, which would wait for the others; collective over the replica.
+
+    Args:
+        called: by what was run whole on this rank, the modules that it called, which are to be sharded.
+        groups: the process groups.
+
+    Raises:
+        CalledApartError: naming the step and a module.
+    """
+    axes = groups.replica_axes
+    told: list[Any] = [None] * groups.size(axes)
+    if dist.get_backend(groups[axes]) == "fake":
+        return
+    dist.all_gather_object(told, dict(called), group=groups[axes])
+    for what, names in told[0].items():
+        for at, others in enumerate(told):
+            here, there = (
+                Counter(names),
+                Counter(others.get(what, names)),
+            )  # one that does not run there is not compared
+            if more := (here - there) or (there - here):
+                raise CalledApartError(
+                    f"{what}: ranks {groups.ranks(axes)[0]} and {groups.ranks(axes)[at]} do not call {next(iter(more))} equally "
+                    "often, and each call of the model needs every rank. Call it on all ranks, not under `if trainer.is_global_zero` or "
+                    "another condition that some of them do not meet"
+                )
 
 
 def has_room(model: nn.Module, example: Example, dtype: torch.dtype | None, free: int) -> bool:

