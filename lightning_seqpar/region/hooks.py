@@ -200,11 +200,8 @@ def _left(region: SequenceRegion, name: str, out: Any) -> Any:
         return None  # nothing in it is a shard; the activation may stand anywhere
     if not (isinstance(out, list | tuple) and out and isinstance(out[0], Tensor)):
         raise ValueError(f"{name}: the region ends here, but its output is a {type(out).__name__}; end it elsewhere")
-    shape = out[0].shape
-    for other in out[1:]:
-        if region.sp and isinstance(other, Tensor) and other.shape == shape:
-            raise ValueError(f"{name}: two of its outputs look like shards; end the region at a module with one output")
-    whole = [region.path.leave(out[0], name), *out[1:]]
+    others = tree_map_only(Tensor, region.path.wrap, list(out[1:]))  # a router's scores, another stream
+    whole = [region.path.leave(out[0], name), *others]
     return type(out)(whole) if not hasattr(out, "_fields") else type(out)(*whole)
 
 

@@ -5,6 +5,7 @@ Evaluation steps need nothing of this, since every stage runs them to their end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -98,6 +100,12 @@ class StageLogs:
             self._losses = [] if ends_window else self._losses
         dist.broadcast_object_list(box, group=self._group, group_src=self._group.size() - 1, device=self._device)
         calls, numbers, news, stops, self.window_loss = box[0]
+        if ends_window and math.isnan(self.window_loss):
+            rank_zero_warn(
+                f"lightning_seqpar: the loss is NaN. With pp={self._group.size()} an activation between the blocks is NaN on "
+                "stages that did not make it, and so is a loss that reads one in a way which the first batch did not take (an "
+                "auxiliary loss that begins later). If one process has a number there, train with pp=1"
+            )
         trainer.should_stop |= stops
         if self._is_last:
             return

@@ -282,8 +282,8 @@ def _refuse_apart(called: Mapping[str, Sequence[str]], groups: ParallelGroups) -
             if more := (here - there) or (there - here):
                 raise CalledApartError(
                     f"{what}: ranks {groups.ranks(axes)[0]} and {groups.ranks(axes)[at]} do not call {next(iter(more))} equally "
-                    "often, and each call of the model needs every rank. Call it on all ranks, not under `if trainer.is_global_zero` or "
-                    "another condition that some of them do not meet"
+                    "often, and each call of the model needs every rank. Call it on all ranks, not under "
+                    "`if trainer.is_global_zero` or another condition that some of them do not meet"
                 )
 
 

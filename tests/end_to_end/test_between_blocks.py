@@ -49,6 +49,21 @@ def test_code_that_begins_in_the_second_step(topology):
             assert result.ok, f"{kind}: {result}"
 
 
+def scored(world: int, strategy: dict[str, Any] | None, since: int) -> Trace:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fit("Scored", {"since": since}, steps=3, length=10, global_batch=4, strategy=strategy, world=world)
+
+
+@pytest.mark.parametrize("since", [0, 1])
+def test_scores_of_flattened_tokens_beside_an_activation(since):
+    """Of the last block too, where the activation becomes whole."""
+    expected = scored(1, None, since)
+    for trace in run_distributed(scored, 2, 2, {"tp": 2, "self_check": since == 0}, since):
+        result = compare(expected, trace)
+        assert result.ok, str(result)
+
+
 OVER_CP = {"reentrant"}
 """What cp refuses."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_seqpar import SeqParallelStrategy, unshard
 from lightning_seqpar.parallel.apply import whole_tensor
 from lightning_seqpar.parallel.sharded_model import record_of
+from lightning_seqpar.strategy import stage_logs
 from lightning_seqpar.testing import RankFailedError, run_distributed
 from tests.helpers import models
 from tests.helpers.fit import class_named
@@ -97,6 +99,33 @@ def test_callbacks_are_given_the_loss_of_the_window_on_every_stage(sizes):
     assert len(expected) == 4
     for found in run_distributed(losses_given, 2, sizes):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+class AuxiliaryLater(models.GPT):
+    """Reads the first block's output from its second step on, which the last stage does not have."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        model, (tokens,) = self.model, batch
+        x = model.tokens(tokens[:, :-1]) + model.positions(torch.arange(tokens.shape[1] - 1))
+        first = x = model.blocks[0](x)
+        for block in list(model.blocks)[1:]:
+            x = block(x)
+        loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+        return loss if not batch_idx else loss + first.square().mean()
+
+
+def told_of_nan() -> list[str]:
+    trainer = trainer_of({"pp": 2}, max_steps=2)
+    with mock.patch.object(stage_logs, "rank_zero_warn") as told:
+        trainer.fit(AuxiliaryLater().double(), models.loader(4, length=9, count=12))
+    return [one.args[0] for one in told.call_args_list]
+
+
+def test_a_loss_that_reads_what_its_stage_does_not_have_is_told_of():
+    for told, *_ in run_distributed(told_of_nan, 2):  # in each window
+        assert (
+            "the loss is NaN. With pp=2 an activation between the blocks is NaN on stages that did not make it" in told
+        )
 
 
 def go_on(sizes: dict[str, Any] | None, folder: str, start: str | None) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import byte_gpt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -169,3 +170,36 @@ class Between(models.GPT):
         (tokens,) = batch
         logits = self(tokens[:, :-1])
         self.log("val", F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+
+
+class ScoredBlock(byte_gpt.Block):
+    """Returns scores of each token beside its activation, with the tokens flattened, as routers do."""
+
+    def __init__(self, dim: int, n_head: int) -> None:
+        super().__init__(dim, n_head)
+        self.gate = nn.Linear(dim, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        y = super().forward(x)
+        return y, self.gate(y).flatten(0, 1)
+
+
+class Scored(models.GPT):
+    """Its loss reads the scores of every block, the last one's too, from its second step on."""
+
+    def __init__(self, since: int = 1) -> None:
+        super().__init__(tied=False)
+        self.since = since
+        self.model.blocks = nn.ModuleList(ScoredBlock(16, 4) for _ in range(2))
+        models.perturb(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        model, scores = self.model, []
+        x = model.tokens(tokens[:, :-1]) + model.positions(torch.arange(tokens.shape[1] - 1))
+        for block in model.blocks:
+            x, score = block(x)
+            scores.append(score)
+        loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+        shares = [score.softmax(-1).mean(0).square().sum() for score in scores]
+        return loss + sum(shares) * (self.trainer.global_step >= self.since)
