@@ -4,7 +4,7 @@
 
 The story is that of GPT-NeoX's pull request for Megatron sequence parallelism (#1257): the forward is right, the loss
 falls, and the gradients of the norms are not summed over tp. Here the fault is put into a copy of the source, together
-with the removal of the run-time check that would refuse to train; the proof and the shadow check, which would too, are off.
+with the removal of the run-time check that would refuse to train; the self-check, which would too, is off.
 """
 
 from __future__ import annotations

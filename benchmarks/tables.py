@@ -142,9 +142,9 @@ def _host(found: dict[str, list[float]], out: Path) -> list[str]:
 
 def _checks(found: dict[str, Any], out: Path) -> list[str]:
     lines = ["## Checks", "", "Steps on two ranks in which checks are due, of one in which none is:", ""]
-    lines += _head("sequences × positions, width", "unchecked, s", "checks of a run", "with the shadow check")
+    lines += _head("sequences × positions, width", "unchecked, s", "checks of a run")
     for name, one in found.items():
-        lines.append(_row(name, f"{one['unchecked']:.3f}", f"{one['due']:.2f}", f"{one['shadow']:.2f}"))
+        lines.append(_row(name, f"{one['unchecked']:.3f}", f"{one['due']:.2f}"))
     return lines
 
 

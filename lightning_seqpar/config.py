@@ -310,7 +310,7 @@ class ParallelConfig(FrozenModel):
     self_check: bool = True
     """Prove the plan before training, on a copy whole against sharded; and compare blocks of the first step with whole ones."""
     check_every: int = 0
-    """Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..., and the shadow check."""
+    """Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..."""
     elementwise_optimizers: list[str] = Field(default_factory=list)
     """Classes of optimizers of yours that update each element by itself, as import paths (in Python also the classes); each is
     tried on small tensors, whole and in halves, before training."""

@@ -174,10 +174,6 @@ def rare() -> dict[str, Setup]:
         ),
         "what an optimizer toggles off is hooked no more": own(TRAINING + "RawBehindToggled", training={"steps": 4}),
         "hidden states given away in parts": own(USED, family="llama", use="hidden", training={"length": 9}),
-        "shadow check: gradients of activations are those before the user's hooks": own("end_to_end.test_shadow_check:Between"),
-        "shadow check: hidden states of a recorded block are parts": own(
-            USED, family="llama", use="hidden", training={"length": 9}
-        ),
         "router scores of a shard taken for all": own(USED, family="mixtral", use="router"),
         "attention maps of some heads taken for all": own(
             USED, family="llama", use="attentions"

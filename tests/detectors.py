@@ -1,14 +1,13 @@
-"""Which detectors see a fault of the engine: the proof before training, the checks of a run, the shadow check, and verify.
+"""Which detectors see a fault of the engine: the self-check before training, the checks of a run, and verify.
 
-    make detectors                 the faults of `tests/mutants.py` in the packages that compute; writes docs/detectors.md
+    make detectors                 the faults of `tests/mutants.py` in the packages that compute; writes runs/detectors.md
     make detectors ARGS=gather     those with 'gather' in their name
 
-Each fault is put into a copy of the repository. There some models train at tp 2, two of them with dp 2, three times: as they are,
-for the proof; without a proof, for the checks of a run, and for verify, which sees a run that ends and compares one that goes on
-with one process; and with a proof that passes everything, for the shadow check. Models follow each other until three detectors of
-four have seen the fault; one that does not run the faulty lines is left out. What was found is kept in
-benchmarks/results/detectors.json, so that a run goes on where another one ended; delete a fault there, or the file, to have it
-tried again.
+Each fault is put into a copy of the repository. There some models train at tp 2, two of them with dp 2, twice: as they are, for
+the self-check; and without it, for the checks of a run, and for verify, which sees a run that ends and compares one that goes on
+with one process. Models follow each other until two detectors of three have seen the fault; one that does not run the faulty lines
+is left out. What was found is kept in runs/detectors.json, so that a run goes on where another one ended; delete a fault there, or
+the file, to have it tried again.
 """
 
 from __future__ import annotations
@@ -42,20 +41,17 @@ ELSEWHERE = ("cp:", "pp:", "turns:", "stacks:", "fsdp", "verify:", "habits:", "c
 FORKS = multiprocessing.get_context("fork")
 
 
-DETECTORS = ("self-check", "run", "shadow", "verify")
-KEPT = mutants.ROOT / "benchmarks" / "results" / "detectors.json"
+DETECTORS = ("self-check", "run", "verify")
+KEPT = mutants.ROOT / "runs" / "detectors.json"
 RAN: set[tuple[str, int]] = set()
 """The lines of the package, by file and number, that were run in this process where it follows them."""
-HEADS = ("the proof before training", "checks of a run", "shadow check", "verify")
+HEADS = ("the self-check", "checks of a run", "verify")
 
 
 def on_ranks(folder: str, name: str, setup: Setup, seen: set[str]) -> list[str]:
     """On a rank: which detectors see something, with one model, of those that have not seen the fault with another one."""
-    from lightning_seqpar.verify import prover
     from lightning_seqpar.verify.parity import Trace, compare
-    from lightning_seqpar.verify.run_comparison import Verdict
     from lightning_seqpar.verify.self_check import SelfCheckError
-    from lightning_seqpar.verify.shadow_check import ShadowError
     from tests.helpers.fit import fit
 
     found: set[str] = set()
@@ -68,8 +64,6 @@ def on_ranks(folder: str, name: str, setup: Setup, seen: set[str]) -> list[str]:
             )
         except SelfCheckError:
             found.add("self-check")
-        except ShadowError:
-            found.add("shadow")
         except Exception:  # whatever ends a run
             found.add("run")
             if torch.distributed.get_rank() == 0:
@@ -82,9 +76,6 @@ def on_ranks(folder: str, name: str, setup: Setup, seen: set[str]) -> list[str]:
         trace = train(self_check=False)
         if trace is None or not compare(Trace.load(Path(folder, f"{name}.pt")), trace).ok:
             found.add("verify")  # its exit status is 1 in both cases
-    if "shadow" not in seen:
-        with mock.patch.object(prover, "self_check", return_value=Verdict()):
-            train()
     if RAN:
         Path(folder, f"{name}-{torch.distributed.get_rank()}.json").write_text(json.dumps(sorted(RAN)))
     return sorted(found)
@@ -127,7 +118,7 @@ def attempt(place: str, folder: str, setups: dict[str, Setup], answer: Connectio
         # Ranks are forks of this process, which has imported all that they need.
         with mock.patch.object(ranks.mp, "get_context", return_value=FORKS):
             for name, setup in setups.items():
-                if len(found) < 3:
+                if len(found) < 2:
                     told = ranks.run_distributed(on_ranks, setup.world, folder, name, setup, found, timeout=240.0)
                     found |= {seen for each in told for seen in each}
     except Exception:  # a package that can't be imported, or ranks that wait for each other
@@ -220,10 +211,10 @@ def table(seen: dict[str, list[str] | None]) -> str:
     lines = [
         "# Who sees a fault of the engine",
         "",
-        "`make detectors` puts faults of [docs/mutants.md](mutants.md), each of which a test sees, into the packages that "
+        "`make detectors` puts faults, each of which a test sees, into the packages that "
         f"compute ({', '.join(PACKAGES)}), and trains small models with each, by default at tp 2: "
         f"{len(tried)} of {len(chosen([]))} faults were tried. {len(SETUPS)} models are tried with all (two with dp 2), and "
-        "follow each other until three detectors have seen the fault, so counts are lower bounds; what none of these shows is "
+        "follow each other until two detectors have seen the fault, so counts are lower bounds; what none of these shows is "
         "tried with a model that does what the fault needs, if it can be seen in numbers. The fault of a guard leaves the guard "
         f"out: crosses say who sees what it refuses. No model runs the lines of {len(tried) - len(run)} faults, which the second "
         "table leaves out.",
@@ -285,8 +276,9 @@ def main() -> int:
             seen[mutant.name] = run(mutant, folder, setups) if setups else None
             shown = "no model runs it" if seen[mutant.name] is None else ", ".join(seen[mutant.name] or "-")
             print(f"{mutant.name:<66} {shown}", flush=True)
+            KEPT.parent.mkdir(exist_ok=True)
             KEPT.write_text(json.dumps(seen, indent=1) + "\n")
-            (mutants.ROOT / "docs" / "detectors.md").write_text(table(seen))
+            KEPT.with_suffix(".md").write_text(table(seen))
     return 0
 
 

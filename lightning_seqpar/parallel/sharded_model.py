@@ -97,7 +97,6 @@ class ShardedModel:
         is_copy: the model is a copy that no trainer trains.
         replicas: what splits the parts over the data-parallel replicas too; None if every replica holds all of them.
         stage: what this rank runs of a pipeline; None where there is none.
-        shadow: what compares steps of the training with whole blocks; None where nothing is checked.
         context_blocks: names of the blocks that see a part of the sequence each, where ``cp`` is more than 1.
         graphs: what compiled the blocks; None if they run eagerly.
         summoned: names of the parameters that are whole for now.
@@ -129,7 +128,6 @@ class ShardedModel:
     graphs: BlockGraphs | None = None
     context_blocks: tuple[str, ...] = ()
     stage: Stage | None = None
-    shadow: Any = None
     summoned: frozenset[str] = frozenset()
     summons: int = 0
 

@@ -31,7 +31,6 @@ class _Window:
         settle: sums the partial gradients, which are plain while it runs; collective.
         plain: the gradients themselves, by the parameter's name.
         is_settled: whether they are summed.
-        changed: whether the step changed one.
     """
 
     record: ShardedModel
@@ -39,7 +38,6 @@ class _Window:
     plain: dict[str, Tensor]
     shown: dict[str, StepGrad]
     is_settled: bool = False
-    changed: bool = False
 
     def put(self, grads: dict[str, Tensor] | dict[str, StepGrad]) -> None:
         """Give the parameters these gradients."""
@@ -92,7 +90,6 @@ class StepGrad(Tensor):
         if name in _REDUCTIONS:
             args, kwargs = tree_map_only(StepGrad, _whole, (args, kwargs))
             return func(*args, **kwargs)
-        window.changed |= name.endswith("_") and not name.endswith("__")
         with without_subclasses():
             out = func(*args, **kwargs)
             is_part = type(out) is Tensor and out.shape == first.shape
@@ -151,4 +148,3 @@ def step_gradients(record: ShardedModel, settle: Callable[[], None]) -> Iterator
             elif isinstance(parameter.grad, StepGrad):  # one that the step made of it
                 with without_subclasses():
                     parameter.grad = parameter.grad.as_subclass(Tensor)
-                window.changed = True

@@ -67,25 +67,7 @@ def enter_block(region: SequenceRegion, name: str, arg: Argument) -> Callable[..
         entered = region.path.enter(x, name)
         args, kwargs = _unwrapped(region, *put_argument(where, entered, args, kwargs))
         region.rng.begin_block()
-        if region.recorder is not None and name not in region.recorder.late:
-            entered = region.recorder.entered(name, where, x, entered, args, kwargs)
-            region.observers.shard_made(entered, name)  # somebody may keep it as a hidden state
-            args, kwargs = put_argument(where, entered, args, kwargs)
         return args, kwargs
-
-    return hook
-
-
-def record_call(region: SequenceRegion, name: str) -> Callable[..., Any]:
-    """A pre-hook of a block that is called with what another stage has made, behind the hook that brings it: it is recorded."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if region.recorder is None:
-            return None
-        where, x = find_argument(name, region.argument, args, kwargs)
-        entered = region.recorder.entered(name, where, x, x, args, kwargs)
-        region.observers.shard_made(entered, name)
-        return put_argument(where, entered, args, kwargs)
 
     return hook
 
@@ -95,8 +77,6 @@ def leave_block(region: SequenceRegion, name: str, *, is_exit: bool) -> Callable
 
     def hook(module: nn.Module, args: Any, out: Any) -> Any:
         aborted = out is None
-        if region.recorder is not None:
-            region.recorder.left(name, out)
         first = out[0] if isinstance(out, list | tuple) and out else out
         region.end_block(first, name, aborted=aborted)
         try:

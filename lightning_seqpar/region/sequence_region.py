@@ -16,7 +16,6 @@ from lightning_seqpar.context.axis import ContextAxis
 from lightning_seqpar.context.seq_part import SeqPart, local_of
 from lightning_seqpar.distributed.rng import Drawn, RankStreams
 from lightning_seqpar.layout.module_names import Argument
-from lightning_seqpar.region.block_recorder import BlockRecorder
 from lightning_seqpar.region.column_inputs import ColumnInputs
 from lightning_seqpar.region.data_path import DataPath
 from lightning_seqpar.region.frames import FrameStack
@@ -48,7 +47,6 @@ class SequenceRegion:
         elementwise_spans: what runs between columns and rows, computed again in the backward.
         blocks: the names of the blocks.
         argument: the argument of a block that is the activation.
-        recorder: records calls of some blocks in a step that is compared with whole blocks; None in all others.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class SequenceRegion:
         self.elementwise_spans = ElementwiseSpans(policy.remakes)
         self.blocks: tuple[str, ...] = ()
         self.argument: Argument = 0
-        self.recorder: BlockRecorder | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> SequenceRegion:
         copied = SequenceRegion(

@@ -16,7 +16,6 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -49,7 +48,6 @@ from lightning_seqpar.verify.guards.model import (
     refuse_added,
 )
 from lightning_seqpar.verify.guards.optimizer import OptimizerGuard, refuse_fused_on_rows
-from lightning_seqpar.verify.shadow_check import ShadowCheck
 
 _BEHIND_BACKWARD = ("on_after_backward", "on_before_optimizer_step")
 """Hooks between the backward and the update, in which a user's code may change gradients."""
@@ -98,7 +96,6 @@ class SteppingStrategy(StagedStrategy):
         super().__init__(config, **plugins)
         self._forward_redirection = _Redirection(self)
         self._sync: GradSync | None = None
-        self._shadow: ShadowCheck | None = None
         self._steps: dict[int, int] = {}
         self._comparisons: OneStepLate[Comparison] = OneStepLate()
         self._flushed = self._others_flushed = self._has_backward = False
@@ -211,8 +208,6 @@ class SteppingStrategy(StagedStrategy):
         batch_idx, accumulate = self._trainer.fit_loop.epoch_loop.batch_idx, self._trainer.accumulate_grad_batches
         if self._split is not None and self._module.automatic_optimization and batch_idx % accumulate == 0:
             self._split.begin_window()
-        if self._shadow is not None and self._module.automatic_optimization and batch_idx % accumulate == 0:
-            self._shadow.begin_step()
         with self._unwatched(), self._in_stages("training_step"):
             begins, due = batch_idx % accumulate == 0, self._schedule.is_due_at(self._schedule.number("training") + 1)
             # Gradients of the last window, which are summed, are dropped behind the step: it matters what a step makes of them
@@ -223,12 +218,9 @@ class SteppingStrategy(StagedStrategy):
             try:
                 with step_gradients(record, settle) as window:
                     self._hide_gradients = window.hide
-                    out = self._step("training", super().training_step, args, kwargs)
+                    return self._step("training", super().training_step, args, kwargs)
             finally:
                 self._hide_gradients = _nothing
-            if window.changed and not begins and self._shadow is not None:
-                self._shadow.stop()  # a block's gradients are no longer the sum of what its calls had
-            return out
 
     @property
     def _shows_gradients(self) -> bool:
@@ -315,8 +307,6 @@ class SteppingStrategy(StagedStrategy):
             assert self._sync is not None
             self._sync.attach()  # once more, since a parameter may have thawed in the step
             self._sync.begin_backward()
-            if self._shadow is not None and self._shadow.records:
-                self._shadow.note_loss(loss)
             if self._split is not None:
                 self._split.expect_backward(loss)
             if is_loss:
@@ -401,12 +391,6 @@ class SteppingStrategy(StagedStrategy):
         def synced() -> Any:
             out = closure()
             self.sync_gradients(optimizer)
-            if self._shadow is not None and self._shadow.records:
-                # Where replicas have not averaged, no block would do what it does whole, and none of them is to blame.
-                self._check_reduced(optimizer)()
-                self._shadow.check(_parameters(optimizer))
-                if self._shadow.is_first:
-                    rank_zero_info(f"lightning_seqpar: {self._shadow.summary}")
             return out
 
         self._optimizing = optimizer

@@ -80,8 +80,6 @@ from lightning_seqpar.verify.guards.heads import context_method, refuse_uneven_h
 from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
 from lightning_seqpar.verify.proof_cache import write_plan
 from lightning_seqpar.verify.prover import Proved, Prover
-from lightning_seqpar.verify.shadow_check import ShadowCheck
-from lightning_seqpar.verify.whole_block import whole_blocks
 
 P = ParamSpec("P")
 
@@ -163,10 +161,8 @@ class SeqParallelStrategy(TuningStrategy):
             what an MLP needs does not grow with the sequence. None computes all at once.
         compile: Compile each block by ``torch.compile`` after it was sharded, one graph for each kind of block.
         compile_options: Options passed on to ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``.
-        self_check: Prove the plan before training, on a copy whole against sharded; and compare blocks of the first step with
-            whole ones.
-        check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ..., and the
-            shadow check.
+        self_check: Prove the plan before training, on a copy whole against sharded.
+        check_every: Repeat the run-time checks every so many steps, besides steps 1 to 16 and 32, 64, 128, ...
         elementwise_optimizers: Classes of optimizers of yours that update each element by itself, as import paths (in Python also
             the classes); each is tried on small tensors, whole and in halves, before training.
         broadcast_batch: One rank of each replica reads the batches and sends them to the others: for iterable
@@ -360,9 +356,6 @@ class SeqParallelStrategy(TuningStrategy):
         if fitting:
             if record is not None:
                 self._sync = GradSync(record.layout, self.groups, record.doubtful)
-                self._shadow = record.shadow
-                if self._shadow is not None:
-                    self._shadow.begin_run(self.config.check_every, self._reads_each_backward)
                 if record.stage is not None:
                     self._begin_stages(record.stage)
             self._apply_layer_sync(module)
@@ -467,7 +460,6 @@ class SeqParallelStrategy(TuningStrategy):
         cut = prover.find_cut(plans) if config.pp > 1 else None
         if cut is not None:
             proved.lines += prover.check_stages(plans, cut)
-        blocks = whole_blocks(module, plans) if config.self_check else {}
         with phases.phase("cutting the model"):
             record = parallelize(
                 *(module, plans, self.groups),
@@ -482,8 +474,6 @@ class SeqParallelStrategy(TuningStrategy):
         record.made_by = made_by
         if cut is not None:
             self._cut(record, cut)
-        if config.self_check:
-            record.shadow = ShadowCheck(record, blocks)
         try:
             record.changes += sync_batch_norms(module, self.groups, every=self._syncs_batch_norms)
         except ValueError:
@@ -796,9 +786,6 @@ class SeqParallelStrategy(TuningStrategy):
         if self._sync is not None:
             self._sync.remove()
             self._sync = None
-        if self._shadow is not None:
-            self._shadow.stop()
-            self._shadow = None
         self._stop_watching()
         if self._weights is not None:
             self._weights.end()

@@ -968,7 +968,6 @@ def train_dead(tp: int) -> str:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_parameter_that_the_loss_does_not_read_is_told_with_replicas(tp):
-    # At tp 2 the shadow check would see blocks that do otherwise than whole ones, which are not to blame.
     for told in run_distributed(train_dead, 2 * tp, tp):
         assert "differs between the replicas, and dead got none: the reduction over dp waits for what the loss" in told
         assert "Set ddp={'find_unused_parameters': True}" in told
