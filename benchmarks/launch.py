@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -36,12 +35,12 @@ class Launcher:
     """Trains ways in turn, and remembers what they measured.
 
     Args:
-        folder: where the launches that are done and the proofs that they left are remembered. The n-th launch of a task is
+        folder: where the launches that are done are remembered. The n-th launch of a task is
             answered with the n-th of that task that did not fail, if there are so many.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._journal = folder, folder / "launches.jsonl"
+        self._journal = folder / "launches.jsonl"
         self._done: dict[str, list[dict[str, Any]]] = {}
         if self._journal.exists():
             for line in self._journal.read_text().splitlines():
@@ -50,19 +49,11 @@ class Launcher:
                     self._done.setdefault(task, []).append(answer)
         self._asked: Counter[str] = Counter()
 
-    def proofs(self, cache: str) -> Path:
-        """The folder in which launches with this ``cache`` remember proofs."""
-        return self._folder / "proofs" / cache
-
-    def __call__(
-        self, ranks: int, *, cache: str = "shared", fresh: bool = False, note: str = "", **task: Any
-    ) -> dict[str, Any]:
+    def __call__(self, ranks: int, *, note: str = "", **task: Any) -> dict[str, Any]:
         """Train one way on so many ranks.
 
         Args:
             ranks: processes.
-            cache: which proofs are known.
-            fresh: forget those proofs first.
             note: tells launches of one task apart.
             task: the arguments of ``child.run``.
 
@@ -78,9 +69,7 @@ class Launcher:
             answer = self._done[key][at]
         else:
             begin = time.monotonic()
-            if fresh:
-                shutil.rmtree(self.proofs(cache), ignore_errors=True)
-            answer = _run(ranks, task, self.proofs(cache))
+            answer = _run(ranks, task)
             with self._journal.open("a") as file:
                 file.write(json.dumps([key, answer]) + "\n")
             shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in answer.items())
@@ -95,13 +84,13 @@ class Launcher:
         return answer
 
 
-def _run(ranks: int, task: dict[str, Any], cache: Path) -> dict[str, Any]:
+def _run(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
     room = int((of_machine("MemAvailable") - SPARE) / ranks)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         # Memory that is given back shows at once, at any size.
         calm = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"} if task.get("memory") else {}
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache), **calm}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **calm}
         # A session of its own, so that ranks end with the process that started them.
         process = subprocess.Popen(
             [*command, str(HERE / "child.py"), json.dumps({"room": room, **task}), folder],

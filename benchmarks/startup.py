@@ -30,16 +30,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama 1.1 B, 128k words": {"model": "llama 1.1 B, 128k words", "length": 128, "batch": 1},
 }
 """Of each shape, the arguments of ``child.run`` that make it."""
-REMEMBERED = "proof remembered"
 CASES = {
     "self_check=False": "ours, unchecked",
     "self-check": "ours",
-    REMEMBERED: "ours",
     "dtensor": "dtensor",
     "ddp": "ddp",
 }
-"""Of each row, the way that is trained; a remembered proof is that of the row before it."""
-OURS = ("self_check=False", "self-check", REMEMBERED)
+"""Of each row, the way that is trained."""
+OURS = ("self_check=False", "self-check")
 
 
 def measure(launch: Launcher, shape: str, cases: tuple[str, ...] = tuple(CASES)) -> dict[str, dict[str, Any] | str]:
@@ -52,12 +50,9 @@ def measure(launch: Launcher, shape: str, cases: tuple[str, ...] = tuple(CASES))
     """
     found: dict[str, dict[str, Any] | str] = {}
     for case in cases:
-        if case == REMEMBERED and not any(launch.proofs(shape).rglob("*.json")):
-            found[case] = "no proof was remembered: this run proves it again"
-            continue
         task = {"way": CASES[case], "startup": True, "steps": STEPS, **SHAPES[shape]}
         try:
-            found[case] = launch(2, cache=shape, fresh=case != REMEMBERED, note=case, **task)
+            found[case] = launch(2, note=case, **task)
         except FailedRunError as error:
             found[case] = str(error)
     return found

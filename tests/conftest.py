@@ -94,7 +94,7 @@ def _one_thread_and_a_clean_environment():
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
-    """Proofs of plans are remembered for this run of the tests alone."""
+    """Plans that runs write are kept for this run of the tests alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         forkserver.set_forkserver_preload(["tests.helpers.warm"])

@@ -78,7 +78,7 @@ from lightning_seqpar.verify.guards.config import (
 )
 from lightning_seqpar.verify.guards.heads import context_method, refuse_uneven_heads
 from lightning_seqpar.verify.guards.pipeline import refuse_in_stages
-from lightning_seqpar.verify.proof_cache import write_plan
+from lightning_seqpar.verify.plan_file import write_plan
 from lightning_seqpar.verify.prover import Proved, Prover
 
 P = ParamSpec("P")

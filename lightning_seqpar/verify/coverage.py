@@ -34,7 +34,7 @@ _ENOUGH = 0.5
 
 @dataclass
 class Explanations:
-    """Why something is not sharded, as those who found the plans know it. Of a remembered proof it is remembered.
+    """Why something is not sharded, as those who found the plans know it.
 
     Attributes:
         whole: patterns of modules that inference left whole, each with the reason.

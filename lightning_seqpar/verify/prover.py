@@ -25,7 +25,6 @@ from lightning_seqpar.inference.trainer_view import (
     OneRankOnly,
     PlainBackwardError,
     attach_view,
-    describe_failure,
 )
 from lightning_seqpar.layout.adapters import known_limits
 from lightning_seqpar.layout.module_names import likely_blocks
@@ -46,7 +45,6 @@ from lightning_seqpar.styles.style import PlannedModel
 from lightning_seqpar.topology.process_groups import ParallelGroups
 from lightning_seqpar.verify.coverage import Explanations
 from lightning_seqpar.verify.example_search import ExampleSearch, FoundExample
-from lightning_seqpar.verify.proof_cache import Fingerprint, Proof, fingerprint, read_proof, write_proof
 from lightning_seqpar.verify.self_check import SelfCheckError, Sharding, self_check
 from lightning_seqpar.verify.stage_check import stage_check
 
@@ -81,7 +79,7 @@ class Prover:
     """Finds and proves the plans of one model; collective over the world.
 
     A proof is a run of the self-check: a copy of the model, whole against sharded, on an example input. What needs one
-    process only (the search for an example, inference, the memory of proofs) is done by the world's first rank for all.
+    process only (the search for an example, inference) is done by the world's first rank for all.
 
     Args:
         module: the whole model, equal on every rank.
@@ -109,7 +107,6 @@ class Prover:
         self._found: FoundExample | None = None  # what the first rank's search found, once every rank has it
         self._reasons: list[str] = []
         self._vocabulary: list[str] = []  # lines on what of it is sharded
-        self._whole = ""  # why it stays whole after all
         self._beside: Sequence[ShardingPlan] = ()  # shipped plans, beside which the rest is inferred
         self._known = Explanations()
         self._parts: list[dict[str, Any]] = []  # rules by which a part of the blocks is computed whole
@@ -251,47 +248,30 @@ class Prover:
             SelfCheckError: if the model is not right on parts of the sequence.
         """
         out, started = Proved(), time.monotonic()
-        with self._phases.phase("looking for a remembered proof"):
-            key, unread = self._from_first_rank(self._key) if self._config.self_check else (None, "")
-            remembered = self._from_first_rank(lambda: None if key is None else read_proof(key))
         out.plans = self.find_unsharded()
         with self._phases.phase("proving the plan"):
-            self._prove(out, key, remembered is not None, started)
-        if unread:
-            out.lines.append(f"self-check: not remembered, because {unread}")
+            self._prove(out, started)
         return out
 
     def _proved(self) -> Proved:
         """:meth:`prove` without the hint on adapters."""
-        out = Proved()
-        with self._phases.phase("looking for a remembered proof"):
-            key, unread = self._from_first_rank(self._key) if self._config.self_check else (None, "")
-            remembered = self._from_first_rank(lambda: None if key is None else read_proof(key))
-        cached = None
-        if remembered is not None:
-            self._reasons, self._frozen = remembered.reasons, remembered.frozen
-            self._known = Explanations(remembered.why_whole, remembered.no_sp, remembered.rest)
-            if remembered.plan:
-                cached = ShardingPlan.from_yaml_text(remembered.plan)
-        started = time.monotonic()
+        out, started = Proved(), time.monotonic()
         if isinstance(self._config.plan, PlanSpec):
             ShardingPlan.from_rules(self._config.plan.rules, source="your plan").match(self._module)
         with self._phases.phase("finding a plan"):
 
             def infer_rest(beside: Sequence[ShardingPlan]) -> ShardingPlan | None:
                 self._beside = beside
-                return self._infer_rest() if remembered is None else cached
+                return self._infer_rest()
 
-            out.plans = resolve_plans(self._config.plan, self._module, lambda: cached or self._infer(), infer_rest)
+            out.plans = resolve_plans(self._config.plan, self._module, self._infer, infer_rest)
         for plan in out.plans:
             plan.match(self._module)
-        self._add_vocabulary(out, remembered)
+        self._add_vocabulary(out)
         with self._phases.phase("proving the plan"):
-            self._prove(out, key, remembered is not None, started)
+            self._prove(out, started)
         self._tell_what_is_whole(out)
         out.known = self._known
-        if unread:
-            out.lines.append(f"self-check: not remembered, because {unread}")
         out.lines[:0] = self._vocabulary
         if inferred := [plan for plan in out.plans if plan.source == "inferred"]:
             rules = inferred[0].to_yaml().splitlines()[1:]
@@ -300,13 +280,11 @@ class Prover:
             ]
         return out
 
-    def _prove(self, out: Proved, key: str | None, is_remembered: bool, started: float) -> None:
-        """Run the self-check on the plans of ``out``, unless it is off or passed before.
+    def _prove(self, out: Proved, started: float) -> None:
+        """Run the self-check on the plans of ``out``, unless it is off.
 
         Args:
             out: whose plans are proved, and may be replaced by others; it gets a line on the outcome.
-            key: under which a proof is remembered; None for not at all.
-            is_remembered: whether a proof under that key exists.
             started: when the search for the plans began, by ``time.monotonic()``.
         """
         if not self._config.self_check:
@@ -315,20 +293,10 @@ class Prover:
                 "segments left out, a block that mixes positions) can train without an error"
             )
             return
-        if is_remembered:
-            out.lines.append("self-check: passed before, for the same model, source, plan and versions")
-            out.frozen = self._frozen
-            return
         passed = self._check_thawed(out, [plan for plan in out.plans if plan.source == "inferred"])
         out.frozen = self._frozen
-        inferred = [plan for plan in out.plans if plan.source == "inferred"]
-        self._explain_widened(inferred)
+        self._explain_widened([plan for plan in out.plans if plan.source == "inferred"])
         if passed:
-            if key is not None and dist.get_rank(self._world) == 0:
-                known = self._known
-                plan = inferred[0].to_yaml() if inferred else ""
-                proof = Proof(plan, self._whole, self._reasons, known.whole, known.no_sp, known.rest, self._frozen)
-                write_proof(key, proof)
             example = self._example().example
             assert example is not None
             but = f", but not in evaluation, which does not run whole: {self._not_evaluated}" * bool(
@@ -360,20 +328,6 @@ class Prover:
         if box[1] is not None:
             raise box[2](box[1])
         return box[0]
-
-    def _key(self) -> Fingerprint:
-        """The key under which a proof is remembered, or what can't be read of the model. No model is run."""
-        topology = self._groups.topology
-        sizes = {axis: topology.get_dim(axis) for axis in topology.axes}
-        try:
-            first = next(self._search.candidates(), None)
-        except Exception:  # a loader that can't be read: the search says so, if no other example works
-            first = None
-        try:
-            examples = first, self._search.evaluation()
-            return fingerprint(self._module, self._trainer, self._config, sizes, *examples)
-        except Exception as error:  # of a property or a method of the user's; it is no reason not to train
-            return Fingerprint(None, f"reading the model raised {describe_failure(error)}")
 
     def _example(self) -> FoundExample:
         """What the first rank's search for an example finds, on every rank; collective over the world at its first call."""
@@ -592,19 +546,14 @@ class Prover:
         known = self._known.whole
         return "; ".join(f"{pattern}: {known[pattern]}" for pattern in patterns[:3] if pattern in known)
 
-    def _add_vocabulary(self, out: Proved, remembered: Proof | None) -> None:
-        """Add the rules for embeddings and heads over a vocabulary to the plans; what no proof will show must be certain.
-
-        Args:
-            out: whose plans are extended.
-            remembered: the proof that is remembered, if any, which also says if the vocabulary must stay whole.
-        """
+    def _add_vocabulary(self, out: Proved) -> None:
+        """Add the rules for embeddings and heads over a vocabulary to the plans; what no proof will show must be certain."""
         if not self._config.vocab:
             self._vocabulary = ["vocabulary: whole, as vocab=False says"]
             names = find_vocabulary(out.plans, self._module, self._tp, self._config.sp)
             self._known.vocabulary = dict.fromkeys(names, VOCAB_OFF)
             return
-        certain = not self._config.self_check or (remembered is None and self._example().example is None)
+        certain = not self._config.self_check or self._example().example is None
         choice = with_vocabulary(
             out.plans,
             self._config.plan,
@@ -615,8 +564,6 @@ class Prover:
             callbacks=getattr(self._trainer, "callbacks", ()),
         )
         out.plans, self._vocabulary, self._known.vocabulary = choice.plans, choice.lines, choice.reasons
-        if remembered is not None and remembered.whole:
-            self._keep_whole(out, remembered.whole)
 
     def _check_vocabulary(self, out: Proved) -> bool:
         """Run the self-check; if it fails, try the plans with a whole vocabulary, unless the user's own rules shard it.
@@ -639,7 +586,7 @@ class Prover:
 
     def _keep_whole(self, out: Proved, why: str) -> None:
         """Leave the vocabulary whole, and say so."""
-        out.plans, self._whole = without_vocabulary(out.plans), why
+        out.plans = without_vocabulary(out.plans)
         self._known.vocabulary = {name: reason or why for name, reason in self._known.vocabulary.items()}
         self._vocabulary = [f"vocabulary: whole, since it is not right sharded: {why}"]
         rank_zero_warn(

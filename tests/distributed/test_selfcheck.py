@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -10,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -28,7 +26,7 @@ from lightning_seqpar.testing import RankFailedError, run_distributed
 from lightning_seqpar.verify import self_check as selfcheck
 from lightning_seqpar.verify.run_comparison import worst_gradient
 from lightning_seqpar.verify.self_check import CalledApartError, self_check
-from tests.helpers import families, models, zoo
+from tests.helpers import models, zoo
 from tests.helpers.fit import fit, quiet_trainer
 
 CPU = torch.device("cpu")
@@ -302,52 +300,29 @@ def _untouched() -> bool:
     return same and torch.equal(torch.rand(2), expected) and all(p.grad is None for p in model.parameters())
 
 
-# ---- what is remembered ----------------------------------------------------------------------------------------
+# ---- plans that are refused, and what a start says -------------------------------------------------------------
 
 
-def proofs(folder: Path) -> list[dict[str, str]]:
-    return [json.loads(file.read_text()) for file in sorted(folder.rglob("*.json"))]
+def run(kind: str, plan: Any = "auto") -> Any:
+    return run_distributed(fit_zoo, 2, kind, plan)[0]
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path
+def fit_zoo(kind: str, plan: Any) -> list[float]:
+    return fit("Zoo", {"kind": kind}, world=2, strategy={"tp": 2, "plan": plan}, steps=1).losses
 
 
-def run(cache: Path, kind: str, plan: Any = "auto") -> Any:
-    return run_distributed(fit_with_cache, 2, str(cache), kind, plan)[0]
-
-
-def fit_with_cache(cache: str, kind: str, plan: Any) -> list[float]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", cache)
-        return fit("Zoo", {"kind": kind}, world=2, strategy={"tp": 2, "plan": plan}, steps=1).losses
-
-
-def test_a_proof_is_remembered_once_for_each_model(cache):
-    first = run(cache, "fused")
-    assert len(proofs(cache)) == 1
-    assert run(cache, "fused") == first
-    assert len(proofs(cache)) == 1
-    # The same classes and shapes; a string tells them apart.
-    run(cache, "fused_per_head")
-    assert len(proofs(cache)) == 2
-
-
-def test_a_refused_plan_is_not_remembered(cache):
+def test_a_plan_that_nothing_mends_is_refused():
     rules = [*without("set")(rules_of("einsum", 2)), {"pattern": "net.h.*.ln1", "style": "set", "values": {"eps": 0.5}}]
-    for _ in range(2):
-        with pytest.raises(
-            RankFailedError, match=r"(?s)self_check: with the plan.* Tried: sp=False. None of that is right"
-        ):
-            run(cache, "einsum", {"base": "none", "rules": rules})
-    assert proofs(cache) == []
+    with pytest.raises(
+        RankFailedError, match=r"(?s)self_check: with the plan.* Tried: sp=False. None of that is right"
+    ):
+        run("einsum", {"base": "none", "rules": rules})
 
 
-def test_a_wrong_plan_is_told_with_the_rules_that_mend_it(cache):
+def test_a_wrong_plan_is_told_with_the_rules_that_mend_it():
     rules = without("set")(rules_of("einsum", 2))
     with pytest.raises(RankFailedError) as caught:
-        run(cache, "einsum", {"base": "none", "rules": rules})
+        run("einsum", {"base": "none", "rules": rules})
     said = re.search(
         r"Tried: sp=False, which is wrong too; these rules behind those above, which are right:((\n  - .*)+)",
         str(caught.value),
@@ -355,132 +330,14 @@ def test_a_wrong_plan_is_told_with_the_rules_that_mend_it(cache):
     assert said is not None, str(caught.value)
     more = yaml.safe_load(said[1])
     assert [rule["style"] for rule in more] == ["set"]
-    mended = run(cache, "einsum", {"base": "none", "rules": [*rules, *more]})
-    assert mended == pytest.approx(run(cache, "einsum"), rel=1e-12)
+    mended = run("einsum", {"base": "none", "rules": [*rules, *more]})
+    assert mended == pytest.approx(run("einsum"), rel=1e-12)
 
 
-def test_whole_sequences_are_tried_for_a_wrong_plan_of_the_users(cache):
+def test_whole_sequences_are_tried_for_a_wrong_plan_of_the_users():
     rules = [{key: value for key, value in rule.items() if key != "sp"} for rule in rules_of("all_inline", 2)]
     with pytest.raises(RankFailedError, match=r"Tried: with sp=False the same plan is right"):
-        run(cache, "all_inline", {"base": "none", "rules": rules})
-
-
-def test_a_plan_file_that_changes_is_proved_again(cache, tmp_path):
-    file = tmp_path / "plan.yaml"
-    rules = rules_of("einsum", 2)
-    file.write_text(ShardingPlan.from_rules(rules).to_yaml())
-    run(cache, "einsum", str(file))
-    assert len(proofs(cache)) == 1
-    file.write_text(ShardingPlan.from_rules(without("set")(rules)).to_yaml())
-    with pytest.raises(RankFailedError, match="self_check: with the plan"):
-        run(cache, "einsum", str(file))
-
-
-SWITCH = {"on": False}  # read by Global's step, and told by no attribute
-
-
-class Global(zoo.Zoo):
-    """Mixes positions where a global says so."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        (ids,) = batch
-        if SWITCH["on"]:
-            ids = ids.flip(1)
-        return super().training_step((ids,), batch_idx)
-
-
-def fit_switched(cache: str, on: bool) -> None:
-    SWITCH["on"] = on
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", cache)
-        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
-        trainer.fit(Global("einsum"), models.loader(4))
-
-
-def test_a_proof_holds_for_the_globals_that_it_was_made_with(cache):
-    for on in (False, True, False):
-        run_distributed(fit_switched, 2, str(cache), on)
-    assert len(proofs(cache)) == 2
-
-
-CALLS: list[int] = []  # of steps in this process
-
-
-class Noting(zoo.Zoo):
-    """Counts its steps, on copies too, and holds what many models hold."""
-
-    def __init__(self, kind: str, held: Any = None) -> None:
-        super().__init__(kind)
-        self.held, self.itself = held, [self]
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        CALLS.append(batch_idx)
-        return super().training_step(batch, batch_idx)
-
-
-class NotingGPT2(families.HuggingFace):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        CALLS.append(batch_idx)
-        return super().training_step(batch, batch_idx)
-
-
-def steps_of(kind: Any, folders: list[str], *args: Any) -> int:
-    """How many steps ran, on copies and in training, each rank with a folder for proofs of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", folders[torch.distributed.get_rank()])
-        trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
-        trainer.fit(kind(*args), models.loader(4))
-    return len(CALLS)
-
-
-@pytest.mark.parametrize(("kind", "name"), [(Noting, "einsum"), (NotingGPT2, "gpt2")])
-def test_a_remembered_proof_runs_no_copy(cache, kind, name):
-    first = run_distributed(steps_of, 2, kind, [str(cache)] * 2, name)
-    assert min(first) > 1
-    assert run_distributed(steps_of, 2, kind, [str(cache)] * 2, name) == [1, 1]
-
-
-def test_the_first_ranks_memory_counts(cache):
-    file = cache / "file"
-    file.write_text("no folder")
-    ours, nowhere = str(cache), str(file)
-    assert min(run_distributed(steps_of, 2, Noting, [nowhere, ours], "einsum")) > 1
-    assert proofs(cache) == []
-    assert min(run_distributed(steps_of, 2, Noting, [ours, nowhere], "einsum")) > 1
-    assert run_distributed(steps_of, 2, Noting, [ours, nowhere], "einsum") == [1, 1]
-    assert min(run_distributed(steps_of, 2, Noting, [nowhere, ours], "einsum")) > 1
-    (proof,) = cache.rglob("*.json")
-    proof.write_text(proof.read_text()[:-9])
-    assert min(run_distributed(steps_of, 2, Noting, [ours, nowhere], "einsum")) > 1
-    assert run_distributed(steps_of, 2, Noting, [ours, nowhere], "einsum") == [1, 1]
-
-
-class Unreadable:
-    """Holds a generator, and is the same in every copy."""
-
-    def __init__(self) -> None:
-        self.lines = (line for line in "ab")
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self
-
-
-def told_of_memory() -> list[str]:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.extend(record.getMessage().splitlines())  # type: ignore[method-assign]
-    trainer = quiet_trainer(devices=2, strategy=SeqParallelStrategy(tp=2), max_steps=1)
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    trainer.fit(Noting("einsum", Unreadable()), models.loader(4))
-    return [line.strip() for line in told if "remembered" in line]
-
-
-def test_what_keeps_a_model_from_being_remembered_is_said_once():
-    said = "self-check: not remembered, because model.held.lines is a generator whose content can't be read"
-    first, other = run_distributed(told_of_memory, 2)
-    assert (first, other) == ([said], [])
+        run("all_inline", {"base": "none", "rules": rules})
 
 
 def fit_and_listen(kind: str, folder: str) -> tuple[list[str], list[str]]:
@@ -500,22 +357,19 @@ def fit_and_listen(kind: str, folder: str) -> tuple[list[str], list[str]]:
     return told, [str(one.message) for one in caught if "lightning_seqpar" in str(one.message)]
 
 
-def start_twice(kinds: list[str], folder: str) -> list[Any]:
-    return [fit_and_listen(kind, folder) for kind in kinds for _ in range(2)]
+def starts(kinds: list[str], folder: str) -> list[tuple[list[str], list[str]]]:
+    return [fit_and_listen(kind, folder) for kind in kinds]
 
 
-def test_a_remembered_proof_says_what_the_first_one_said(cache):
+def test_a_start_says_why_what_is_whole_is_whole_and_where_the_rules_are(tmp_path):
     """Attention that can't be split, and a shift of the sequence, which only the self-check finds wrong on shards."""
-    (first, again, shifted, remembered), _ = run_distributed(start_twice, 2, ["hard_coded", "shifted"], str(cache))
-    for (told, warned), (told_again, warned_again) in ((first, again), (shifted, remembered)):
-        checks = [next(line for line in lines if "self-check: " in line) for lines in (told, told_again)]
-        assert ["passed before" in check for check in checks] == [False, True]
-        assert [line for line in told if line not in checks] == [line for line in told_again if line not in checks]
-        assert warned == warned_again
+    (split, shifted), _ = run_distributed(starts, 2, ["hard_coded", "shifted"], str(tmp_path))
+    for told, warned in (split, shifted):
+        assert any("self-check: passed" in line for line in told)
+        assert any("/plans/" in line for line in told)
         assert len(warned) == 1
-    assert any("whole: net.h.*.attn (4 tensors, 2,048 parameters): net.h.0.attn.out: with" in line for line in again[0])
-    assert any("; off: sp (net.h.*: " in line for line in remembered[0])
-    assert all(any("/plans/" in line for line in told) for told in (first[0], remembered[0]))
+    assert any("whole: net.h.*.attn (4 tensors, 2,048 parameters): net.h.0.attn.out: with" in line for line in split[0])
+    assert any("; off: sp (net.h.*: " in line for line in shifted[0])
 
 
 class SmallAndWrong(zoo.PreNorm):

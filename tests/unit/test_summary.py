@@ -9,7 +9,7 @@ import pytest
 from lightning_seqpar import ParallelConfig, ProcessTopology, ShardingPlan
 from lightning_seqpar.strategy.summary import LINES, draw, groups_of, summarize, summarize_briefly
 from lightning_seqpar.verify.coverage import Coverage, WholeSequences
-from lightning_seqpar.verify.proof_cache import write_plan
+from lightning_seqpar.verify.plan_file import write_plan
 
 
 def summary(world: int, per_node: int, coverage: Coverage | None = None, **fields) -> str:
