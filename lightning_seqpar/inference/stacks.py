@@ -80,25 +80,34 @@ def _without_lone_mlps(trace: ForwardTrace, calls: Sequence[Call], model: nn.Mod
     """Candidates for blocks without those that stand for themselves and relate no positions, if others do relate them.
 
     An MLP in front of the transformer is none of its blocks, also where it stands in the same list. One behind the first block of
-    a list (a feed-forward module of its own) is, and so are several of one class in a list, which repeat.
+    a list (a feed-forward module of its own) is, and so are several of one class in a list, which repeat. Lists in a list
+    (``[norm, attention, residual]``, ``[norm, feed-forward, residual]``, ...) are one.
     """
     mixing = [
         call for call in calls if any(op.name in _RELATING for op in trace.ops_in(call)) or _multiplies(trace, call)
     ]
-    first = {_parent(call.name): call.id for call in reversed(mixing)}
+    within = {call.name: _outer_list(model, _parent(call.name)) for call in calls}
+    first = {within[call.name]: call.id for call in reversed(mixing)}
     if not first:
         return list(calls)
     alike: dict[tuple[str, type], set[str]] = defaultdict(set)
     for call in (one for one in calls if _is_listed(model, one.name)):
-        alike[_parent(call.name), type(call.module)].add(call.name)
+        alike[within[call.name], type(call.module)].add(call.name)
     mixes = {call.name for call in mixing}
     return [
         call
         for call in calls
         if call.name in mixes
-        or len(alike[_parent(call.name), type(call.module)]) > 1
-        or first.get(_parent(call.name), call.id) < call.id
+        or len(alike[within[call.name], type(call.module)]) > 1
+        or first.get(within[call.name], call.id) < call.id
     ]
+
+
+def _outer_list(model: nn.Module, name: str) -> str:
+    """The name of the outermost list that has the list ``name`` in it, itself if it is in none."""
+    while isinstance(model.get_submodule(_parent(name)), nn.ModuleList) and _parent(name):
+        name = _parent(name)
+    return name
 
 
 _RELATING = ("convolution", "cumsum", "_fft_r2c", "_fft_c2c", "flip", "roll")

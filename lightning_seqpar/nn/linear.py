@@ -428,7 +428,7 @@ class RowParallelLinear(_ParallelLinear):
                 partial = partial + (self.bias * float(self.region.rank == 0)).to(partial.dtype)
             self.region.leave_partial(partial)
             return partial
-        out = self.region.path.reduce(partial, self.full_name, self.in_features)
+        out = self.region.path.reduce(partial, self.full_name)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def _product(self, x: Tensor) -> Tensor:

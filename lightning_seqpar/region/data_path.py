@@ -265,10 +265,9 @@ class DataPath:
         self._columns.add_whole(copied)
         return copied if place is None else SeqPart.wrap(copied, place)
 
-    def reduce(self, x: Tensor, module: str, local: int = 0) -> Tensor:
-        """The partial sums of a row linear, which has ``local`` in-features on this rank."""
-        self._observers.row_ended(local)
-        self._rng.end_row(x.shape[-1])
+    def reduce(self, x: Tensor, module: str) -> Tensor:
+        """The partial sums of a row linear, summed."""
+        self._rng.end_row()
         if not self.sp:
             reduced = reduce_from_tensor_parallel_region(local_of(x), self.group)
             return x.like(reduced) if isinstance(x, SeqPart) else reduced

@@ -90,8 +90,6 @@ class Frame:
         unwrapped: number of running modules that multiply sharded parameters themselves.
         dealt_out: in a module that deals this rank's positions out to experts, where they lie in its input.
         column_tokens: between a column and its row, the dims of the column's input in front of its features; else None.
-        previous_row_width: out-features of the last row, if its module has another row to come and no column ran since.
-        drawn_alike: random draws that all ranks made alike behind that row, each by operation and shape.
     """
 
     module: str = ""
@@ -117,8 +115,6 @@ class Frame:
     unwrapped: int = 0
     dealt_out: Place | None = None
     column_tokens: tuple[int, ...] | None = None
-    previous_row_width: int | None = None
-    drawn_alike: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
     @property
     def sources(self) -> list[Any]:
@@ -130,8 +126,8 @@ class Frame:
         return self.is_call and self.module == module
 
     def leave_rows(self) -> None:
-        """Forget which columns and rows ran last: no column's features are on their way to a row any more."""
-        self.column_tokens, self.previous_row_width, self.drawn_alike = None, None, []
+        """Forget which column ran last: no column's features are on their way to a row any more."""
+        self.column_tokens = None
 
 
 class FrameStack:

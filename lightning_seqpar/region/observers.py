@@ -14,7 +14,7 @@ from lightning_seqpar.region.ancestry import check_ancestry, check_reduced, pass
 from lightning_seqpar.region.frames import FrameStack
 from lightning_seqpar.region.graph_span import GraphSpan
 from lightning_seqpar.region.partial_sum_check import LossLeakCheck, PartialSumCheck
-from lightning_seqpar.region.rng_checks import DrawContext, check_alike
+from lightning_seqpar.region.rng_checks import DrawContext
 from lightning_seqpar.region.rng_scope import RngScope
 from lightning_seqpar.region.schedule import WatchSchedule
 from lightning_seqpar.region.shard_placement import ShardPlacement
@@ -113,11 +113,6 @@ class Observers:
         if self._sp:
             self.placement.check_column_input(x, module)
 
-    def row_ended(self, local: int) -> None:
-        """A row linear with ``local`` in-features on this rank made its partial sums."""
-        frame = self._frames.current
-        check_alike(self._region, frame.drawn_alike, local, frame.previous_row_width)
-
     def gathering_ended(self, out: Tensor | None, module: str, gathers: list[Any]) -> None:
         """A module with gathered inputs returned ``out``; ``gathers`` are the graph nodes of those inputs."""
         if out is not None and out.grad_fn is not None and gathers and passes_by_rows(out.grad_fn, gathers):
@@ -163,6 +158,4 @@ class Observers:
         Raises:
             ValueError: if they would not be what one process draws, in distribution.
         """
-        context = DrawContext.now(self._region, self._sp, self._dim, self._frames, self._rng)
-        if context.check(draw):
-            self._frames.current.drawn_alike.append((draw.name, draw.shape))
+        DrawContext.now(self._region, self._sp, self._dim, self._frames, self._rng).check(draw)

@@ -8,7 +8,6 @@ what is drawn with what may be drawn there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_seqpar.distributed.rng import Drawn
@@ -45,12 +44,6 @@ class ActivationShards(NamedTuple):
             return True
         return self.ndim == 3 and len(shape) == 2 and shape[0] == self.batch * self.part
 
-    def is_activation(self, shape: Shape) -> bool:
-        """Whether what was drawn is for a shard's positions, samples and features, and for nothing else (no heads)."""
-        if len(shape) == self.ndim == 3:
-            return shape[self.dim] == self.part and shape[1 - self.dim] in (1, self.batch)
-        return len(shape) == 2 and shape[0] == (self.part if self.ndim == 2 else self.batch * self.part)
-
 
 class DrawContext(NamedTuple):
     """Where in a forward random numbers are drawn.
@@ -62,7 +55,6 @@ class DrawContext(NamedTuple):
         unwrapped: whether a module is running that multiplies sharded parameters itself.
         widths: in a module that returns a sum over ranks, the widths of its columns on this rank; else None.
         tokens: between a column and its row, the dims of the column's input in front of its features; else None.
-        previous_row_width: behind a row whose module has another row to come, the row's out-features; else None.
         in_block: whether a block is running.
         in_gather: whether a module with gathered arguments is running.
         shards: sizes of the activations; None where they are not shards.
@@ -74,7 +66,6 @@ class DrawContext(NamedTuple):
     unwrapped: bool
     widths: frozenset[int] | None
     tokens: Shape | None
-    previous_row_width: int | None
     in_block: bool
     in_gather: bool
     shards: ActivationShards | None
@@ -100,18 +91,13 @@ class DrawContext(NamedTuple):
             unwrapped=frame.unwrapped > 0,
             widths=frame.sum_widths[-1] if frame.sum_widths else None,
             tokens=frame.column_tokens,
-            previous_row_width=frame.previous_row_width,
             in_block=rng.in_block,
             in_gather=bool(frame.gather_scopes),
             shards=shards,
         )
 
-    def check(self, draw: Drawn) -> bool:
+    def check(self, draw: Drawn) -> None:
         """Require that a random draw comes from the stream that it must come from.
-
-        Returns:
-            Whether only the next row can tell (:func:`check_alike`): all ranks drew alike, which is wrong if it is for
-            features.
 
         Raises:
             ValueError: for draws that would not be what one process draws, in distribution.
@@ -124,9 +110,8 @@ class DrawContext(NamedTuple):
                 "they are for whole activations or for this rank's features; give it linears of their own, draw outside it, or "
                 "set its dropout to 0"
             )
-        if draw.seeded and self.own:
-            self._check_seeded(drawn, shape)
-            return False
+        if draw.seeded:
+            return  # from a generator of the user's own, which gives every rank the same
         if self.widths is not None and self.own and shape[-1] not in self.widths:
             raise ValueError(
                 f"a module of {self.region} that returns a sum over ranks draws {drawn} behind its first column linear, which "
@@ -135,41 +120,11 @@ class DrawContext(NamedTuple):
             )
         if self.tokens is not None and self.own:
             self._check_features(self.tokens, drawn, shape)
-        elif self.tokens is not None and self.previous_row_width is not None and not self.sp:
-            return not _is_of_tokens(shape, self.tokens)
         elif self.shards is not None:
             self._check_positions(self.shards, drawn, shape)
-        return False
-
-    def _check_seeded(self, drawn: str, shape: Shape) -> None:
-        """Check a draw from a generator of the user's own, where torch's generator would be the rank's own."""
-        if self.tokens is not None:
-            batch = (*self.tokens[:1], math.prod(self.tokens))
-            for_part = len(shape) > 1 and shape[0] in batch and not _is_of_tokens(shape, self.tokens)
-        elif self.widths is not None:
-            for_part = shape[-1:] != () and shape[-1] in self.widths
-        else:
-            shards = self.shards
-            for_part = shards is not None and shards.part < shards.length and shards.is_activation(shape)
-        if for_part:
-            raise ValueError(
-                f"{drawn} are drawn from a generator of your own in {self.region}, the same on every rank, for what is each rank's "
-                "part (of the sequence, or of features or heads): all parts would be given the same numbers. Leave the generator "
-                "out, and torch's own is split over the ranks, or draw them in front of the blocks"
-            )
 
     def _check_features(self, tokens: Shape, drawn: str, shape: Shape) -> None:
-        """Check a draw between a column and its row, or from row to row, where each rank draws its own."""
-        if (
-            shape[-1:] == (self.previous_row_width,)
-            and self.shards is not None
-            and not self.shards.has_positions(shape)
-        ):
-            raise ValueError(
-                f"behind a row linear of {self.region} {drawn} are drawn, which have no sequence dim of {self.shards.part}: each "
-                "rank would draw its own for its part of the sequence, and one process draws one for all of it. Draw them outside "
-                "the module, or set sp=False"
-            )
+        """Check a draw between a column and its row, where each rank draws its own."""
         if _is_of_tokens(shape, tokens):
             raise ValueError(
                 f"between a column linear of {self.region} and its row {drawn} are drawn, which are not for the features or heads "
@@ -192,27 +147,6 @@ class DrawContext(NamedTuple):
             raise ValueError(
                 f"between the blocks of {self.region} (or in a DropPath) {drawn} are drawn for shards of the sequence, and every "
                 "rank would draw the same for other positions; drop out inside the blocks or behind the region's end"
-            )
-
-
-def check_alike(region: str, drawn: Sequence[tuple[str, Shape]], local: int, behind: int | None) -> None:
-    """Check at a row linear what all ranks drew alike since the row before.
-
-    Args:
-        region: what messages call the region.
-        drawn: those draws, each by operation and shape.
-        local: the row's in-features on this rank.
-        behind: out-features of the row before.
-
-    Raises:
-        ValueError: if it may be for what this row reads, since no column came in between.
-    """
-    for name, shape in drawn:
-        if shape[-1] == local or shape[-1] != behind:
-            raise ValueError(
-                f"between two row linears of a module of {region} random numbers ({name}) of shape {list(shape)} are drawn, "
-                "alike on every rank, that may be for features of the second row, which are each rank's own; let the module "
-                "run one path to its end before the columns of the next, set sp=True, or set the dropout to 0"
             )
 
 

@@ -75,9 +75,7 @@ class RngScope:
         """The module of that name ended: behind it, in its block, activations are what they were before."""
         if self._sp:
             self.streams.resume(("behind", module))
-        frame = self._frames.current
-        del frame.rows_left[-1:]
-        frame.previous_row_width, frame.drawn_alike = None, []
+        del self._frames.current.rows_left[-1:]
 
     def begin_whole(self) -> None:
         """A module that every rank computes whole begins, among shards: all ranks draw alike in it."""
@@ -106,19 +104,13 @@ class RngScope:
         else:
             self.streams.begin(nests=False)
 
-    def end_row(self, features: int) -> None:
-        """A row linear ran and its partial sums are reduced: without sequence parallelism its output is whole again.
-
-        Args:
-            features: the row's out-features.
-        """
+    def end_row(self) -> None:
+        """A row linear ran and its partial sums are reduced: without sequence parallelism its output is whole again."""
         frame = self._frames.current
         if frame.rows_left:
             frame.rows_left[-1] -= 1
         if not frame.rows_left or frame.rows_left[-1] <= 0:
             frame.leave_rows()
-        else:  # features of other columns may still be on their way to another row
-            frame.previous_row_width = features
         if not self._sp:
             self.streams.end()
 

@@ -209,7 +209,7 @@ class SequenceRegion:
         frame = self.frames.current
         if (features := frame.sum_features[-1]) is not None:
             self.observers.sum_returned(local_of(out), module, features, rows, once)
-            return self.path.reduce(out, module, max(frame.sum_widths[-1]))
+            return self.path.reduce(out, module)
         gathers, (place, frame.dealt_out) = frame.sources, (frame.dealt_out, None)
         self.observers.sum_returned(local_of(out), module, gathers, rows, once)
         reduced = self.path.reduce(out, module)

@@ -337,22 +337,7 @@ BETWEEN = r"between a column linear of the model and its row random numbers \(ra
         *(("features", sp, "trained") for sp in (True, False)),
         *(("in turn", sp, "trained") for sp in (True, False)),
         ("interleaved", True, "trained"),
-        (
-            "interleaved",
-            False,
-            r"between two row linears of a module of the model random numbers \(\w+\) of shape \[8, 2, 12, 12\]",
-        ),
         *(("row", sp, "trained") for sp in (True, False)),
-        (
-            "locked",
-            True,
-            r"behind a row linear of the model random numbers \(rand\) of shape \[8, 1, 16\] are drawn, which have no",
-        ),
-        (
-            "vector",
-            True,
-            r"behind a row linear of the model random numbers \(rand\) of shape \[16\] are drawn, which have no",
-        ),
         *((where, False, "trained") for where in ("locked", "vector")),
         ("both", True, BETWEEN.format(r", 1, 1\]")),
         ("both", False, "trained"),
@@ -432,18 +417,6 @@ def test_ranks_that_share_value_heads_may_not_drop_them_apart(sp):
         assert step == 0
     told, _, masks = run_distributed(fit_stray, 2, "values", sp, self_check=True, length=8)[0]
     assert (told, masks["sp"]) == ("trained", [sp])  # there each has its own
-
-
-@pytest.mark.parametrize(
-    ("where", "shape", "sp"),
-    [("seeded", [8, 6, 16], True), *(("seeded features", [8, 12, 8], sp) for sp in (True, False))],
-)
-def test_a_generator_of_ones_own_that_begins_late_is_seen(where, shape, sp):
-    for told, step, _ in run_distributed(fit_stray, 2, where, sp, 8):
-        assert told.startswith(
-            f"random numbers (rand) of shape {shape} are drawn from a generator of your own in the model"
-        )
-        assert step == 8
 
 
 @pytest.mark.parametrize("where", ["block", "behind", "sample"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.util
 import random
 import re
@@ -276,6 +277,28 @@ class Closed(nn.Module):
 
 def test_a_model_that_runs_closures_is_traced_on_its_copy():
     assert {"column", "row"} <= {rule.style for rule in infer_plan(Closed(), IDS, 2).plan.rules}
+
+
+class InLists(nn.Module):
+    """Attention and feed-forward modules each in a list of their own, with a norm, in one list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 16)
+        parts = [zoo.EinsumAttention(16, 4), zoo.FeedForward(16, 32)] * 2
+        self.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(16), copy.deepcopy(part)]) for part in parts)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for norm, part in self.layers:  # type: ignore[attr-defined]
+            x = x + part(norm(x))
+        return x
+
+
+def test_feed_forward_modules_in_lists_of_their_own_are_blocks():
+    model = InLists()
+    rows = [match.name for match in infer_plan(model, IDS, 2).plan.match(model) if match.rule.style == "row"]
+    assert rows == [f"layers.{at}.1.{'fc2' if at % 2 else 'to_out'}" for at in range(4)]
 
 
 class Uncopied(zoo.Decoder):
