@@ -3793,20 +3793,6 @@ MUTANTS = [
         "tests/test_trainer_habits.py -k saves_own_average",
     ),
     Mutant(
-        "habits: a backward of a hook's own is not summed",
-        "SteppingStrategy.behind_backward",
-        "        return _OwnBackwards(self._run_own_backward)\n",
-        "        return nullcontext()\n",
-        "tests/test_trainer_habits.py -k twice_backward",
-    ),
-    Mutant(
-        "habits: a backward of a hook's own reads shards",
-        "SteppingStrategy._run_own_backward",
-        "        self.pre_backward(loss)\n",
-        "        self._sync.begin_backward()\n",
-        "tests/test_trainer_habits.py -k penalised_behind",
-    ),
-    Mutant(
         "habits: a gradient of a loss passes for a constant",
         "once_differentiable",
         "        if not torch.is_grad_enabled():\n",

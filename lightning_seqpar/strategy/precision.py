@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -33,9 +32,6 @@ class GradientOwner(Protocol):
     def before_on_after_backward(self) -> None:
         """Sum partial gradients at once, if a user's hook reads them before the update."""
 
-    def behind_backward(self) -> AbstractContextManager[Any]:
-        """A context manager for the hooks behind a backward."""
-
 
 class _ShardedPrecision(Precision):
     """Methods that take the place of those of the user's plugin, in a class that is derived from this one and the plugin's."""
@@ -52,8 +48,7 @@ class _ShardedPrecision(Precision):
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Sum partial gradients before ``on_after_backward``, if that reads them."""
         self._strategy().before_on_after_backward()
-        with self._strategy().behind_backward():
-            return super().post_backward(tensor, module)
+        return super().post_backward(tensor, module)
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Sum partial gradients, then clip."""

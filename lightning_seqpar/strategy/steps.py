@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_seqpar.config import ParallelConfig
@@ -360,24 +359,6 @@ class SteppingStrategy(StagedStrategy):
             # Read in automatic optimization alone.
             self._flushed = self._others_flushed = not self._trainer.fit_loop._should_accumulate()
 
-    def behind_backward(self) -> AbstractContextManager[Any]:
-        """A context manager for hooks behind a backward, in which ``loss.backward()`` is one that the strategy knows too.
-
-        In automatic optimization Lightning offers no other way to run one there.
-        """
-        if self._sync is None or not self._module.automatic_optimization or not self._reads_each_backward():
-            return nullcontext()
-        return _OwnBackwards(self._run_own_backward)
-
-    def _run_own_backward(self, loss: Tensor, run: Callable[[], Any]) -> Any:
-        """Run a backward of a hook's own, as the strategy runs that of the step: checked, reduced and summed. Collective."""
-        self.pre_backward(loss)
-        if isinstance(self.model, DistributedDataParallel):
-            prepare_for_backward(self.model, loss)
-        out = run()
-        self.before_on_after_backward()
-        return out
-
     def _reads_each_backward(self) -> bool:
         """Whether the user's code may read gradients behind each backward."""
         return is_overridden("on_after_backward", self._module) or any(
@@ -626,22 +607,6 @@ class SteppingStrategy(StagedStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else with_global_clipping(plugin, self)
-
-
-class _OwnBackwards(TorchFunctionMode):
-    """Hands over each ``loss.backward()`` that is called within.
-
-    Args:
-        run: is given the loss, and what runs its backward.
-    """
-
-    def __init__(self, run: Callable[[Tensor, Callable[[], Any]], Any]) -> None:
-        super().__init__()
-        self._run = run
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = functools.partial(func, *args, **(kwargs or {}))
-        return self._run(args[0], call) if func is Tensor.backward else call()
 
 
 class _Redirection(_ForwardRedirection):

@@ -57,7 +57,6 @@ from tests.helpers.habit_runs import TOPOLOGIES, Habit, Learner, Place, Yield
 
 HABITS: list[Habit] = []
 MANUAL = r"pp=2 with automatic_optimization=False: .*use automatic optimization"
-BEHIND = r"on_after_backward with pp=2: .*use on_before_optimizer_step"
 FINDER = r"LearningRateFinder with pp=2: .*look for the rate with pp=1"
 COPIED = r"Averaging with pp=2: it copies all weights"
 WRITTEN = r"single memory location.*for which trainer\.strategy\.holds\(parameter\) is true"
@@ -747,39 +746,7 @@ def finetuned(place: Place) -> Yield:
     return {**out, "rates": [group["lr"] for group in out["trainer"].optimizers[0].param_groups]}
 
 
-class SecondBackward(Learner):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.kept = batch
-        return super().training_step(batch, batch_idx)
-
-    def on_after_backward(self) -> None:
-        (0.5 * self.loss([self.kept[0].flip(1)])).backward()
-
-
-@habit(
-    "a second backward in a hook", "`other_loss.backward()` in `on_after_backward`", suite=EVERYWHERE, in_stages=BEHIND
-)
-def twice_backward(place: Place) -> Yield:
-    return place.train(SecondBackward(), max_steps=4, accumulate_grad_batches=2, count=64)
-
-
-class PenalisesBehind(Learner):
-    def on_after_backward(self) -> None:
-        (1e-3 * sum(p.norm() for p in self.parameters())).backward()
-
-
-@habit(
-    "a loss of weights in a hook",
-    "`sum(p.norm() for p in self.parameters()).backward()` in `on_after_backward`",
-    refused=r"weight decay belongs into the optimizer|a parameter of a block outside",
-    remark="as an L2 term in the loss: weight decay belongs into the optimizer",
-    in_stages=BEHIND,
-)
-def penalised_behind(place: Place) -> Yield:
-    return place.train(PenalisesBehind())
-
-
-class SecondByHand(SecondBackward):
+class SecondByHand(Learner):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
