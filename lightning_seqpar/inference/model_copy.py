@@ -331,19 +331,28 @@ def _without_meta(model: nn.Module, device: torch.device) -> None:
     change_attribute_tensors(model, lambda x: x.is_meta, lambda x: torch.zeros_like(x, device=device))
 
 
+_PERIOD = 1_048_573
+"""Numbers of noise before they come again: a prime, so that no two rows of a matrix have the same ones."""
+
+
 def move_weights(model: nn.Module) -> None:
-    """Add seeded noise to every floating-point parameter, in place."""
-    generator = torch.Generator().manual_seed(20220505)
+    """Add seeded noise to every floating-point parameter, in place.
+
+    Drawing numbers for a large model would take longer than to run it: all are of one sequence, from another place each.
+    """
+    drawn = torch.empty(_PERIOD).uniform_(-2, 2, generator=torch.Generator().manual_seed(20220505))
+    begin = 0
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.is_floating_point():
                 continue
             fan_in = parameter.shape[-1] if parameter.ndim > 1 else 1
             scale = 0.5 / math.sqrt(fan_in) if parameter.ndim > 1 else 0.2
-            noise = torch.empty(parameter.shape, dtype=torch.float32).uniform_(-2, 2, generator=generator).mul_(scale)
+            begin, count = (begin + 7919) % _PERIOD, parameter.numel()
+            noise = drawn.repeat(-(-(begin + count) // _PERIOD))[begin : begin + count].view(parameter.shape)
             if parameter.ndim == 1 and float(parameter.detach().abs().max()) < 0.05:
-                noise += 0.5  # a layer scale near zero would hide its branch
-            parameter.add_(noise.to(device=parameter.device, dtype=parameter.dtype))
+                parameter.add_(0.5)  # a layer scale near zero would hide its branch
+            parameter.add_(noise.to(device=parameter.device), alpha=scale)
 
 
 def nudge_weights(model: nn.Module) -> None:
